@@ -30,7 +30,7 @@ _COPIES = 4
 gradients. A layer's backward has fewer, of several widths."""
 
 _LOOK = 4
-"""Memory is counted again after a quarter of the remaining memory has been saved, because other tensors are allocated, too."""
+"""Free memory is counted again after activations have taken a quarter of it, because other tensors are allocated as well."""
 
 
 class Kept:
@@ -62,7 +62,7 @@ class Headroom:
 
     Args:
         offload: stores tensors on the host.
-        left: counts the bytes of device memory that are left. It can ask how many bytes of activations are kept.
+        left: returns the bytes of free device memory. Its argument returns the bytes of activations that are kept.
         reserve: bytes that gradients of weights take in backward.
 
     Attributes:

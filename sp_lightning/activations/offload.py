@@ -320,7 +320,7 @@ class Offload:
     # ------------------------------------------------------------------ backward
 
     def pre_backward(self, call: UnitCall) -> None:
-        """Called when backward begins a call: copies its storages back if they are not there, and prefetches the next (2)."""
+        """Called when backward begins a call: uploads its offloaded storages, and prefetches those of the next call (2)."""
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             self.retire(keep=0)
             now = call.needed()
@@ -328,12 +328,12 @@ class Offload:
             wanted = {*now, *next_}
             self._drop([storage for storage in self._returned if storage not in wanted])
             self._begin_return(now)
-            # If there is no room now, they are copied back on demand, when there may be room again.
+            # If device memory is full now, :meth:`load` copies them later, when backward needs them.
             with suppress(torch.OutOfMemoryError):
                 self._begin_return(next_)
 
     def load(self, reference: SavedReference) -> Tensor:
-        """Returns the saved tensor, for backward. If its storage is not on the device, it is copied back now."""
+        """Returns the saved tensor, for backward. If its storage is not on the device, it is uploaded now."""
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             storage = reference.storage
             memory = storage.source

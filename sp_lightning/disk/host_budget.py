@@ -13,13 +13,13 @@ MARGIN = 1 / 16
 """The share of ``host_memory`` that is left to batches, activations on the CPU, and the process itself, with a disk."""
 
 _LEAST_MARGIN = 96 * 2**20
-"""The least margin in bytes: with adapters on a small language model, the first step took 77 MiB that nothing here counts."""
+"""The least margin in bytes: with adapters on a small language model, the first step took 77 MiB beyond all estimates."""
 
 _LIBRARIES = 864 * 2**20
 """Memory of a process that has imported torch, Lightning and transformers (858 MiB with torch 2.15 on a CPU)."""
 
 _OF_EACH = 520 * 2**20
-"""The part of it that each further process takes: the files of the libraries are in memory once (518 MiB)."""
+"""Memory of each further process, which shares the libraries' files in memory (518 MiB)."""
 
 _DIFFERS = 16 * 2**20
 """How much the memory of a process differs between two runs (4 MiB were measured)."""
@@ -37,7 +37,7 @@ def kept_for_processes(host_memory: int, devices: int, *, disk: bool) -> int:
 
 
 def limit_for(nbytes: int, devices: int, *, disk: bool) -> int:
-    """Returns the least ``host_memory`` that leaves so many bytes. ``devices``, ``disk``: see :func:`kept_for_processes`."""
+    """Returns the smallest ``host_memory`` with which a run can use ``nbytes``. See :func:`kept_for_processes`."""
     return _with_margin(nbytes + _of_libraries(devices), disk=disk)
 
 
@@ -51,7 +51,7 @@ def _margin(host_memory: int, *, disk: bool = True) -> int:
 
 
 def _with_margin(needed: int, *, disk: bool = True) -> int:
-    """Returns the least ``host_memory`` that leaves so many bytes."""
+    """Returns the smallest ``host_memory`` with which ``needed`` bytes can be used, beside the margin."""
     least = needed + _LEAST_MARGIN
     return max(int(needed / (1 - MARGIN)) + 1, least) if disk else least
 
@@ -92,7 +92,7 @@ def itself() -> str:
 
 
 class LimitedMemory(HostBudget):
-    """``host_memory=`` without a disk: it counts as the machine's memory.
+    """The limit ``host_memory=`` without a disk: a run may take this much, as if the machine had no more.
 
     Args:
         host_memory: bytes, or a share of the free memory.

@@ -28,15 +28,15 @@ from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import tree_leaves
 
 LEAST = 2**16
-"""Bytes of the smallest tensor that goes to the disk. Step counters and the state of biases and norms stay in memory."""
+"""Smaller tensors, in bytes, stay in memory: step counters, and the state of biases and norms."""
 
 
 class StateOnDisk:
-    """The state of a run's optimizers, of which some layers' is on a disk.
+    """Optimizer state. That of some layers is on a disk between two updates.
 
     A layer's state in one optimizer is one extent of the file. It is read into a buffer. During the update the optimizer's
-    tensors are views of the buffer; afterwards the buffer is written. State is read ahead in the order of the last step, as far
-    as there are buffers, in forward as well. A write is waited for when its buffer is needed.
+    tensors are views of the buffer; afterwards the buffer is written. State is prefetched in the order of the last step, into all
+    free buffers, in forward as well. Code that needs the buffer of a write waits for the write.
 
     Args:
         file: the scratch file.
@@ -181,7 +181,7 @@ class StateOnDisk:
     def _alone(self) -> bool:
         """Returns True if no other thread may compute with tensors that user code has read: their memory may be freed.
 
-        A thread that reads what another one has loaded is not noticed, so each thread counts that may be the user's.
+        Reads of tensors that another thread has loaded are not noticed. So this is False if any thread may be the user's.
         """
         others = [each for each in threading.enumerate() if each is not threading.current_thread()]
         ours = "superpipeline"  # how the names of our threads begin

@@ -90,7 +90,7 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
         given: ``host_memory``, for the error.
 
     Raises:
-        MemoryError: there is no room even for staging.
+        MemoryError: the staging buffers alone do not fit.
     """
     if room is None or sum(sizes.values()) <= room:
         return StatePlacement(sizes, {}, 0, room)
@@ -196,7 +196,7 @@ def choose_in_files(
         given: ``host_memory``, for the error.
 
     Raises:
-        MemoryError: there is no room even for what must be in memory.
+        MemoryError: the parts that must be in memory do not fit.
     """
     if others + sum(sizes.values()) <= room:
         return []
@@ -215,7 +215,7 @@ def choose_in_files(
     return stay
 
 
-# ---------------------------------------------------------------------- what is used next
+# ---------------------------------------------------------------------- the next access
 
 
 class AccessPredictor(Generic[T]):

@@ -91,7 +91,7 @@ class StateTransfers:
         stored.transfer.then(self._go_on)
 
     def read_ahead(self) -> None:
-        """Reads the next state, as far as the limit leaves memory for it.
+        """Prefetches the next state, within the limit of memory.
 
         Raises:
             OSError: an earlier write failed.

@@ -1,4 +1,4 @@
-"""Chooses what host memory does not hold: optimizer state goes to the disk first, then gradients and trained weights.
+"""Chooses what is on the disk: optimizer state first, then gradients and trained weights.
 
 Frozen weights, and all weights outside of training, may stay in the user's files.
 """
@@ -269,7 +269,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
         accumulate: the micro-batches of a step; 0 if nothing is trained.
 
     Raises:
-        MemoryError: host memory is too small even for what cannot stay in files.
+        MemoryError: host memory is too small for the parts that cannot stay in files.
         OSError: no file can be created in the folder.
     """
     assert options.disk is not None
@@ -307,10 +307,10 @@ def _place_in_files(
     *,
     training: bool,
 ) -> Placement:
-    """Leaves weights in files as far as host memory has no room for them.
+    """Leaves those weights in their files that do not fit into host memory.
 
     Raises:
-        MemoryError: host memory is too small even for what cannot stay in files.
+        MemoryError: host memory is too small for the parts that cannot stay in files.
     """
     room = room_for(host_memory)
     if room is None:

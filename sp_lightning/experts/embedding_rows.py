@@ -53,7 +53,7 @@ class EmbeddingRows(AllRows):
         self._sent: Any = None  # the event after the last upload of rows
 
     def begin_step(self, *, training: bool) -> None:
-        """Begins a step: no operation has used the whole weight yet."""
+        """Called when a step begins. Resets :attr:`used_whole`."""
         self.used_whole = False
         self.sparse_on_device = False
 
@@ -151,7 +151,7 @@ class EmbeddingRows(AllRows):
 
 
 class _LookUp(torch.autograd.Function):
-    """``F.embedding`` with only the rows. The gradient is copied to the host as a sparse tensor and becomes dense there."""
+    """``F.embedding`` of only the rows. The gradient is offloaded as a sparse tensor, and the host makes it dense."""
 
     @staticmethod
     def forward(

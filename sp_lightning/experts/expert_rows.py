@@ -362,7 +362,7 @@ class ExpertRows(AllRows):
 
 
 def _numbers(index: Any, count: int) -> frozenset[int]:
-    """Returns the rows that an index selects. If that cannot be told, returns -1, which is not a row."""
+    """Returns the rows that an index selects; -1, which is not a row, if they are unknown."""
     if type(index) is int:
         return frozenset({index + count * (index < 0)})
     if type(index) is Tensor and index.dtype in (torch.int32, torch.int64):

@@ -96,7 +96,7 @@ class DeclaredStep:
         self._references = [sys.getrefcount(twin) for twin in twins]
 
     def compare(self, state: dict[Any, Any]) -> None:
-        """Compares what there is after the step with what there was before it.
+        """Compares the optimizer and its parameters with those before the step.
 
         Args:
             state: the state of the parameters on the GPU.

@@ -18,7 +18,7 @@ from sp_lightning.torch_compat.private import tree_leaves
 
 
 class SeparateState:
-    """A layer's state, each tensor in memory of its own. State that is stored elsewhere between two updates is kept so.
+    """A layer's state, with separate memory for each tensor, as a :class:`StateStore` that stores it elsewhere needs it.
 
     Args:
         tensors: the tensors in the optimizer's ``state``.
@@ -37,11 +37,11 @@ class SeparateState:
         """Bytes of GPU memory that it takes."""
         return total_bytes(self.spans)
 
-    def coming(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def for_upload(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the targets in GPU memory and the sources of uploads."""
-        return [part(memory, span) for span in self.spans], self.leaving()
+        return [part(memory, span) for span in self.spans], self.for_download()
 
-    def leaving(self) -> list[Tensor]:
+    def for_download(self) -> list[Tensor]:
         """Returns the targets of downloads, one for each tensor."""
         return [each.data for each in self.tensors]
 
@@ -75,10 +75,10 @@ class HostState(SeparateState):
         self._bytes = self._memory.bytes[: self.nbytes]
         self.tensors = [view(lend(self._bytes[s.offset :][: s.nbytes]), replace(s, offset=0)) for s in self.spans]
 
-    def coming(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def for_upload(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         return [memory], [self._bytes]
 
-    def leaving(self) -> list[Tensor]:
+    def for_download(self) -> list[Tensor]:
         return [part(self._bytes, span) for span in self.spans]
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
@@ -90,10 +90,10 @@ class HostState(SeparateState):
 
 
 def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Collection[int]) -> Iterator[Tensor]:
-    """Yields the tensors of the state of parameters that plain Lightning has on the GPU.
+    """Yields the tensors of optimizer state that plain Lightning has on the GPU.
 
-    These are the ``known`` tensors, by ``id``, which a step has made there. Of a loaded state, they are the tensors that torch's
-    ``load_state_dict`` puts there: all except counters of steps, unless a kernel on the GPU reads those.
+    A step on the GPU has made the ``known`` tensors, given by ``id``. Of a loaded state, these are the tensors that torch's
+    ``load_state_dict`` copies to the GPU: all tensors except step counters, and step counters that a kernel reads.
     """
     seen = set[int]()
     for group in groups:
@@ -108,7 +108,7 @@ def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Co
 
 
 def is_plain(leaf: Any) -> bool:
-    """Returns True for a tensor as torch makes it. One that is elsewhere between two updates has a class of its own."""
+    """Returns True for a plain tensor, or one whose values are elsewhere between two updates (:class:`AbsentTensor`)."""
     return type(leaf) is Tensor or issubclass(type(leaf), AbsentTensor)
 
 

@@ -171,7 +171,7 @@ class StepsOnDevice(LayerStepper):
         memory = slot.memory
         targets, sources = [part(memory, span) for span in spans], [*trained, *coming]
         if held is not None:
-            there, here = held.coming(memory[begin:nbytes])
+            there, here = held.for_upload(memory[begin:nbytes])
             targets += there
             sources += here
         begun = device.mark(Stream.UPLOAD)

@@ -138,7 +138,7 @@ class StateExchange:
             held = self._states.get(key)
             if held is None or not held.is_like(made):
                 held = self._states[key] = self._anew(made)
-            copies = list(zip(held.leaving(), made, strict=True))
+            copies = list(zip(held.for_download(), made, strict=True))
             of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
         for p, values in entries:
             entry, now = state.setdefault(p, {}), tree_map(lambda leaf: to_host(leaf, of_host), values)

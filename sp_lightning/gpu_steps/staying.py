@@ -1,8 +1,8 @@
 """Layers that stay on the GPU: their optimizer steps them in their slots, so a step transfers nothing of them.
 
 Such a layer has a slot of its own. Its first step uploads its weights and its optimizer state. From then on the GPU's copy
-*counts* (``layer.kept``): the host parameters have a class (``gpu_steps.away``) that *lands* it when user code needs one of
-them, that is, downloads its weights and state. User code may then write anything, so the next step uploads them again.
+is the valid one (``layer.kept``). The host parameters have a class (``gpu_steps.away``) that *lands* the layer when user code
+needs one of them: it downloads weights and state. User code may then write them, so the next step uploads them again.
 
 Steps are issued to a stream that waits for the kernels that compute had to run when the background was given the step
 (:meth:`Device.later`). So a step writes the slot after the last kernel that read it.
@@ -81,7 +81,7 @@ class StayingLayers:
         updates: the updates of the run, which land layers; None if no layer stays.
 
     Attributes:
-        nbytes: bytes of GPU memory beside the slots: of masters and of state.
+        nbytes: bytes of GPU memory of masters and state. Slots are not included.
     """
 
     def __init__(self, device: Device, state: StateExchange, updates: BackgroundUpdates | None = None) -> None:
@@ -160,7 +160,7 @@ class StayingLayers:
             self.keep(layer)
 
     def keep(self, layer: StreamedLayer) -> None:
-        """Makes the GPU's copy of a layer count, after uploading it, unless it counts already."""
+        """Uploads a layer, if the GPU's copy is not the valid one already. Then it is."""
         if layer.kept:
             return
         device, slot = self._device, layer.own_slot
@@ -192,7 +192,7 @@ class StayingLayers:
         self._count()
 
     def hide(self, layer: StreamedLayer) -> None:
-        """Takes the host memory from a layer whose GPU copy counts, and gives its parameters the class that lands it."""
+        """Frees the host memory of a layer whose GPU copy is valid. Gives its parameters the class that lands it."""
         for member in layer.family:
             take_all(member.block.parameters, self._role)
             if not member.block.hidden:
@@ -215,7 +215,7 @@ class StayingLayers:
         held, there = self._state.separate(key, groups, state), dict[int, Tensor]()
         if held is not None:
             memory = device.upload_target(held.nbytes, Stream.STEP)
-            targets, sources = held.coming(memory)
+            targets, sources = held.for_upload(memory)
             begun = device.mark(Stream.UPLOAD)
             device.copy(targets, sources, Stream.UPLOAD)
             self._state.note("bring", layer.index, begun, Stream.UPLOAD, sources)
@@ -232,7 +232,7 @@ class StayingLayers:
         kept.of_host += of_host
 
     def _give_gradients(self, stepped: Sequence[nn.Parameter], twins: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Gives the parameters on the GPU their gradients. Returns those that backward has left there."""
+        """Gives the parameters on the GPU their gradients. Returns the gradients that were not offloaded."""
         device = self._device
         made = [(p, twin, *narrow_and_changes(p.grad)) for p, twin in zip(stepped, twins, strict=True)]
         stayed = [came for p, _, came, _ in made if getattr(p.grad, "computed", None) is not None]
@@ -299,10 +299,10 @@ class StayingLayers:
                 device.synchronize(device.record(stream), Wait.READ_AFTER_TAKE)
         layer.casts.mark_current()
 
-    # ------------------------------------------------------------------ the host asks
+    # ------------------------------------------------------------------ back to the host
 
     def land(self, layer: StreamedLayer) -> None:
-        """Downloads the weights and the state of a layer. The GPU's copy still counts."""
+        """Downloads the weights and the state of a layer. The GPU's copy is still valid."""
         if layer.newer_than_host:
             with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
                 self._land(layer)
@@ -332,7 +332,7 @@ class StayingLayers:
         layer.newer_than_host = False
 
     def leave(self, layer: StreamedLayer) -> None:
-        """Makes the host's values of a layer count, after :meth:`land`. Other layers may write the slot again."""
+        """Makes the host's copy of a layer the valid one, after :meth:`land`. Other layers may write the slot again."""
         self._device.synchronize(layer.stepped, Wait.READ_AFTER_TAKE)
         layer.kept = False
         self._parts.pop(layer, None)
@@ -341,7 +341,7 @@ class StayingLayers:
             leave_all(member.block.parameters, self._role)
 
     def forget(self, layers: Iterable[StreamedLayer]) -> None:
-        """Called if the slots of these layers are freed, in which nothing counts."""
+        """Called when the slots of these layers are freed. The host's copies are valid."""
         for layer in layers:
             self._weights.pop(layer, None)
             self._parts.pop(layer, None)

@@ -18,7 +18,7 @@ _MUCH = 0.9  # the other place changes the last bits, so it has to be at least t
 
 
 class MeasuredPlace(StepPlace):
-    """Decides where the optimizers of a run step, by what is measured of the machine: once for all steps of the run."""
+    """Decides once in a run where its optimizers step, by measured rates of the machine."""
 
     def against(self, optimizers: Sequence[Optimizer]) -> str:
         return against_gpu(optimizers)

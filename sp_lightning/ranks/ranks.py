@@ -199,7 +199,7 @@ class Ranks(Collectives):
             self._news.tell(f"{self.name}: {self.failure}")
 
     def lost(self, why: Wait | str, error: BaseException) -> RankError:
-        """Returns the base class's error. It also says if the other nodes cannot be reached."""
+        """Returns the base class's error. The message also names other nodes that cannot be reached."""
         found = super().lost(why, error)
         return RankError(f"{found}; {self._news.lost}") if self._news is not None and self._news.lost else found
 

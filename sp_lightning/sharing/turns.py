@@ -166,7 +166,7 @@ class TrialTurn:
     """The turn of one trial.
 
     Args:
-        there: returns True if a layer is on the device.
+        is_on_device: returns True if a layer is on the device.
 
     Attributes:
         state: the state of the process at the end of its last turn; at first, the state outside of trials.
@@ -175,24 +175,24 @@ class TrialTurn:
         error: raised at the end of its next turn; None for none.
         log: the logger for warnings.
         device: that of its run; None before the run.
-        comes: wakes its thread when its turn begins.
+        begun: notified when its turn begins. Its thread waits for this.
     """
 
     state: ProcessState
-    comes: threading.Condition
+    begun: threading.Condition
 
-    def __init__(self, there: Callable[[Hashable], bool]) -> None:
+    def __init__(self, is_on_device: Callable[[Hashable], bool]) -> None:
         self.wants: Hashable = None
         self.waited = 0
         self.error: Exception | None = None
         self.log = logging.getLogger("lightning.pytorch")
         self.device: Device | None = None
-        self._there = there
+        self._is_on_device = is_on_device
 
     @property
     def ready(self) -> bool:
-        """Whether the layer that it needs is on the device."""
-        return self.wants is None or self._there(self.wants)
+        """True if the trial can continue: the layer that it needs is on the device, or it needs none."""
+        return self.wants is None or self._is_on_device(self.wants)
 
     def fail(self) -> None:
         """Raises :attr:`error` once."""
@@ -231,7 +231,7 @@ class TrialTurns:
             Exception: the turn's :attr:`~TrialTurn.error`.
             RuntimeError: a run outside of trials is under way.
         """
-        turn.comes = threading.Condition(self._lock)
+        turn.begun = threading.Condition(self._lock)
         with self._lock:
             if self._running is None:
                 if any(each.state.status == "running" for each in TRAINERS):
@@ -293,13 +293,13 @@ class TrialTurns:
         self._given += 1
         for each in self._waiting:
             each.waited += 1
-        chosen.comes.notify()
+        chosen.begun.notify()
 
     def _await(self, turn: TrialTurn) -> None:
         interrupt, given = None, self._given
         while self._running is not turn:
             try:
-                in_time = turn.comes.wait(LONG)
+                in_time = turn.begun.wait(LONG)
             except (
                 BaseException
             ) as error:  # Ctrl-C in the main thread: the trial ends in its turn, because others compute now
