@@ -71,7 +71,7 @@ class FakeStatus:
     def __init__(self, rank: int, together: Together) -> None:
         self.rank, self.together = rank, together
 
-    def until(self, reached: Callable[[], bool], why: Any) -> None:
+    def wait_until(self, reached: Callable[[], bool], why: Any) -> None:
         began = monotonic()
         while not reached():
             if monotonic() - began > SECONDS or self.together.barrier.broken:
@@ -100,7 +100,7 @@ class FakeRanks:
             return False
 
         self.meanwhile()
-        self.status.until(look, why)
+        self.status.wait_until(look, why)
 
     def gather(self, everybody: Tensor, group: Any, what: str) -> None:
         together, number = self.together, self.gathers
