@@ -440,7 +440,7 @@ def test_what_a_step_has_made_is_there_until_it_has_left(monkeypatch: pytest.Mon
     wait = StepSlots._wait
 
     def noting(self: StepsOnDevice, *slots: Any) -> None:
-        taken.extend(bool(slot.alive) for slot in slots if slot.left is not None)
+        taken.extend(bool(slot.results) for slot in slots if slot.downloaded is not None)
         wait(self, *slots)
 
     monkeypatch.setattr(StepSlots, "_wait", noting)
