@@ -36,11 +36,12 @@ class OwnThreads:
 
     Attributes:
         main: the identifier of the thread that runs the steps.
+        here: for the present thread, the number of calls that it is inside of as a helper (``depth``).
     """
 
     def __init__(self) -> None:
         self.main = threading.get_ident()
-        self._here = _ThreadCalls()
+        self.here = _ThreadCalls()
         self._forward = 0  # number of the current forward
 
     @property
@@ -49,29 +50,29 @@ class OwnThreads:
         return threading.get_ident() == self.main or current_graph_task() != -1 or self.helps
 
     @property
-    def began(self) -> bool:
-        """True if the present thread is inside a call that it began as a helper."""
-        return self._here.depth > 0
+    def beside(self) -> bool:
+        """True if the present thread may only be a helper: it is one, perhaps a late one, or does not belong to the run."""
+        return self.here.depth > 0 or (threading.get_ident() != self.main and current_graph_task() == -1)
 
     @property
     def helps(self) -> bool:
         """True if the present thread is a helper whose forward is still running."""
-        return self._here.depth > 0 and self._here.forward == self._forward
+        return self.here.depth > 0 and self.here.forward == self._forward
 
     @property
     def late(self) -> bool:
         """True if the present thread is a helper whose forward has ended."""
-        return self._here.depth > 0 and self._here.forward != self._forward
+        return self.here.depth > 0 and self.here.forward != self._forward
 
     def begin(self) -> None:
         """Admits the present thread as a helper, for one module call or one operation."""
-        if not self._here.depth:
-            self._here.forward = self._forward
-        self._here.depth += 1
+        if not self.here.depth:
+            self.here.forward = self._forward
+        self.here.depth += 1
 
     def end(self) -> None:
         """Ends the call or operation of the last :meth:`begin`."""
-        self._here.depth -= 1
+        self.here.depth -= 1
 
     def end_forward(self) -> None:
         """Ends the forward. Helpers that still compute are late from now on."""

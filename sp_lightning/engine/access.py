@@ -93,7 +93,7 @@ class Access(Part):
         if visits and (make_room := self.activations.make_room) is not None:
             make_room(visits, inputs)
         with held(self.lock):
-            helps = self.threads.began or not self.threads.own
+            helps = self.threads.beside
             if helps:
                 self._admit(visits)
             outside = self._outside()
@@ -127,7 +127,7 @@ class Access(Part):
             RuntimeError: no forward runs, or the forward in which the thread helped has ended.
         """
         self.threads.refuse_late()
-        if not (self.threads.began or self._may_help()):
+        if not (self.threads.here.depth or self._may_help()):
             raise RuntimeError(CALLED_ELSEWHERE.format(name=repr(visits[0].name) if visits else "A module"))
         self._share()
         self.threads.begin()
@@ -143,7 +143,7 @@ class Access(Part):
             LateError: a helper made the call, and the step has continued without it.
         """
         with held(self.lock):
-            helps = self.threads.began
+            helps = self.threads.here.depth > 0
             if helps:
                 late = self.threads.late
                 self.threads.end()

@@ -53,12 +53,8 @@ class HostSource(BlockSource):
             return True
         return update.done() and (bool(layer.step_results) or self._device.has_happened(layer.owner.landed))
 
-    def wait(self, layer: StreamedLayer) -> None:
-        """Waits for the layer's update, so that an upload may follow."""
-        self._landing(layer)
-
-    def _landing(self, layer: StreamedLayer) -> Any:
-        """Waits for the layer's update and, if necessary, for the download of its results.
+    def wait(self, layer: StreamedLayer) -> Any:
+        """Waits for the layer's update and, if necessary, for the download of its results, so that an upload may follow.
 
         If an upload can copy the results on the device, the host does not wait for the download. Otherwise it waits: if the
         upload stream waited instead, the uploads of other layers would be delayed.
@@ -74,7 +70,7 @@ class HostSource(BlockSource):
 
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns the bytes of the layer's block, after adopting memory and casting the present masters if necessary."""
-        landed = self._landing(layer)
+        landed = self.wait(layer)
         if landed is not None:  # the upload follows the update on the device, and the host has nothing to do
             return layer.block.weights, landed
         for member in layer.family:

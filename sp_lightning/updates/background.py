@@ -199,6 +199,8 @@ class BackgroundUpdates:
             The event after which the host has the layer; None if the host has it, because this did what :meth:`wait` does.
         """
         owner = layer.owner
+        if owner.update is None and not owner.kept and self._failure is None:
+            return None  # nearly always, and this is called for each fetch
         has_then = self._under_way.get(owner) is not None  # only `wait` calls it, after the download
         if owner.update is None or has_then:
             self.wait(layer, Wait.FETCH_AFTER_UPDATE)
