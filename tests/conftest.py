@@ -18,7 +18,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.torch_compat.private import ENGINE_CALL
-from sp_lightning.updates import background
 from tests.support.imported import imports_are_over
 from tests.support.seconds import move_down
 from tests.support.states import checked_states
@@ -82,7 +81,6 @@ def _nothing_left_behind() -> Iterator[None]:
     setattr(*ENGINE_CALL, torch.autograd.graph._engine_run_backward)  # one test fails, not all that come after it
     assert call is torch.autograd.graph._engine_run_backward
     assert torch.is_grad_enabled()
-    background._instances.clear()  # a fork waits for all updates: those of a run that a test has left half-way raise then
     assert rank_zero_only.rank == 0  # otherwise later tests log and write nothing
 
 

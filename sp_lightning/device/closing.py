@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 
 def close_all(*parts: Callable[[], object]) -> None:
-    """Calls each function once, in order. If one raises, calls all of them again in reverse order, so that none is left out.
+    """Calls each function once, in order. If one raises, calls all of them again in this order, so that none is left out.
 
     Each function must be safe to call twice: an interrupt (Ctrl-C) may have stopped the first call half-way.
 

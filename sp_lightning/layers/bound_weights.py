@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from sp_lightning.layers.device_parameter import same_place
 from sp_lightning.layers.layer import Slot, StreamedLayer
 from sp_lightning.layers.slots import Slots
-from sp_lightning.layers.states import HELD, RESTING
+from sp_lightning.layers.states import RESTING
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty, guard_of
 from sp_lightning.torch_compat.modes import no_inference_mode
@@ -27,18 +27,17 @@ class SlotUsers:
     Attributes:
         held: released layers whose device parameters a graph still holds.
         replaced: released layers with weights in other memory, which user code holds.
+        take_back_late: called before slots are overwritten. Writes through views of the slots would be lost.
     """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self.held: set[StreamedLayer] = set()
         self.replaced: set[StreamedLayer] = set()
+        self.take_back_late: Callable[[Iterable[Slot]], None] = lambda slots: None
 
     def before_use(self, layer: StreamedLayer) -> None:
         """Called before a layer is used, if any layer is ``replaced``: the host weights of the used layer must be up to date."""
-
-    def take_back_late(self, slots: Iterable[Slot]) -> None:
-        """Called before slots are overwritten. Writes through views of the slots would be lost."""
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Called after the transfer of a layer was issued."""
@@ -82,6 +81,7 @@ class BoundWeights(SlotUsers):
         self._writes = writes
         self._watched = watched
         self.replaced = writes.replaced
+        self.take_back_late = writes.take_back_late
 
     # ------------------------------------------------------------------ a use begins
 
@@ -89,15 +89,6 @@ class BoundWeights(SlotUsers):
         """Copies weights to the host that were written in memory outside the layer's slot (``param.data = other``)."""
         for member in layer.family:
             self._writes.take_back_replaced(member)
-
-    def take_back_late(self, slots: Iterable[Slot]) -> None:
-        """Copies weights to the host that were written through views of these slots, before the slots are overwritten."""
-        writes = self._writes
-        if writes.stale_views.noted or writes.exchanged.noted:
-            writes.compare_stale_views()
-        for slot in slots:
-            if slot.layer is not None and slot.layer.state is HELD:
-                writes.take_back_views(slot.layer, slot)
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Records that the device has the host's present values."""

@@ -130,7 +130,7 @@ class Gradients(GradientSink[_Drain]):
         added to an earlier one, and a step must wait for the layer.
         """
         if owner.own_slot is not None:
-            return self.keep_for_own_slot and self._may_keep_for_own_slot(owner, received, gradients)
+            return self.keep_for_own_slot and self._may_keep_for_own_slot(received, gradients)
         if not self.keep_for_step or self._wanted is None or len(gradients) != received.expected:
             return False
         parameters = [layer.block.parameters[index] for layer, index in gradients]
@@ -138,9 +138,7 @@ class Gradients(GradientSink[_Drain]):
         alone = all(p.grad is None and not accumulation_hooks(p) for p in parameters)
         return dense and alone and owner.kind is not Kind.RESIDENTS and self._wanted(owner)
 
-    def _may_keep_for_own_slot(
-        self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
-    ) -> bool:
+    def _may_keep_for_own_slot(self, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]) -> bool:
         """Returns :meth:`_may_keep` for a layer that stays on the GPU. Gradients may be added to unchanged earlier ones."""
         parameters = [layer.block.parameters[index] for layer, index in gradients]
         return (

@@ -102,7 +102,8 @@ class WriteBack:
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Copies back weights that were written through views of these slots since the release of their layers."""
-        self.compare_stale_views()
+        if self.stale_views.noted or self.exchanged.noted:  # nearly never, and this is called before each fetch
+            self.compare_stale_views()
         for slot in slots:
             if slot.layer is not None and slot.layer.state is HELD:
                 self.take_back_views(slot.layer, slot)

@@ -372,8 +372,12 @@ class BackgroundUpdates:
                     _restore_classes(layer.family)
 
     def close(self) -> None:
-        """Drops an error that was raised: its traceback holds activations, whose graph holds this object."""
+        """Ends the updates of a run that is over. A fork does not wait for them from now on, not even if landing has failed.
+
+        Drops an error that was raised: its traceback holds activations, whose graph holds this object.
+        """
         self._failure = None
+        _instances.discard(self)
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
         """Waits for an update as :meth:`_complete` does, and gives the layer's parameters their ordinary classes back."""

@@ -6,17 +6,21 @@ Each test was written after a program whose numbers differed without an error.
 from __future__ import annotations
 
 import copy
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
+from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.slots import Slots
+from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.models import vectors
 from tests.support.nets import Does
 from tests.support.on_device import Stepped, on_device
@@ -258,3 +262,24 @@ def test_a_step_finds_the_attributes_that_parameters_have_now(what: str) -> None
     with simulated():
         ours = run(WAYS["all layers"]())
     assert_same(ours, run("auto"))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_fork_does_not_land_the_layers_of_a_run_that_is_over() -> None:
+    """The run could not land them, for example because the GPU has failed. A later fork would fail, too."""
+    landing: list[StreamedLayer] = []
+
+    def fails(self: BackgroundUpdates, layer: StreamedLayer) -> None:
+        landing.append(layer)
+        raise RuntimeError("the GPU has failed")
+
+    with simulated(), mock.patch.object(BackgroundUpdates, "land", fails):
+        with pytest.raises(RuntimeError, match="the GPU has failed"):
+            after_batches(lambda *_: None, partial(SGD, lr=0.1), WAYS["all layers"]())
+        of_the_run = list(landing)
+        if not (child := os.fork()):
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert landing == of_the_run
+    assert all(layer.kept for layer in of_the_run)
