@@ -203,6 +203,28 @@ def test_an_error_in_the_background_reaches_the_user_and_nothing_is_saved(mode: 
     trainer.save_checkpoint(tmp_path / "whole.ckpt")
 
 
+def test_after_an_update_that_failed_no_layer_is_fetched() -> None:
+    """Here code that must not fail has waited for all updates, so no layer has an update under way any more."""
+    forwards: list[int] = []
+
+    class Counts(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            forwards.append(batch_idx)
+            return loss
+
+    class Joins(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            streamer_of(trainer.strategy).updates.join()
+
+    with failing(1, 2), pytest.raises(FloatingPointError, match="in the update"):
+        trainer_for(overlapping("forward"), callbacks=[Joins()]).fit(Counts(), loader(vectors()))
+    assert forwards == [0]
+
+
 def test_a_backward_that_fails_after_early_updates_is_not_saved(tmp_path: Path) -> None:
     class FailsInBackward(Module):
         def __init__(self) -> None:
