@@ -80,7 +80,7 @@ class HostKernels:
         return False
 
     def norms(self, gradients: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Computes norms of gradients on the host, in float32.
+        """Computes norms of gradients on the host, in float32. This default has no kernels, and computes none.
 
         Returns:
             By the ``id`` of each gradient that a kernel can read, its norm: a float32 tensor without dimensions.

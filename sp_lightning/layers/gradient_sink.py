@@ -111,7 +111,7 @@ class GradientSink(Generic[W]):
         """Issues the transfer of other layers' gradients, because the backward of ``layers`` begins."""
 
     def expect(self, wanted: Wanted | None = None) -> None:
-        """Called when the backward of a loss begins.
+        """Called when the backward of a loss begins. Sinks that may keep gradients on the GPU, or update early, note ``wanted``.
 
         Args:
             wanted: returns True if an optimizer's step waits for a layer, to update it in this backward. None if no step waits.

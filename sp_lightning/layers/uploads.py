@@ -48,7 +48,7 @@ class Uploads:
         return None
 
     def go_on(self, using: StreamedLayer | None = None) -> None:
-        """Issues the parts of pending uploads that can be issued without a wait.
+        """Issues the parts of pending uploads that can be issued without a wait. Here uploads have one part.
 
         Args:
             using: the layer that compute uses next; None if it uses none.

@@ -45,6 +45,8 @@ class StepPlace:
     def moves(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> bool:
         """Returns True if ``"auto"`` moves the steps from the GPU to the CPU. It decides once: the last bits depend on the place.
 
+        This default only has the CPU, and notes why.
+
         Args:
             stepping: the optimizers.
             facts: the facts of the run, with steps on the GPU if there is room for them.
