@@ -31,7 +31,7 @@ class ExpertsAndEmbeddings(RowFinder):
     def looked_up(self, units: Sequence[Unit], places: Places) -> list[Unit]:
         """Returns the embeddings that are at least as large as the median unit that is uploaded whole."""
         median = statistics.median([unit.nbytes for unit in units if not unit.rows] or [0])
-        return [unit for unit in units if not unit.chosen and unit.nbytes >= median and _only_looks_up(unit, places)]
+        return [unit for unit in units if not unit.chosen and _only_looks_up(unit, places) and unit.nbytes >= median]
 
     def notes(self, units: Sequence[Unit], layers: Sequence[Layer], tables: Sequence[Layer]) -> list[str]:
         notes = [

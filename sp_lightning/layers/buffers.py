@@ -35,10 +35,13 @@ def find_averages(root: nn.Module) -> list[nn.Module]:
     another module, in the same order.
     """
     bare = [module for module in root.modules() if not any(True for _ in module.parameters())]
+    copies = {module: tuple(buffer.shape for buffer in module.buffers() if buffer.dim()) for module in bare}
+    copies = {module: shapes for module, shapes in copies.items() if len(shapes) > _FEW}
+    if not copies:
+        return []
     weights = {tuple(p.shape for p in module.parameters()) for module in root.modules()}
     weights |= {tuple(p.shape for p in module.parameters() if p.requires_grad) for module in root.modules()}
-    copies = {module: tuple(buffer.shape for buffer in module.buffers() if buffer.dim()) for module in bare}
-    return [module for module, shapes in copies.items() if len(shapes) > _FEW and shapes in weights]
+    return [module for module, shapes in copies.items() if shapes in weights]
 
 
 _Sent = tuple[dict[str, Tensor | None], str, Tensor, Tensor]

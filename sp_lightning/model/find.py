@@ -151,11 +151,12 @@ def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
 
 def _small(units: Sequence[Unit]) -> set[Unit]:
     """Returns the units that stay on the device because they are small. Units that ``layers=`` chose do not stay."""
-    largest = max((unit.nbytes for unit in units), default=0)
-    room = min(_RESIDENT_SHARE * sum(unit.nbytes for unit in units), largest)
+    sizes = {unit: unit.nbytes for unit in units}
+    largest = max(sizes.values(), default=0)
+    room = min(_RESIDENT_SHARE * sum(sizes.values()), largest)
     equal: dict[tuple[int, object], list[Unit]] = defaultdict(list)
-    for unit in units:
-        equal[unit.nbytes, unit.name if unit.module is None else type(unit.module)].append(unit)
+    for unit, nbytes in sizes.items():
+        equal[nbytes, unit.name if unit.module is None else type(unit.module)].append(unit)
     small: set[Unit] = set()
     for (nbytes, _), alike in sorted(equal.items(), key=lambda each: each[0][0]):
         room -= nbytes * len(alike)

@@ -87,8 +87,8 @@ def _lines(file: Path) -> list[str]:
 
 def _field(file: Path, field: str) -> int | None:
     """Returns the bytes of a field of a file with lines such as ``VmRSS:  12 kB``."""
-    fields = dict(line.split(":", 1) for line in _lines(file) if ":" in line)
-    return int(fields[field].split()[0]) * 1024 if field in fields else None
+    line = next((line for line in _lines(file) if line.startswith(f"{field}:")), None)
+    return None if line is None else int(line.split()[1]) * 1024
 
 
 def _number(file: Path) -> int | None:

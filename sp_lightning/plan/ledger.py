@@ -177,28 +177,32 @@ def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: 
     once = steps.accumulate == 1
     steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)  # sums are float32
     state = _state_bytes(optimizers)
-    passes = _passes(plan, state or 0, steps)
+    offloaded_state = _offloaded_state(plan, state or 0)
+    passes = _passes(plan, offloaded_state, steps)
+    layers = (*plan.trained, *plan.masters)
+    weights = sum(layer.nbytes for layer in layers)
     return Ledger(
-        parameters=sum(math.prod(span.shape) for layer in (*plan.trained, *plan.masters) for span in layer.spans),
-        weights=sum(layer.nbytes for layer in (*plan.trained, *plan.masters)),
+        parameters=sum(math.prod(span.shape) for layer in layers for span in layer.spans),
+        weights=weights,
         gradients=_gradient_bytes(plan, steps),
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),
         ranks=plan.ranks,
-        staying=_weights_that_stay(plan) + (state or 0) - _offloaded_state(plan, state or 0),
+        staying=weights + (state or 0) - _offloaded_weights(plan) - offloaded_state,
     )
 
 
-def _weights_that_stay(plan: Plan) -> int:
-    """Returns the bytes of weights, casts and masters of layers that stay on the device."""
-    everything = sum(layer.nbytes for layer in (*plan.trained, *plan.masters))
-    return everything - sum(layer.nbytes for layer in (*plan.offloaded, *plan.offloaded_masters))
+def _offloaded_weights(plan: Plan) -> int:
+    """Returns the bytes of weights, casts and masters of layers that do not stay on the device."""
+    return sum(layer.nbytes for layer in (*plan.offloaded, *plan.offloaded_masters))
 
 
 def _offloaded_state(plan: Plan, state: int) -> int:
     """Returns the bytes of optimizer state of layers that do not stay on the device, estimated by their share of gradients."""
+    if not plan.stay:
+        return state
     everything = sum(layer.gradient_bytes for layer in plan.trained)
-    return state * sum(layer.gradient_bytes for layer in plan.offloaded) // max(everything, 1) if plan.stay else state
+    return state * sum(layer.gradient_bytes for layer in plan.offloaded) // max(everything, 1)
 
 
 def _gradient_bytes(plan: Plan, steps: Steps) -> int:
@@ -218,12 +222,11 @@ def _gradient_bytes(plan: Plan, steps: Steps) -> int:
 
 
 def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
-    """Returns all passes of a step; ``state`` is in bytes. Layers that stay on the device have no passes."""
+    """Returns all passes of a step. Layers that stay on the device have none; ``state`` is the bytes of the others."""
     layers = plan.offloaded
     accumulate, more = steps.accumulate, steps.accumulate - 1
     clips, scales, pieces, narrow = steps.clips, steps.scales, steps.pieces, steps.narrow
     masters = sum(each.nbytes for each in plan.offloaded_masters)
-    state = _offloaded_state(plan, state)
     casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
     # The bytes that the devices of the node upload in a forward: once for all devices, and once per device. Tables do not
     # count: only some of their rows are uploaded.
@@ -267,12 +270,13 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
     """Returns the bytes of the optimizers' state; None if an optimizer is not torch's and has no state yet."""
     total = 0
     for optimizer in optimizers:
-        trained = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in optimizer.param_groups]
         bits = FEW_BITS.get((type(optimizer).__module__, type(optimizer).__qualname__))
         if bits is not None:
-            total += sum(_few_bits(p, group, optimizer, bits) for group, p in trained)
+            total += sum(_few_bits(p, group, optimizer, bits) for group, trained in groups for p in trained)
         elif has_known_state(optimizer):
-            total += sum(state_tensors(optimizer, group) * p.numel() * p.element_size() for group, p in trained)
+            for group, trained in groups:
+                total += state_tensors(optimizer, group) * sum(p.numel() * p.element_size() for p in trained)
         else:
             leaves = tree_leaves(dict(state_of(optimizer)))
             state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]

@@ -168,12 +168,10 @@ class Paging:
     """The data that is paged out of host memory between uses, for example to a disk.
 
     Attributes:
-        state: True if optimizer state of some layers is paged.
         gradients: True if gradients of some layers are paged.
         anything: True if trained weights, gradients or optimizer state are paged.
     """
 
-    state: bool = False
     gradients: bool = False
     anything: bool = False
 
@@ -252,7 +250,7 @@ class UpdatePolicy:
 
     def __str__(self) -> str:
         units = {"whole": "all layers at once", "primary": "all layers at once, on rank 0", "layers": "layer by layer"}
-        fused = ", fused if the optimizer leaves that open" if self.fused and self.place == "cpu" else ""
+        fused = ", fused if the optimizer leaves that open" if self.fused else ""
         return f"{units[self.unit]} on the {self.place.upper()}{fused}; overlap: {self.mode}"
 
 
@@ -360,7 +358,7 @@ def steps_by_layers(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) ->
     """Returns True if optimizers step layer by layer. All ranks decide the same, although only the primary has state."""
     ranks_with_disk = facts.ranks and facts.disk
     on_gpu = policy.place == "gpu" or facts.stay
-    return policy.overlap != "off" or on_gpu or paging.state or paging.anything or ranks_with_disk
+    return policy.overlap != "off" or on_gpu or paging.anything or ranks_with_disk
 
 
 def may_stay_narrow(facts: UpdateFacts, paging: Paging) -> bool:

@@ -37,17 +37,18 @@ def path(kind: type) -> str:
 
 def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
     """Returns the result of ``isinstance``, for the class or its namesake."""
-    return any(path(base) == path(kind) for base in type(value).__mro__)
+    return path(kind) in map(path, type(value).__mro__)
 
 
 def is_exactly(value: object, kinds: Iterable[type]) -> bool:
     """Returns True if the value's class is one of these classes or their namesakes. A subclass does not count."""
-    return path(type(value)) in {path(kind) for kind in kinds}
+    return path(type(value)) in map(path, kinds)
 
 
 def base_of(value: object, kind: type[T]) -> type[T]:
     """Returns ``kind`` or its namesake, whichever is among the bases of the value's class; ``kind`` if neither is."""
-    return next((base for base in type(value).__mro__ if path(base) == path(kind)), kind)
+    name = path(kind)
+    return next((base for base in type(value).__mro__ if path(base) == name), kind)
 
 
 # ---------------------------------------------------------------------- the trainer

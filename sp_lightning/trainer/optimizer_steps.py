@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -199,11 +200,7 @@ class OptimizerSteps:
     def _collect(self) -> UpdateFacts:
         """Collects the facts on which the policy depends, as they are now."""
         run = self._run
-        return collect(
-            self._trainer,
-            self._options,
-            self._real_optimizers,
-            self._place,
+        of_run = UpdateFacts(
             place="gpu" if run.steps_on_device else "cpu",
             stay=bool(run.engine.plan.stay),
             on_cpu=run.engine.device.computes_on_host,
@@ -212,6 +209,7 @@ class OptimizerSteps:
             tried=self._tried,
             needed=self._needed,
         )
+        return collect(of_run, self._trainer, self._options, self._real_optimizers, self._place)
 
     def _decide(self, facts: UpdateFacts) -> None:
         """Decides where and when optimizers step. With ``optimizer_on="auto"`` the first call measures both places.
@@ -234,7 +232,8 @@ class OptimizerSteps:
         facts = self._facts
         decided = self.policy
         assert decided is not None
-        paging = Paging(self.state.elsewhere, run.placement.pages_gradients, run.placement.pages)
+        placement = run.placement
+        paging = Paging(placement.pages_gradients, anything=self.state.elsewhere or placement.pages)
         optimizers = self._real_optimizers
         bits = self._bits = registry.gpu_bits(None if facts.place == "gpu" else engine.device.plain_steps_on)
         bits.decide(
@@ -259,7 +258,7 @@ class OptimizerSteps:
         # In any case: a checkpoint may have given an optimizer other state.
         self._whole_steps.attach([each for each in optimizers if each not in self._layerwise], scaler_of(self._trainer))
         has_state = self._options.disk is None or self.state is not IN_MEMORY  # with disk=, only the primary rank
-        if has_state and policy.mode != self._logged:
+        if has_state and policy.mode != self._logged and self._log.isEnabledFor(logging.DEBUG):
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), policy.mode)
             self._logged = policy.mode
 

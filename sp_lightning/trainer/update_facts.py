@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
 from torch.optim import Optimizer
 
-from sp_lightning.plan.update_policy import BatchFacts, OptimizerFacts, Place, UpdateFacts
+from sp_lightning.plan.update_policy import BatchFacts, OptimizerFacts, UpdateFacts
 from sp_lightning.torch_compat.private import (
     accumulation_hooks,
     global_step_hooks,
@@ -40,44 +41,31 @@ CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 
 
 def collect(
-    trainer: Any,
-    options: Options,
-    optimizers: Sequence[Optimizer],
-    places: StepPlace,
-    *,
-    place: Place,
-    stay: bool,
-    on_cpu: bool,
-    ranks: bool,
-    shares_base: bool,
-    tried: bool,
-    needed: str,
+    of_run: UpdateFacts, trainer: Any, options: Options, optimizers: Sequence[Optimizer], places: StepPlace
 ) -> UpdateFacts:
     """Collects the current facts. No update may be running, because its optimizer has another class meanwhile.
 
     Args:
+        of_run: the facts that only the run knows: ``place`` to ``shares_base``, ``tried`` and ``needed``.
         trainer: the trainer, with module, callbacks and precision plugin.
         options: the user's options.
         optimizers: the optimizers that step, as their users configured them.
         places: knows why steps on the GPU are not possible.
-        place, stay, on_cpu, ranks, shares_base, tried, needed: see :class:`UpdateFacts`.
     """
-    facts = UpdateFacts(
+    facts = replace(
+        of_run,
         overlap=options.optimizer_overlap,
         optimizer_on=options.optimizer_on,
         gpu_layers=options.gpu_layers,
         fused_optimizer=options.fused_optimizer,
         debug_writes=options.debug_writes,
         disk=options.disk is not None,
-        place=place,
-        stay=stay,
-        on_cpu=on_cpu,
-        ranks=ranks,
-        shares_base=shares_base,
-        tried=tried,
-        needed=needed,
     )
     against_layers, instead = _against_layerwise_steps(optimizers, facts.fuses_on_cpu)
+    has_accumulation_hooks, has_gradient_hooks = _parameter_hooks(trainer.lightning_module)
+    # From backward to the optimizer's step, and from there to the reset of gradients to None.
+    read_before_step = bool(has_gradient_hooks or hooks_of_users(trainer, "gradients"))
+    read_after_step = bool(hooks_of_users(trainer, "train", "optimizer", "end"))
     return replace(
         facts,
         optimizers=tuple(
@@ -95,11 +83,11 @@ def collect(
         against_forward=_against_beside_forward(optimizers),
         against_gpu=places.against(optimizers) or _against_steps_on_gpu(trainer, optimizers),
         against_gpu_background=_against_background_on_gpu(trainer, optimizers, places),
-        accumulation_hooks=any(accumulation_hooks(p) for p in trainer.lightning_module.parameters()),
+        accumulation_hooks=has_accumulation_hooks,
         step_hooks=_has_step_hooks(optimizers),
-        unread_before_step=_are_gradients_unread_before_step(trainer),
-        unread=are_gradients_unread(trainer),
-        read_after_step=bool(hooks_of_users(trainer, "train", "optimizer", "end")),
+        unread_before_step=not read_before_step and scaler_of(trainer) is None,
+        unread=not read_before_step and not read_after_step and not _may_scaler_read(trainer),
+        read_after_step=read_after_step,
     )
 
 
@@ -136,28 +124,17 @@ def clips_as_lightning(plugin: Any) -> bool:
 # ---------------------------------------------------------------------- who reads gradients
 
 
-def _are_gradients_unread_before_step(trainer: Any) -> bool:
-    """Returns True if no user code and no scaler reads or writes gradients between backward and the optimizer's step.
-
-    Their norms may then be computed while backward goes on.
-    """
-    return not hooks_of_users(trainer, "gradients") and not _has_parameter_hooks(trainer) and scaler_of(trainer) is None
+def _parameter_hooks(module: nn.Module) -> tuple[bool, bool]:
+    """Returns True if parameters have post-accumulate hooks, and True if they have hooks of any kind on gradients."""
+    accumulation = any(accumulation_hooks(p) for p in module.parameters())
+    return accumulation, accumulation or any(gradient_hooks(p) for p in module.parameters())
 
 
-def are_gradients_unread(trainer: Any) -> bool:
-    """Returns True if no hook runs between backward and the reset of gradients to None, so that they may stay narrow.
-
-    A user's own scaler, or an optimizer that unscales by itself, may read and write gradients in between.
-    """
-    hooks = hooks_of_users(trainer, "gradients", "train", "optimizer", "end")
+def _may_scaler_read(trainer: Any) -> bool:
+    """Returns True if a user's own scaler, or an optimizer that unscales by itself, may read and write gradients."""
     scaler = scaler_of(trainer)
     ours = type(scaler) is HostGradScaler and not any(map(unscales_by_itself, trainer.optimizers))
-    return not hooks and not _has_parameter_hooks(trainer) and (scaler is None or ours)
-
-
-def _has_parameter_hooks(trainer: Any) -> bool:
-    """Returns True if the user has registered hooks on gradients of parameters."""
-    return any(gradient_hooks(p) or accumulation_hooks(p) for p in trainer.lightning_module.parameters())
+    return scaler is not None and not ours
 
 
 def _has_step_hooks(optimizers: Sequence[Optimizer]) -> bool:

@@ -37,6 +37,7 @@ def policy(on_disk: Paging = MEMORY, /, like_gpu: Any = (), **facts: Any) -> Upd
         # The first backward shows whether updates may begin in it.
         ({}, "forward", TRIED, ""),
         ({"tried": True}, "backward", KEEPS, ""),
+        ({"tried": True, "read_after_step": True}, "backward", KEEPS, ""),
         ({"tried": True, "needed": "in the first step, a use"}, "forward", NO, "in the first step, a use"),
         # "auto" is off where updates would not run beside the model.
         ({"against_background": "they compete"}, "off", NO, "they compete"),
@@ -58,13 +59,18 @@ def policy(on_disk: Paging = MEMORY, /, like_gpu: Any = (), **facts: Any) -> Upd
         ({"ranks": True}, "forward", NO, "with several devices, or a disk"),
         # Modes asked for by name.
         ({"overlap": "off"}, "off", NO, ""),
+        ({"overlap": "off", "against_layers": "not fused"}, "off", NO, ""),
         ({"overlap": "forward"}, "forward", NO, ""),
         ({"overlap": "backward"}, "backward", FREES, ""),
         ({"overlap": "backward", "read_after_step": True}, "backward", KEEPS, ""),
         ({"overlap": "backward", "read_after_step": True, "ranks": True}, "backward", FREES, ""),
         ({"overlap": "backward", "disk": True}, "backward", FREES, ""),
         ({"overlap": "forward", "against_background": "they compete"}, "forward", NO, ""),
+        # A place that nobody asked for by name is no error.
+        ({"against_gpu": "LBFGS", "tried": True}, "backward", KEEPS, ""),
+        ({"against_gpu": "LBFGS", "optimizer_on": "auto", "tried": True}, "backward", KEEPS, ""),
         # On the GPU, other things count.
+        ({"place": "gpu", "optimizer_on": "gpu", "tried": True}, "backward", FREES, ""),
         ({"place": "gpu", "against_layers": "not fused", "tried": True}, "backward", FREES, ""),
         ({"place": "gpu", "against_gpu_background": "declared"}, "off", NO, "declared"),
         ({"place": "gpu", "read_after_step": True}, "forward", NO, "on the device, gradients are freed"),
@@ -82,7 +88,7 @@ def test_when_layers_are_updated(facts: dict[str, Any], overlap: str, early: Ear
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"overlap": "forward", "against_layers": "not fused"}, r'"forward" cannot be used: not fused. Use .*overlap="off"'),
+        ({"overlap": "forward", "against_layers": "not fused"}, r'not fused. Use SuperpipelineStrategy\(optimizer_overlap="off"'),
         ({"overlap": "backward", "against_layers": "not fused", "instead": "Leave it, or use"}, "Leave it, or use Sup"),
         ({"overlap": "forward", "against_forward": "compiles"}, r'compiles. Use .*overlap="off"'),
         ({"overlap": "backward", "batch": NORM}, r'all gradients before the first update. Use .*overlap="forward"'),
@@ -104,7 +110,7 @@ def test_another_place_can_be_asked_for() -> None:
 
 
 OFF: dict[str, Any] = {"overlap": "off"}
-STATE, GRADIENTS = Paging(state=True, anything=True), Paging(gradients=True, anything=True)
+STATE, GRADIENTS = Paging(anything=True), Paging(gradients=True, anything=True)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +188,7 @@ def test_gradients_stay_narrow_where_nobody_reads_them() -> None:
     assert not narrow(GRADIENTS)
     nesterov = OptimizerFacts(writes_gradients=True)
     assert narrow(optimizers=(nesterov,))
+    assert narrow(like_gpu=[(True, False)])
     assert not narrow(optimizers=(nesterov,), like_gpu=[(True, False)])
 
 
@@ -194,6 +201,7 @@ def test_steps_with_a_gpu_s_bits_are_taken_apart_and_wait() -> None:
     assert [each.like_gpu_norms for each in found.optimizers] == [True, False]
     facts = UpdateFacts(**OFF, ranks=True)
     assert "the primary steps all layers at once" in against_gpu_bits(decide(facts), facts, Paging())
+    assert against_gpu_bits(decide(facts), UpdateFacts(**OFF), Paging()) == ""
     assert against_gpu_bits(decide(facts), facts, STATE) == ""
     assert against_gpu_bits(UpdatePolicy(), UpdateFacts(fused_optimizer=False), STATE) == "fused_optimizer=False"
 
@@ -203,6 +211,7 @@ def test_when_results_are_awaited_and_gradients_stay() -> None:
     assert policy(place="gpu", disk=True).lands
     assert not policy(disk=True).lands
     assert policy(stay=True).gradients_stay
+    assert not policy().gradients_stay
     assert not policy(stay=True, batch=BatchFacts(scales=True)).gradients_stay
     assert not policy(stay=True, batch=BatchFacts(automatic=False)).gradients_stay
 
@@ -215,6 +224,7 @@ def test_when_results_are_awaited_and_gradients_stay() -> None:
         ({}, False, "steps on the CPU differ from the GPU's"),
         ({"on_cpu": True}, True, "the model computes on the CPU"),
         ({"disk": True}, True, "it is not supported with several devices, a disk"),
+        ({"ranks": True}, True, "it is not supported"),
         ({"shares_base": True}, True, "it is not supported"),
         ({"optimizers": ()}, True, "nothing is trained"),
         ({"against_gpu": "LBFGS"}, True, "LBFGS"),
@@ -226,7 +236,12 @@ def test_why_no_layer_stays_on_the_gpu(facts: dict[str, Any], like_gpu: bool, wh
     assert bool(found) == bool(why)
 
 
+def test_the_limit_of_single_elements() -> None:
+    assert [each.clip_value for each in (BatchFacts(), NORM, VALUE)] == [None, None, 0.5]
+
+
 def test_a_policy_is_printed_in_one_line() -> None:
+    assert str(policy(**OFF, fused_optimizer=False)) == "all layers at once on the CPU; overlap: off"
     assert str(policy(**OFF)) == "all layers at once on the CPU, fused if the optimizer leaves that open; overlap: off"
     found = policy(place="gpu", batch=NORM)
     assert str(found).startswith("layer by layer on the GPU; overlap: forward (gradient_clip_val=1.0 needs all")
