@@ -60,7 +60,7 @@ class RunInputs:
     def to_predict(self) -> dict[str, Any] | None:
         """Arguments of ``Trainer.predict`` for the data, after training; None if the module does not predict.
 
-        If there is no data for predictions, it is the training data.
+        The training data is used if the module and the data module have no data for predictions.
         """
         datamodule, loaders = self.data.get("datamodule"), self.data.get("train_dataloaders")
         if is_overridden("predict_dataloader", self.module):
@@ -70,7 +70,7 @@ class RunInputs:
         if not is_overridden("predict_step", self.module):
             return None
         loaders = (datamodule or self.module).train_dataloader() if loaders is None else loaders
-        # For predictions Lightning makes a DataLoader anew, which not all can be. It takes the batches of one as they are.
+        # Lightning builds a DataLoader again for predictions, which fails for some classes. It uses an iterator unchanged.
         return None if isinstance(loaders, (dict, list, tuple)) else {"dataloaders": iter(loaders)}
 
 
@@ -88,7 +88,7 @@ class Subject:
         settings: arguments of ``Trainer``.
 
     Raises:
-        ValueError: there is no module, or a name cannot be imported.
+        ValueError: there is neither a factory nor a config, a setting is not supported, or a name cannot be imported.
     """
 
     factory: Factory | None

@@ -1,4 +1,4 @@
-"""Memory that is lent out, and a test whether somebody still holds a tensor of it.
+"""Memory of slots that tensors use, and a check whether such a tensor still exists.
 
 A slot can be overwritten only if no tensor of user code or of autograd still uses it. torch counts the owners of a storage, so
 each slot is lent under a storage of its own.
@@ -164,7 +164,7 @@ def _references(tensor: Tensor) -> int:
 
 
 _UNHELD = _references(torch.empty(0))
-"""References to a storage object in :func:`shared` if nobody else has one."""
+"""The reference count of a storage object in :func:`shared` if no other code refers to the object."""
 
 
 def held_elsewhere(named: Iterable[Mapping[Any, Any]]) -> bool:

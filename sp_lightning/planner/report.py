@@ -235,7 +235,7 @@ def _disk(answer: Answer) -> list[str]:
     assert trained is not None
     more = {
         "gradients, which each batch writes and reads once": trained.gradient_bytes,
-        "trained weights, which it writes once and reads up to three times": trained.weight_bytes,
+        "trained weights, which each batch reads up to three times and each step writes once": trained.weight_bytes,
     }
     if trained.any:
         named = ", and ".join(f"{in_gib(nbytes)} of {what}" for what, nbytes in more.items() if nbytes)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.activations.calls import UnitModes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 
@@ -16,10 +15,11 @@ pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 # ---------------------------------------------------------------------- options
 
 
-def test_patterns_decide_by_the_first_match(seen: list[UnitModes]) -> None:
+def test_patterns_decide_by_the_first_match() -> None:
     choice: dict[str, Any] = {"net.blocks.1": "keep", "net.blocks": "recompute", "net.he*": "offload"}
-    fit(lambda: Module(Stack()), vectors(), superpipeline(activations=choice))
-    modes = {name.removeprefix("net."): mode for name, mode in seen[0].modes.items()}
+    strategy = superpipeline(activations=choice)
+    fit(lambda: Module(Stack()), vectors(), strategy)
+    modes = {name.removeprefix("net."): mode for name, mode in strategy.activations.items()}
     assert modes.pop("blocks.1") == modes.pop("stem") == "keep"
     assert modes.pop("head") == "offload"
     assert set(modes.values()) == {"recompute"}

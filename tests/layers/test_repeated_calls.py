@@ -20,14 +20,9 @@ from tests.support.runs import Outcome, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
+pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
+
 WIDTH = 8
-
-
-@pytest.fixture(autouse=True)
-def everything_is_worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sp_lightning.activations import offload
-
-    monkeypatch.setattr(offload, "WORTH_MOVING", 1)
 
 
 def subclass(kind: type[nn.Module]) -> type[nn.Module]:

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.trainer.frozen_weights import FROZEN
 from tests.support.in_files import in_file, in_memory, stay
 from tests.support.models import Module, Stack, Transformer, enable_checkpointing, llama, tokens, vectors
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
@@ -172,7 +171,7 @@ def test_checkpoints_are_written_and_resumed_without_weights_in_memory(
         assert_equal(mine["state_dict"], theirs["state_dict"], "state_dict")
     else:
         assert all("lora" in name for name in mine["state_dict"])
-        assert len(mine[FROZEN]) + len(mine["state_dict"]) == len(theirs["state_dict"])
+        assert len(mine["superpipeline_frozen"]) + len(mine["state_dict"]) == len(theirs["state_dict"])
 
 
 # ---------------------------------------------------------------------- a head on a frozen backbone
