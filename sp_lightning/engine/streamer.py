@@ -25,6 +25,7 @@ from sp_lightning.engine.step import Part, Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.buffers import AveragesOnDevice, PrunedWeights
+from sp_lightning.layers.compiled_calls import CompiledCalls, compiled_calls
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.residents import Residents
@@ -196,12 +197,16 @@ class Streamer:
         fast_paths = [each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)]
         self._access = Access(self._below, self._step, self._backward, saved_tensors, fast_paths)
         self._calls: list[ModuleCalls] = []
+        self._compiled: list[CompiledCalls] = []
 
     def _connect(self, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> None:
         """Connects modules, autograd and device parameters to the engine."""
         for layer in self._layers:
             layer.parameters.connect(layer, self._access)
         watch(self._backward)
+        self._compiled = compiled_calls(
+            self._module, self._layers
+        )  # first, so that casts are on the device when it is called
         self._calls = listen(self._access, visits | self._embeddings, self.found.units, self.activations.run)
 
     # ------------------------------------------------------------------ a step
@@ -402,7 +407,7 @@ class Streamer:
         self._closed = True
         self._backward.close()
         self._access.close()
-        for calls in self._calls:
+        for calls in (*self._calls, *self._compiled):
             calls.remove()
 
 

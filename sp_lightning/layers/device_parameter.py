@@ -43,7 +43,7 @@ set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 
 
 class DeviceParameter(nn.Parameter):
-    """A device parameter whose layer is attached: a view of the slot. Only :class:`ParameterGroup` makes device parameters."""
+    """The base class of device parameters. Only :class:`ParameterGroup` makes them."""
 
     _of: Any  # the ParameterGroup; its file imports this one
     _index: int
@@ -52,12 +52,6 @@ class DeviceParameter(nn.Parameter):
         """Lets ``type(p)(data)`` make an ordinary parameter."""
         made: nn.Parameter = _users_class(cls)(data, requires_grad)
         return made
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute that the user gave the host's parameter."""
-        if name in ("_of", "_index"):
-            raise AttributeError(name)
-        return getattr(self.host, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if _is_ours(name):
@@ -162,8 +156,21 @@ class DeviceParameter(nn.Parameter):
         return self._ordinary(self.data.detach().clone()).__reduce_ex__(protocol)
 
 
+class _UsersAttributes:
+    """Looks up attributes on the host's parameter that the device parameter does not have. The user may have given it some."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_of", "_index"):
+            raise AttributeError(name)
+        return getattr(self.host, name)  # type: ignore[attr-defined]
+
+
+class AttachedParameter(_UsersAttributes, DeviceParameter):
+    """A device parameter whose layer is attached: a view of the slot."""
+
+
 class OffloadedParameter(DeviceParameter):
-    """A stand-in: a device parameter whose layer is not attached. Reading its metadata is free; any other use fetches the layer.
+    """A device parameter whose layer is not attached. Reading its metadata is free; any other use fetches the layer.
 
     If torch hides the class from a function, the function gets an error: :func:`~sp_lightning.device.layout.absent`.
     """
@@ -221,9 +228,15 @@ class OffloadedParameter(DeviceParameter):
             return func(*args, **kwargs)
 
 
+class StandIn(_UsersAttributes, OffloadedParameter):
+    """A stand-in; see :class:`OffloadedParameter`."""
+
+
 def _is_ours(name: str) -> bool:
     """Returns True if an attribute is the device parameter's own, as torch.compile's marks in its ``__dict__`` are."""
-    return name in ("_of", "_index", "data", "grad", "requires_grad", "__class__") or name.startswith(DYNAMO_MARKS)
+    return name in ("_of", "_index", "_cast", "data", "grad", "requires_grad", "__class__") or name.startswith(
+        DYNAMO_MARKS
+    )
 
 
 def _users_class(kind: type) -> Any:

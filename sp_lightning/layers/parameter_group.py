@@ -21,8 +21,10 @@ from sp_lightning.device.layout import Span, absent, addresses, version_of, vers
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.layers.casts import SavedValues
 from sp_lightning.layers.device_parameter import (
+    AttachedParameter,
     DeviceParameter,
     OffloadedParameter,
+    StandIn,
     Untouched,
     gradient_edge,
     set_class,
@@ -142,8 +144,8 @@ class ParameterGroup:
         self.unversioned_writes = [0] * len(spans)
         self.shared = self.by_rows = False
         self.compute: Callable[..., Any] | None = None
-        self._view_classes = [_with_user_class(DeviceParameter, type(host)) for host in hosts]
-        self._stand_in_classes = [_with_user_class(OffloadedParameter, type(host)) for host in hosts]
+        self._view_classes = [_with_user_class(AttachedParameter, type(host)) for host in hosts]
+        self._stand_in_classes = [_with_user_class(StandIn, type(host)) for host in hosts]
         self._handles: list[RemovableHandle] = []
         with no_inference_mode():
             self.stand_in_data = [self._stand_in_like(span, index) for index, span in enumerate(spans)]
@@ -195,7 +197,7 @@ class ParameterGroup:
         tensor_data.__set__(parameter, self.stand_in_data[index])
         object.__setattr__(parameter, "_of", self)
         object.__setattr__(parameter, "_index", index)
-        parameter.__class__ = _with_user_class(OffloadedParameter, type(host))
+        parameter.__class__ = _with_user_class(StandIn, type(host))
         return parameter
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:

@@ -24,16 +24,35 @@ def refuse_cuda_graphs(module: nn.Module) -> None:
         ValueError: a module with weights is compiled with CUDA graphs.
     """
     for name, child in module.named_modules():
-        functions = [value for value in vars(child).values() if isinstance(value, (FunctionType, MethodType))]
-        for compiled in (child, *functions) if any(True for _ in child.parameters()) else ():
-            # Compiled modules and compiled functions have this method.
-            config = getattr(compiled, "get_compiler_config", None)
-            if config is not None and (config() or {}).get("triton.cudagraphs"):
-                raise ValueError(
-                    f"{name or type(child).__name__!r} is compiled with CUDA graphs, as by torch.compile(mode="
-                    '"reduce-overhead") or (mode="max-autotune"): they hold the addresses of weights, and streamed weights '
-                    'change theirs. Compile it without them: torch.compile(mode="max-autotune-no-cudagraphs"), or no mode.'
-                )
+        if _is_compiled_with(child, "triton.cudagraphs"):
+            raise ValueError(
+                f"{name or type(child).__name__!r} is compiled with CUDA graphs, as by torch.compile(mode="
+                '"reduce-overhead") or (mode="max-autotune"): they hold the addresses of weights, and streamed weights '
+                'change theirs. Compile it without them: torch.compile(mode="max-autotune-no-cudagraphs"), or no mode.'
+            )
+
+
+def tunes_products(module: nn.Module) -> bool:
+    """Returns True if a module is compiled with kernels of the compiler's own for products (``mode="max-autotune…"``).
+
+    These may write a product's gradient in float32 without rounding it to 16 bits. With casts, the gradient would be rounded.
+    """
+    return _is_compiled_with(module, "max_autotune", "max_autotune_gemm")
+
+
+def _is_compiled_with(module: nn.Module, *options: str) -> bool:
+    """Returns True if a module with weights, or a function in one of its attributes, is compiled with one of these options."""
+    if not any(True for _ in module.parameters()):
+        return False
+    functions = [value for value in vars(module).values() if isinstance(value, (FunctionType, MethodType))]
+    for compiled in (module, *functions):
+        config = getattr(
+            compiled, "get_compiler_config", None
+        )  # compiled modules and compiled functions have this method
+        chosen = config() if config is not None else None
+        if chosen and any(chosen.get(option) for option in options):
+            return True
+    return False
 
 
 def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict[nn.Module, str]:

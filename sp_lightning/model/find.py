@@ -23,7 +23,14 @@ from sp_lightning.model.blocks import (
     is_repeated,
     uses_torchscript,
 )
-from sp_lightning.model.checks import advice_to_group, modules_moved_whole, notes_on, overlapping_pairs, why_nothing
+from sp_lightning.model.checks import (
+    advice_to_group,
+    modules_moved_whole,
+    notes_on,
+    overlapping_pairs,
+    tunes_products,
+    why_nothing,
+)
 from sp_lightning.model.found import (
     Found,
     Layer,
@@ -133,19 +140,24 @@ def _places(module: nn.Module, whole: Iterable[nn.Module]) -> Places:
 
 
 def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
-    """Returns the float32 parameters that only calls of their own modules read, so that casts can replace them."""
+    """Returns the float32 parameters that only calls of their own modules read, so that casts can replace them.
+
+    In compiled modules these are weights without biases; see ``layers/compiled_calls.py``.
+    """
     reading = [
         child
         for child in module.modules()
-        if isinstance(child, _READS_CHILDREN) or is_compiled(child) or uses_torchscript(child)
+        if isinstance(child, _READS_CHILDREN) or uses_torchscript(child) or tunes_products(child)
     ]
     excluded = {inner for child in reading for inner in child.modules()}
+    compiled = {inner for child in module.modules() if is_compiled(child) for inner in child.modules()}
     return {
         parameter
         for parameter, where in places.items()
         if (type(parameter) is nn.Parameter or isinstance(parameter, FakeTensor))
         and parameter.dtype is torch.float32
         and all(type(child) in _CAST and child not in excluded for child, _ in where)
+        and (parameter.dim() > 1 or not any(child in compiled for child, _ in where))
     }
 
 

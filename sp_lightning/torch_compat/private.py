@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
-from types import SimpleNamespace
-from typing import Any, Literal
+from types import CodeType, SimpleNamespace
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, autograd, jit, nn, overrides, serialization
 from torch._dynamo import comptime as compile_time
-from torch._dynamo import convert_frame, decorators, eval_frame
+from torch._dynamo import convert_frame, decorators, eval_frame, exc
 from torch._functorch import pyfunctorch
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
@@ -511,6 +511,29 @@ def first_traced(context: Any, name: str) -> Any:
     """Returns the first object of a tuple, a local of the frame that called :data:`comptime`; None if only the graph has it."""
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
     return getattr(variable.items[0], "value", None)
+
+
+def traced_tensor(context: Any, name: str) -> Tensor:
+    """Returns the tensor of a local of the frame that called :data:`comptime`, which ``torch.compile`` traces as an input."""
+    variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    tensor: Tensor = variable.proxy.node.meta["grapharg"].example
+    return tensor
+
+
+def traced_code(context: Any) -> tuple[CodeType, int]:
+    """Returns the code that ``torch.compile`` traces for :data:`comptime`, and a number that only this attempt has."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    return output.root_tx.f_code, id(output)
+
+
+def restart_trace(why: str) -> NoReturn:
+    """Makes ``torch.compile`` drop the running trace, and trace the same call again. Only its own code has a way."""
+    raise exc.UnspecializeRestartAnalysis(restart_reason=why)  # it also clears the log of what the former attempt did
+
+
+def original_module(module: nn.Module) -> nn.Module:
+    """Returns the module inside the result of ``torch.compile(module)``; another module unchanged. No public way."""
+    return module._orig_mod if isinstance(module, eval_frame.OptimizedModule) else module
 
 
 def starts_graph_with_hooks(module: nn.Module) -> bool:

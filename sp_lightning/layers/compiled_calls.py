@@ -1,0 +1,275 @@
+"""Compiled modules (``torch.compile``): their graphs compute with 16-bit casts, so float32 masters stay on the host.
+
+While a compiled module is called, the stand-ins of its masters have the class :class:`CompiledStandIn`. ``torch.compile`` traces
+its ``__torch_function__``: a linear layer or a convolution gets the cast, which is an input of the graph in place of the weight.
+So there is one graph for all equal blocks, as without streaming: a graph is valid for any memory, and slots do not show in it.
+
+Note: masters in graphs. Some graphs need the masters themselves, or plain Lightning would have other results:
+
+- a function other than those of ``LOWERED_FUNCTIONS`` reads a weight, or autocast is off where the weight is used;
+- a trained weight is used twice. Plain autograd adds the two gradients in float32. The graph would add them in 16 bits.
+
+This shows while ``torch.compile`` traces. The masters are then uploaded, and the trace begins again with ordinary parameters.
+From now on, masters are uploaded for each call of a module of this class: other modules may use the same graph, which
+is not traced again. This is remembered as long as the process lives, as graphs are.
+
+Only matrices and kernels of convolutions have casts in compiled modules. A bias is cast inside the graph, where the compiler may
+leave out the rounding if it fuses the cast with the addition.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from types import CodeType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from sp_lightning.layers.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast
+from sp_lightning.layers.device_parameter import DeviceParameter, OffloadedParameter, StandIn, Untouched, set_class
+from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.layers.parameter_group import ParameterGroup
+from sp_lightning.torch_compat.around_calls import release, surround
+from sp_lightning.torch_compat.metadata import METADATA
+from sp_lightning.torch_compat.modes import never_compiled
+from sp_lightning.torch_compat.private import (
+    DYNAMO_MARKS,
+    compiles_here,
+    comptime,
+    is_compiled,
+    original_module,
+    restart_trace,
+    trace_only_inlined,
+    traced_code,
+    traced_tensor,
+)
+
+
+class CompiledStandIn(OffloadedParameter):
+    """A stand-in during a call of a compiled module. ``torch.compile`` traces no attribute of a class with ``__getattr__``.
+
+    Attributes:
+        _cast: the cast, whose gradient reaches the parameter as that of autocast's own cast would.
+    """
+
+    _cast: Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_dynamo_compiling():
+            return _traced(func, args, kwargs or {})
+        if compiles_here():  # the compiler looks at an input: it reads no values
+            with Untouched():
+                return func(*args, **kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@trace_only_inlined
+def _traced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if func in LOWERED_FUNCTIONS:
+        return func(*[_traced_cast(each) for each in args], **{key: _traced_cast(kwargs[key]) for key in kwargs})
+    if func not in METADATA:
+        comptime(_reads_masters)
+    with Untouched():
+        return func(*args, **kwargs)
+
+
+@trace_only_inlined
+def _traced_cast(argument: Any) -> Any:
+    if isinstance(argument, CompiledStandIn):
+        comptime(_uses_cast)
+        return argument._cast
+    return argument
+
+
+def _uses_cast(context: Any) -> None:
+    """Runs while ``torch.compile`` traces the use of a cast."""
+    weight: Any = traced_tensor(context, "argument")
+    group: ParameterGroup = weight._of
+    if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
+        _running.call.upload_masters("autocast is off")
+    if weight.requires_grad and torch.is_grad_enabled() and not _running.call.uses_once(weight, context):
+        _running.call.upload_masters("a trained weight is used twice")
+
+
+def _reads_masters(context: Any) -> None:
+    """Runs while ``torch.compile`` traces the use of a master."""
+    _running.call.upload_masters("another function than a linear layer or a convolution reads a weight")
+
+
+class _Graphs:
+    """The known facts on the graphs of one class of modules.
+
+    Attributes:
+        read_masters: True if some graph needs masters.
+        uses: for each weight, by its name in the module, the code that uses it, and what only the latest trace of that has.
+    """
+
+    def __init__(self) -> None:
+        self.read_masters = False
+        self.uses: dict[str, dict[CodeType, Any]] = {}
+
+
+_graphs: WeakKeyDictionary[type[nn.Module], _Graphs] = WeakKeyDictionary()
+
+
+class _Running(threading.local):
+    """The innermost running call of a compiled module in this thread."""
+
+    call: Any = None
+
+
+_running = _Running()
+
+
+class CompiledCalls:
+    """Gives a compiled module casts during its calls.
+
+    Args:
+        name: the module's name, for a warning.
+        module: the module.
+        weights: the stand-ins of its masters, and their names in the module.
+    """
+
+    def __init__(self, name: str, module: nn.Module, weights: Mapping[DeviceParameter, str]) -> None:
+        self.name = name
+        self.names = weights
+        self.graphs = _graphs.setdefault(type(original_module(module)), _Graphs())
+        self.module = module
+        surround(module, self)
+
+    def remove(self) -> None:
+        """Leaves the module as it was."""
+        release(self.module, self)
+
+    @trace_only_inlined
+    def __call__(self, call: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        running = self._begin()
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            self._end(running)
+
+    @never_compiled
+    def _begin(self) -> _Call:
+        return _Call(self, _running.call)
+
+    @never_compiled
+    def _end(self, running: _Call) -> None:
+        running.end()
+
+
+class _Call:
+    """A running call of a compiled module.
+
+    Args:
+        compiled: the module.
+        outer: the running call around this one.
+    """
+
+    def __init__(self, compiled: CompiledCalls, outer: _Call | None) -> None:
+        self._compiled = compiled
+        self._outer = outer
+        self._uploads = ExitStack()
+        self._given: list[tuple[DeviceParameter, str]] = []
+        _running.call = self
+        try:
+            for group in {weight._of: None for weight in compiled.names}:
+                self._bind(group)
+        except BaseException:
+            self.end()
+            raise
+
+    def _bind(self, group: ParameterGroup) -> None:
+        """Binds casts to the stand-ins of a group. Attaches the masters if that is impossible."""
+        if group.layer.state.attached:
+            return
+        able = group.autocast is not None and autocast_would_cast(group.autocast, group.device)
+        if self._compiled.graphs.read_masters or group.casts is None or group.shared or not able:
+            self._attach_masters(group)
+            return
+        graph = torch.is_grad_enabled()
+        for weight in self._compiled.names:
+            if weight._of is group:
+                cast = group.casts[weight._index]
+                host = group.hosts[weight._index]
+                trained = graph and host.requires_grad
+                vars(weight).update(_cast=Cast.apply(weight, cast) if trained else cast.detach())
+                self._give_attributes(weight, vars(host))
+                set_class(weight, CompiledStandIn)
+
+    def _give_attributes(self, weight: DeviceParameter, attributes: Mapping[str, Any]) -> None:
+        """Gives a stand-in the attributes that user code has given the host's parameter."""
+        for name, value in attributes.items():
+            if name not in vars(weight) and not name.startswith(DYNAMO_MARKS):
+                vars(weight)[name] = value
+                self._given.append((weight, name))
+
+    def _attach_masters(self, group: ParameterGroup) -> None:
+        self._uploads.enter_context(group.engine.operation_on([group.all[0]]))
+
+    def uses_once(self, weight: DeviceParameter, context: Any) -> bool:
+        """Returns True if no other use of a weight was traced. A new trace of the same code replaces its former one."""
+        code, attempt = traced_code(context)
+        uses = self._compiled.graphs.uses.setdefault(self._compiled.names[weight], {})
+        twice = uses.get(code) == attempt or any(other is not code for other in uses)
+        uses[code] = attempt
+        return not twice
+
+    def upload_masters(self, why: str) -> None:
+        """Attaches the masters, and begins the running trace again, which then finds ordinary parameters."""
+        compiled = self._compiled
+        compiled.graphs.read_masters = True
+        kind = type(original_module(compiled.module)).__name__
+        warnings.warn(
+            f"The compiled module {compiled.name!r} needs weights in float32: {why}. So Superpipeline uploads the weights of all "
+            f"compiled modules of class {kind} in float32, twice the bytes. Compile a smaller part, without that weight.",
+            stacklevel=2,
+        )
+        self._unbind()
+        for group in {weight._of: None for weight in compiled.names}:
+            if not group.layer.state.attached:
+                self._attach_masters(group)
+        restart_trace(why)
+
+    def _unbind(self) -> None:
+        for weight, name in self._given:
+            vars(weight).pop(name, None)
+        self._given.clear()
+        for weight in self._compiled.names:
+            vars(weight).pop("_cast", None)
+            if type(weight) is CompiledStandIn:
+                set_class(weight, StandIn)
+
+    def end(self) -> None:
+        """Ends the call: the stand-ins have no casts, and masters may be evicted."""
+        _running.call = self._outer
+        self._unbind()
+        self._uploads.close()
+
+
+def compiled_calls(root: nn.Module, layers: Iterable[StreamedLayer]) -> list[CompiledCalls]:
+    """Gives casts to all compiled modules that have masters, until the returned objects are removed."""
+    stand_ins = {
+        host: weight
+        for layer in layers
+        if layer.kind is Kind.MASTERS
+        for host, weight in zip(layer.parameters.hosts, layer.parameters.all, strict=True)
+    }
+    found: list[CompiledCalls] = []
+    within: set[nn.Module] = set()
+    for name, module in root.named_modules() if stand_ins else ():
+        if is_compiled(module) and module not in within:
+            within.update(module.modules())
+            weights = {stand_ins[host]: key for key, host in module.named_parameters() if host in stand_ins}
+            if weights:
+                found.append(CompiledCalls(name, module, weights))
+    return found

@@ -1,0 +1,321 @@
+"""Compiled blocks compute with 16-bit casts, as eager blocks do: equal to plain Lightning with the same compiled blocks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+
+from sp_lightning.layers import compiled_calls
+from sp_lightning.model.compile import compile_blocks
+from sp_lightning.model.find import find_layers
+from tests.support.mixed import MIXED
+from tests.support.models import Module, Stack, lora, tokens, vectors
+from tests.support.runs import Batches, Outcome, assert_same, fit, superpipeline
+from tests.support.tiers import first
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*non-leaf|.*Dynamo:UserWarning")
+MASTERS = "needs weights in float32"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    """Forgets all graphs, and what is known of them."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled_calls._graphs.clear()
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def compiled(make: Callable[[], Any], **options: Any) -> Callable[[], Any]:
+    def made() -> Any:
+        module = make()
+        compile_blocks(module, backend="aot_eager", **options)
+        return module
+
+    return made
+
+
+def both(
+    make: Callable[[], Any], batches: Batches, strategy: Any = None, *, expect: str = "", **options: Any
+) -> tuple[Any, Outcome]:
+    """Trains on plain Lightning and streamed, asserts that all is equal and that as many graphs are made. Returns the strategy."""
+    strategy = strategy or superpipeline(k=1)
+    plain = fit(make, batches, **{**MIXED, **options})
+    made = graphs()
+    forget()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = fit(make, batches, strategy, **{**MIXED, **options})
+    assert_same(ours, plain)
+    told = [str(each.message) for each in caught if MASTERS in str(each.message)]
+    assert len(told) == bool(expect), told
+    assert expect in "".join(told)
+    if not expect:
+        assert graphs() == made, "streaming made another graph"
+    return strategy, ours
+
+
+class Linears(nn.Module):
+    """Blocks without biases, so that all their bytes are cast."""
+
+    def __init__(self, block: Callable[[], nn.Module], depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width, bias=False)
+        self.outer = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+def of(block: Callable[[], nn.Module]) -> Callable[[], Any]:
+    return lambda: Module(Linears(block))
+
+
+def test_compiled_blocks_move_the_bytes_of_eager_blocks() -> None:
+    """Uploads took 1.82 times the bytes."""
+    eager = superpipeline(k=1)
+    fit(of(Block), vectors(), eager, **MIXED)
+    strategy, _ = both(compiled(of(Block)), vectors())
+    assert strategy.stats().fetched_bytes == eager.stats().fetched_bytes > 0
+    assert strategy.stats().drained_bytes == eager.stats().offloaded_gradient_bytes > 0
+    assert strategy.stats().demand_fetches == strategy.stats().extra_slots == 0
+    assert strategy.plan.slot_bytes == eager.plan.slot_bytes
+
+
+def test_biases_move_in_float32() -> None:
+    """A compiler that fuses the cast of a bias with the addition may leave out the rounding."""
+    strategy, _ = both(compiled(lambda: Module(Stack())), vectors())
+    layer = strategy.plan.layers[1]
+    assert [cast.name for cast in layer.casts] == ["net.blocks.0.inner.weight", "net.blocks.0.outer.weight"]
+    assert [span.dtype for span in layer.spans] == [torch.float32] * 2
+
+
+@pytest.mark.parametrize(
+    "mode",
+    first(
+        ["recompute", "offload", "backward", "forward", "accumulated", "clipped", "validated"],
+        "recompute",
+        why="modes of the same",
+    ),
+)
+def test_in_every_mode(mode: str) -> None:
+    strategy: dict[str, Any] = {}
+    if mode in ("recompute", "offload"):
+        strategy["activations"] = mode
+    elif mode in ("forward", "backward"):
+        strategy["optimizer_overlap"] = mode
+    trainer: dict[str, Any] = {
+        "accumulated": {"accumulate_grad_batches": 2},
+        "clipped": {"gradient_clip_val": 0.05},
+        "validated": {"val": vectors(1)},
+    }.get(mode, {})
+    recorded = "losses" if mode == "backward" else "gradients"
+    both(
+        compiled(lambda: Module(Stack())),
+        vectors(4),
+        superpipeline(k=1, **strategy),
+        recorded=recorded,
+        max_epochs=2,
+        **trainer,
+    )
+
+
+def test_adapters_on_a_frozen_base() -> None:
+    both(compiled(lora), tokens())
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_that_change_make_no_further_graphs(dynamic: bool | None) -> None:
+    batches = [torch.randn(2 + size, 16, requires_grad=True) for size in (0, 3, 5, 3, 7)]
+    both(compiled(lambda: Module(Stack()), dynamic=dynamic), batches)
+
+
+def test_torch_compile_of_a_block_and_of_a_part_of_a_block() -> None:
+    def make() -> Any:
+        module = Module(Stack())
+        blocks = module.net.blocks
+        blocks[1] = torch.compile(blocks[1], backend="aot_eager")
+        blocks[2].inner.compile(backend="aot_eager")
+        return module
+
+    strategy, _ = both(make, vectors())
+    cast = {cast.name for layer in strategy.plan.layers for cast in layer.casts}
+    assert {"net.blocks.1._orig_mod.inner.weight", "net.blocks.2.inner.weight", "net.blocks.2.outer.bias"} <= cast
+
+
+# ---------------------------------------------------------------------- graphs that need masters
+
+
+class Penalised(Block):
+    """Another function reads the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.inner.weight.square().mean()
+
+
+class Precise(Block):
+    """A router in float32, as in DeepSeek's models."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            gate = self.inner(x.float()).sigmoid()
+        return x + self.outer(gate)
+
+
+class Twice(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+class TwiceInTwoGraphs(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        (Penalised, "another function"),
+        (Precise, "autocast is off"),
+        (Twice, "used twice"),
+        (TwiceInTwoGraphs, "used twice"),
+    ],
+)
+def test_a_graph_that_needs_masters_gets_them(block: Any, why: str) -> None:
+    """The other blocks, which use the same graph, get them as well; so do the next batches and the next run."""
+    both(compiled(of(block)), vectors(), expect=why)
+
+
+def test_the_next_run_uses_the_graphs_of_the_first_one() -> None:
+    make = compiled(of(Twice))
+    plain = fit(make, vectors(), **MIXED)
+    forget()
+    with pytest.warns(UserWarning, match=MASTERS):
+        fit(make, vectors(), superpipeline(k=1), **MIXED)
+    before = graphs()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{MASTERS}")
+        assert_same(fit(make, vectors(), superpipeline(k=1), **MIXED), plain)
+    assert graphs() == before
+
+
+class FrozenTwice(Twice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.requires_grad_(False)
+        self.outer.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_frozen_weight_may_be_used_twice() -> None:
+    """Nothing is added up for it."""
+    both(compiled(of(FrozenTwice)), vectors())
+
+
+class EagerInside(Block):
+    """Code that is not compiled reads a weight: with the module, and by itself."""
+
+    @torch.compiler.disable
+    def eager(self, x: Tensor) -> Tensor:
+        return self.outer(x) * self.outer.weight.mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.eager(torch.tanh(self.inner(x)))
+
+
+def test_code_between_two_graphs_reads_weights() -> None:
+    plain = fit(compiled(of(EagerInside)), vectors(), **MIXED)
+    forget()
+    assert_same(fit(compiled(of(EagerInside)), vectors(), superpipeline(k=1), **MIXED), plain)
+
+
+class Asking(Block):
+    """Asks for what the weight is, which no copy is needed for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.inner.weight
+        if weight.dtype is torch.float32 and weight.shape[0] == len(weight) and not weight.is_cuda:
+            x = x * getattr(weight, "factor", 1.0)
+        return super().forward(x)
+
+
+def with_attribute(factor: float) -> Any:
+    module = of(Asking)()
+    for block in module.net.blocks:
+        block.inner.weight.factor = factor
+    return module
+
+
+def test_a_graph_sees_the_weight_s_dtype_shape_and_attributes() -> None:
+    both(compiled(lambda: with_attribute(0.5)), vectors())
+
+
+def test_products_tuned_by_the_compiler_have_masters() -> None:
+    """Its own kernels may leave out the rounding of a gradient."""
+    module = of(Block)()
+    for block in module.net.blocks:
+        block.compile(mode="max-autotune-no-cudagraphs")
+    found = find_layers(module, autocast=torch.bfloat16)
+    assert not any(layer.lowered for layer in found.layers)
+    assert any(layer.lowered for layer in find_layers(of(Block)(), autocast=torch.bfloat16).layers)
+
+
+def test_a_call_that_raises_leaves_stand_ins() -> None:
+    class Raises(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if x.shape[0] == 3:
+                raise ValueError("three")
+            return x
+
+    class Caught(Module):
+        def loss(self, batch: Any) -> Tensor:
+            try:
+                return super().loss(batch)
+            except ValueError:
+                return super().loss(batch[:2])
+
+    both(compiled(lambda: Caught(Linears(Raises))), [torch.randn(n, 16, requires_grad=True) for n in (2, 3, 2)])
+
+
+# ---------------------------------------------------------------------- compile_blocks
+
+
+def test_compile_blocks_compiles_the_outermost_blocks() -> None:
+    assert compile_blocks(Stack()) == [f"blocks.{index}" for index in range(5)]
+
+
+def test_compile_blocks_without_blocks() -> None:
+    with pytest.raises(ValueError, match=r"No repeated blocks found in Linear.*compile\(\)"):
+        compile_blocks(nn.Linear(2, 2))
