@@ -20,11 +20,19 @@ __all__ = [
     "__version__",
     "check",
     "chunk_loss",
+    "compile_blocks",
     "rank_order_hook",
 ]
 
 if TYPE_CHECKING:
-    from sp_lightning._public import Plan, PlannedLayer, Stats, SuperpipelineCallback, SuperpipelineStrategy
+    from sp_lightning._public import (
+        Plan,
+        PlannedLayer,
+        Stats,
+        SuperpipelineCallback,
+        SuperpipelineStrategy,
+        compile_blocks,
+    )
     from sp_lightning.activations.chunked_loss import chunk_loss
     from sp_lightning.comparison.check import check
     from sp_lightning.ranks.rank_order import rank_order_hook

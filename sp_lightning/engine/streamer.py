@@ -39,6 +39,7 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.registry import row_finder
 from sp_lightning.store.block_memory import Staging
 from sp_lightning.torch_compat.patched import unwatch, watch
+from sp_lightning.torch_compat.private import compiled_graphs
 from sp_lightning.updates.background import BackgroundUpdates
 from sp_lightning.updates.layer_stepper import LayerStepper
 
@@ -197,6 +198,7 @@ class Streamer:
         fast_paths = [each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)]
         self._access = Access(self._below, self._step, self._backward, saved_tensors, fast_paths)
         self._calls: list[ModuleCalls] = []
+        self._graphs_before = compiled_graphs()
         self._compiled: list[CompiledCalls] = []
 
     def _connect(self, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> None:
@@ -374,6 +376,7 @@ class Streamer:
             expert_hits=sum(each.hits for each in rows),
             expert_misses=sum(each.misses for each in rows),
             expert_bytes=sum(each.sent_bytes for each in rows),
+            compiled_graphs=compiled_graphs() - self._graphs_before,
         )
 
     def fetches(self) -> dict[str, int]:
@@ -407,8 +410,10 @@ class Streamer:
         self._closed = True
         self._backward.close()
         self._access.close()
-        for calls in (*self._calls, *self._compiled):
+        for calls in self._calls:
             calls.remove()
+        for compiled in self._compiled:
+            compiled.remove()
 
 
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

@@ -156,17 +156,17 @@ class DeviceParameter(nn.Parameter):
         return self._ordinary(self.data.detach().clone()).__reduce_ex__(protocol)
 
 
-class _UsersAttributes:
-    """Looks up attributes on the host's parameter that the device parameter does not have. The user may have given it some."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("_of", "_index"):
-            raise AttributeError(name)
-        return getattr(self.host, name)  # type: ignore[attr-defined]
+def _users_attribute(parameter: DeviceParameter, name: str) -> Any:
+    """Returns an attribute that the user gave the host's parameter."""
+    if name in ("_of", "_index"):
+        raise AttributeError(name)
+    return getattr(parameter.host, name)
 
 
-class AttachedParameter(_UsersAttributes, DeviceParameter):
+class AttachedParameter(DeviceParameter):
     """A device parameter whose layer is attached: a view of the slot."""
+
+    __getattr__ = _users_attribute
 
 
 class OffloadedParameter(DeviceParameter):
@@ -228,8 +228,10 @@ class OffloadedParameter(DeviceParameter):
             return func(*args, **kwargs)
 
 
-class StandIn(_UsersAttributes, OffloadedParameter):
+class StandIn(OffloadedParameter):
     """A stand-in; see :class:`OffloadedParameter`."""
+
+    __getattr__ = _users_attribute
 
 
 def _is_ours(name: str) -> bool:

@@ -43,6 +43,7 @@ class Stats:
             number. ``fetched_bytes`` includes them.
         gathered_bytes: bytes of weights received from other devices of the node, with ``transfer="sharded"``. ``fetched_bytes``
             includes them.
+        compiled_graphs: the number of graphs that ``torch.compile`` made in the process.
         step_upload_bytes, step_download_bytes: bytes of weights, gradients and state that were uploaded for steps on the GPU, and
             downloaded after them.
     """
@@ -65,6 +66,7 @@ class Stats:
     expert_hits: int = 0
     expert_misses: int = 0
     expert_bytes: int = 0
+    compiled_graphs: int = 0
     gathered_bytes: int = 0
     peak_allocated_bytes: int = 0
     step_upload_bytes: int = 0

@@ -121,12 +121,18 @@ class Work:
         """Returns ``activation_bytes`` with these modes."""
         return self.activation_bytes - self.saved("keep") + self.saved(modes)
 
-    def visits(self, *, flops: float, memory: float) -> list[Visit]:
-        """Returns the layer calls with their times, on a device with ``flops`` FLOP/s and ``memory`` bytes/s of its memory."""
+    def visits(self, *, flops: float, memory: float, fused: float = 1.0) -> list[Visit]:
+        """Returns the layer calls with their times.
+
+        Args:
+            flops: the device's FLOP/s.
+            memory: bytes/s of its memory.
+            fused: the time of elementwise operations, divided by their time if each is a kernel of its own.
+        """
         return [
             Visit(
                 cost.layers,
-                max(cost.flops / flops, cost.share * cost.read / memory) + cost.moved / memory,
+                max(cost.flops / flops, cost.share * cost.read / memory) + fused * cost.moved / memory,
                 cost.backward,
                 tuple(cost.needs),
                 share=cost.share,

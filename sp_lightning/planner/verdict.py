@@ -210,6 +210,8 @@ def beside(estimate: Estimate) -> str:
         text += f" and the model's {enable}()"
     if question.lora is not None:
         text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'
+    if question.compile_blocks:
+        text += " and sp_lightning.compile_blocks(model)"
     if question.loss_tokens:
         keep = ", keep_logits=True" if question.keep_logits else ""
         text += f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens}{keep})"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, autograd, jit, nn, overrides, serialization
 from torch._dynamo import comptime as compile_time
 from torch._dynamo import convert_frame, decorators, eval_frame, exc
+from torch._dynamo import utils as dynamo_utils
 from torch._functorch import pyfunctorch
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
@@ -471,6 +472,11 @@ COMPILE_LOCK: Any = convert_frame.compile_lock
 """The lock that ``torch.compile`` holds while it compiles. It has no public name."""
 
 
+def compiled_graphs() -> int:
+    """Returns how many graphs ``torch.compile`` has made in this process. The public log names them, and has no count."""
+    return int(dynamo_utils.counters["stats"]["unique_graphs"])
+
+
 def compiles_here() -> bool:
     """Returns True while ``torch.compile`` compiles in this thread."""
     return bool(COMPILE_LOCK._is_owned())
@@ -691,6 +697,11 @@ FEATURES = {
         "trace_only_inlined": "torch.compile",
         "comptime": "torch.compile",
         "first_traced": "torch.compile",
+        "traced_tensor": "compiled blocks in bf16-mixed and 16-mixed",
+        "traced_code": "compiled blocks in bf16-mixed and 16-mixed",
+        "restart_trace": "compiled blocks in bf16-mixed and 16-mixed",
+        "original_module": "torch.compile(block) in bf16-mixed and 16-mixed",
+        "compiled_graphs": "stats().compiled_graphs",
         "starts_graph_with_hooks": "torch.compile of attention modules",
         "WHY_LEFT_OUT": "torch.compile(fullgraph=True)",
         "DYNAMO_MARKS": "torch.compile: mark_dynamic on weights",
