@@ -13,6 +13,8 @@ This shows while ``torch.compile`` traces. The masters are then uploaded, and th
 From now on, masters are uploaded for each call of a module of this class: other modules may use the same graph, which
 is not traced again. This is remembered as long as the process lives, as graphs are.
 
+A wrapped parameter, for example with 8 bits, is whole during the call, because a graph takes its parts as inputs.
+
 Only matrices and kernels of convolutions have casts in compiled modules. A bias is cast inside the graph, where the compiler may
 leave out the rounding if it fuses the cast with the addition.
 """
@@ -35,6 +37,8 @@ from sp_lightning.layers.casts import LOWERED_FUNCTIONS, Cast, autocast_would_ca
 from sp_lightning.layers.device_parameter import DeviceParameter, OffloadedParameter, StandIn, Untouched, set_class
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.parameter_group import ParameterGroup
+from sp_lightning.model.found import Place
+from sp_lightning.model.wrapped import OffloadedWrapper
 from sp_lightning.torch_compat.around_calls import release, surround
 from sp_lightning.torch_compat.metadata import METADATA
 from sp_lightning.torch_compat.modes import never_compiled
@@ -43,8 +47,10 @@ from sp_lightning.torch_compat.private import (
     compiles_here,
     comptime,
     is_compiled,
+    is_traceable_wrapper_subclass,
     original_module,
     restart_trace,
+    take_for_parameter,
     trace_only_inlined,
     traced_code,
     traced_tensor,
@@ -137,11 +143,15 @@ class CompiledCalls:
         name: the module's name, for a warning.
         module: the module.
         weights: the stand-ins of its masters, and their names in the module.
+        wrapped: the places of its wrapped parameters.
     """
 
-    def __init__(self, name: str, module: nn.Module, weights: Mapping[DeviceParameter, str]) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, weights: Mapping[DeviceParameter, str], wrapped: Sequence[Place] = ()
+    ) -> None:
         self.name = name
         self.names = weights
+        self.wrapped = wrapped
         self.graphs = _graphs.setdefault(type(original_module(module)), _Graphs())
         self.module = module
         surround(module, self)
@@ -184,6 +194,8 @@ class _Call:
         try:
             for group in {weight._of: None for weight in compiled.names}:
                 self._bind(group)
+            for place in compiled.wrapped:
+                self._put_whole(place)
         except BaseException:
             self.end()
             raise
@@ -205,6 +217,16 @@ class _Call:
                 vars(weight).update(_cast=Cast.apply(weight, cast) if trained else cast.detach())
                 self._give_attributes(weight, vars(host))
                 set_class(weight, CompiledStandIn)
+
+    def _put_whole(self, place: Place) -> None:
+        """Puts a whole wrapped parameter in the place of its stand-in until the call ends, because graphs take its parts."""
+        parameters: dict[str, Any] = place.module._parameters
+        stand_in: Any = parameters[place.attribute]
+        if isinstance(stand_in, OffloadedWrapper):
+            whole = stand_in.whole(None)
+            take_for_parameter(whole)
+            parameters[place.attribute] = whole
+            self._uploads.callback(parameters.__setitem__, place.attribute, stand_in)
 
     def _give_attributes(self, weight: DeviceParameter, attributes: Mapping[str, Any]) -> None:
         """Gives a stand-in the attributes that user code has given the host's parameter."""
@@ -257,7 +279,7 @@ class _Call:
 
 
 def compiled_calls(root: nn.Module, layers: Iterable[StreamedLayer]) -> list[CompiledCalls]:
-    """Gives casts to all compiled modules that have masters, until the returned objects are removed."""
+    """Gives compiled modules casts and whole wrapped parameters, until the returned objects are removed."""
     stand_ins = {
         host: weight
         for layer in layers
@@ -266,10 +288,16 @@ def compiled_calls(root: nn.Module, layers: Iterable[StreamedLayer]) -> list[Com
     }
     found: list[CompiledCalls] = []
     within: set[nn.Module] = set()
-    for name, module in root.named_modules() if stand_ins else ():
+    for name, module in root.named_modules():
         if is_compiled(module) and module not in within:
             within.update(module.modules())
             weights = {stand_ins[host]: key for key, host in module.named_parameters() if host in stand_ins}
-            if weights:
-                found.append(CompiledCalls(name, module, weights))
+            wrapped = [
+                Place(child, key)
+                for child in module.modules()
+                for key, host in child._parameters.items()
+                if host is not None and is_traceable_wrapper_subclass(host)
+            ]
+            if weights or wrapped:
+                found.append(CompiledCalls(name, module, weights, wrapped))
     return found

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from sp_lightning.torch_compat.cast_gradient import plain
-from sp_lightning.torch_compat.private import ENGINE_CALL, leave_frame_out
+from sp_lightning.torch_compat.private import ENGINE_CALL, frame_compiler, leave_frame_out
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -216,6 +216,10 @@ def _report_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any
     here = threading.get_ident()
     outermost = here not in _calling
     _calling.add(here)
+    if frame_compiler() is not None:
+        call = torch.compiler.disable(
+            call
+        )  # a backward inside a compiled forward would have the engine's hooks compiled
     try:
         return plain(call(*args, **options))
     except BaseException:

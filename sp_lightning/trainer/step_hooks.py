@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers.device_parameter import DeviceParameter
+from sp_lightning.torch_compat.modes import never_compiled
 from sp_lightning.torch_compat.patched import elsewhere, scope
 from sp_lightning.torch_compat.private import (
     has_global_step_hooks,
@@ -290,6 +291,7 @@ class _OfProcess:
             if not self.runs:
                 remove_global_step_hooks(self._before, self._after)
 
+    @never_compiled  # the step may be called inside a compiled module
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         changed = None  # torch takes None as "arguments unchanged"
         for hooks in self.runs:
@@ -297,6 +299,7 @@ class _OfProcess:
                 changed = args, kwargs = found
         return changed
 
+    @never_compiled
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         for hooks in self.runs:
             hooks.after(optimizer)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
@@ -12,9 +13,10 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch._dynamo
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, compile_blocks
 from tests.equality.cases import Case
 from tests.equality.variants import Variant
 from tests.support.crowded import crowded
@@ -30,7 +32,7 @@ _plain: dict[str, Outcome] = {}
 
 def plain(name: str, case: Case, variant: Variant) -> Outcome:
     """The reference run. Variants that differ in the strategy alone share it."""
-    key = repr((name, case.options(variant.trainer), variant.seen, variant.background))
+    key = repr((name, case.options(variant.trainer), variant.seen, variant.background, variant.compiled))
     if key not in _plain:
         _plain[key] = _train(case, variant, "auto")
     return _plain[key]
@@ -52,6 +54,8 @@ def _train(case: Case, variant: Variant, strategy: Any) -> Outcome:
         del options["precision"]
     make = _made(case, variant, DTYPES.get(options.get("precision", "")))
     val = case.validation()
+    if variant.compiled:  # dynamo's own remarks, on inputs that are not leaves
+        warnings.filterwarnings("ignore", category=UserWarning)
     return fit(make, case.batches(), strategy, val=val, recorded=variant.seen, **options)
 
 
@@ -60,6 +64,10 @@ def _made(case: Case, variant: Variant, dtype: torch.dtype | None) -> Make:
 
     def made() -> pl.LightningModule:
         module = make()
+        if variant.compiled:
+            torch._dynamo.reset()
+            with suppress(ValueError):  # a case without blocks
+                compile_blocks(module, backend="aot_eager")
         return module if dtype is None else module.to(dtype)
 
     return made

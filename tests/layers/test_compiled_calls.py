@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sp_lightning.layers import compiled_calls
 from sp_lightning.model.compile import compile_blocks
 from sp_lightning.model.find import find_layers
+from tests.equality.cases import CASES
 from tests.support.mixed import MIXED
 from tests.support.models import Module, Stack, lora, tokens, vectors
 from tests.support.runs import Batches, Outcome, assert_same, fit, fused, superpipeline
@@ -150,6 +151,14 @@ def test_in_every_mode(mode: str) -> None:
 
 def test_adapters_on_a_frozen_base() -> None:
     both(compiled(lora), tokens())
+
+
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear:UserWarning")
+def test_a_base_of_8_bits() -> None:
+    """A graph takes the parts of a weight. Dynamo set them on the stand-in, which refused it."""
+    case = CASES["quantised/int8"]
+    strategy, _ = both(compiled(case.make), case.batches())
+    assert strategy.stats().extra_slots == 0
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
