@@ -153,6 +153,7 @@ def next_on_one_card() -> Agenda:
         Contest(large, ("plain", "default", "default-clipped", "stay-clipped"), 120),
         Tests("user-code", ("tests/gpu/test_user_code.py",), 90),
         Tests("device-paths", ("tests/gpu/test_sharing.py", "tests/gpu/test_steps_on_device.py"), 120),
+        Tests("compiled", ("tests/gpu/test_compiled_blocks.py",), 90),
         Contest(small, ("plain-compiled", "default-compiled"), 110),
         Module("beside_plan", tuple(timeline.split()), 110),
         Module("second_runs", ("--width", "4096", "--tokens", "8192", "--precision", "bf16-true"), 60),

@@ -58,6 +58,7 @@ transition. Every test checks the table::
 ``residency``            The schedule: which layers are fetched, locked, attached and released (1) (2). The planner's simulator
                          runs this very class with a device of clocks.
 ``layers.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
+``layers.compiled_calls`` Gives modules that ``torch.compile`` compiles casts and whole wrapped weights during their calls.
 ``layers.write_back``    Copies weights to the host that user code has written on the device.
 ``host_source``          A layer's bytes on the host, updated and cast, before a transfer reads them.
 ``step``                 A step, from its first fetch until modules hold the host's parameters again.

@@ -10,7 +10,8 @@
 - ``write_guard``: records that user code may write weights without a change of a version counter. ``write_back`` copies written
   weights to the host. ``writes`` compares digests.
 - ``residents``: the weights outside all layers, which are on the device during a step.
-- ``casts``, ``host_casts``: 16-bit copies that are uploaded in place of float32 weights.
+- ``casts``, ``host_casts``: 16-bit copies that are uploaded in place of float32 weights. ``compiled_calls`` gives them to modules
+  that ``torch.compile`` compiles.
 - ``gradients``: from autograd to ``param.grad`` on the host. ``gradient_sink`` has the transfers. A ``narrow_gradient`` keeps the
   dtype of backward until user code reads it. Reading a ``freed_gradient`` is an error.
 
