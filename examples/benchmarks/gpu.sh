@@ -95,7 +95,7 @@ tests3) run_tests 560 tests3 $cuda::test_updates_in_the_background_are_bitwise_t
 tests4) run_tests 560 tests4 $cuda::test_activations_are_bitwise_equal ;;
 tests5) run_tests 560 tests5 $models -k "not bf16" ;;
 tests6) run_tests 560 tests6 $models -k "bf16" ;;
-tests7) run_tests 560 tests7 tests/gpu/test_sharing.py tests/gpu/test_steps_on_device.py ;;
+tests7) run_tests 560 tests7 tests/gpu/test_compiled_blocks.py tests/gpu/test_sharing.py tests/gpu/test_steps_on_device.py ;;
 tests8) run_tests 560 tests8 tests/gpu/test_plain_bits.py tests/gpu/test_layers_that_stay.py ;;
 ranks)
     devices=$(command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus | wc -l || echo 1)

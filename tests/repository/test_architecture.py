@@ -360,6 +360,7 @@ def test_the_public_names_are_frozen() -> None:
         "__version__",
         "check",
         "chunk_loss",
+        "compile_blocks",
         "rank_order_hook",
     ]
     lightnings = {*dir(SingleDeviceStrategy()), *dir(DDPStrategy())}
