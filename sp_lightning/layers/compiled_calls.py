@@ -97,7 +97,7 @@ def _traced_cast(argument: Any) -> Any:
 
 
 def _uses_cast(context: Any) -> None:
-    """Runs while ``torch.compile`` traces the use of a cast."""
+    """Runs while ``torch.compile`` traces the use of a cast: is it the value that plain Lightning would have?"""
     weight: Any = traced_tensor(context, "argument")
     group: ParameterGroup = weight._of
     if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
@@ -116,12 +116,12 @@ class _Graphs:
 
     Attributes:
         read_masters: True if some graph needs masters.
-        uses: for each weight, by its name in the module, the code that uses it, and what only the latest trace of that has.
+        uses: for each weight, by its name in the module, the code that uses it, and the number of the latest trace of the code.
     """
 
     def __init__(self) -> None:
         self.read_masters = False
-        self.uses: dict[str, dict[CodeType, Any]] = {}
+        self.uses: dict[str, dict[CodeType, int]] = {}
 
 
 _graphs: WeakKeyDictionary[type[nn.Module], _Graphs] = WeakKeyDictionary()
@@ -178,7 +178,7 @@ class CompiledCalls:
 
 
 class _Call:
-    """A running call of a compiled module.
+    """A running call of a compiled module: binds casts to its stand-ins, or attaches its masters, until :meth:`end`.
 
     Args:
         compiled: the module.
@@ -242,7 +242,9 @@ class _Call:
         """Returns True if no other use of a weight was traced. A new trace of the same code replaces its former one."""
         code, attempt = traced_code(context)
         uses = self._compiled.graphs.uses.setdefault(self._compiled.names[weight], {})
-        twice = uses.get(code) == attempt or any(other is not code for other in uses)
+        twice = uses.get(code) == attempt or any(
+            other != code for other in uses
+        )  # equal code may be another object after torch._dynamo.reset()
         uses[code] = attempt
         return not twice
 
@@ -253,7 +255,8 @@ class _Call:
         kind = type(original_module(compiled.module)).__name__
         warnings.warn(
             f"The compiled module {compiled.name!r} needs weights in float32: {why}. So Superpipeline uploads the weights of all "
-            f"compiled modules of class {kind} in float32, twice the bytes. Compile a smaller part, without that weight.",
+            f"compiled modules of class {kind} in float32 as well, three times the bytes. Compile a part without that weight: "
+            "module.part.compile().",
             stacklevel=2,
         )
         self._unbind()
