@@ -7,7 +7,7 @@ So there is one graph for all equal blocks, as without streaming: a graph is val
 Note: masters in graphs. Some graphs need the masters themselves, or plain Lightning would have other results:
 
 - a function other than those of ``LOWERED_FUNCTIONS`` reads a weight, or autocast is off where the weight is used;
-- a trained weight is used twice. Plain autograd adds the two gradients in float32. The graph would add them in 16 bits.
+- it uses a trained weight twice. Plain autograd adds the two gradients in float32. The graph would add them in 16 bits.
 
 This shows while ``torch.compile`` traces. The masters are then uploaded, and the trace begins again with ordinary parameters.
 From now on, masters are uploaded for each call of a module of this class: other modules may use the same graph, which
@@ -16,7 +16,7 @@ is not traced again. This is remembered as long as the process lives, as graphs 
 A wrapped parameter, for example with 8 bits, is whole during the call, because a graph takes its parts as inputs.
 
 Only matrices and kernels of convolutions have casts in compiled modules. A bias is cast inside the graph, where the compiler may
-leave out the rounding if it fuses the cast with the addition.
+leave out the rounding if it fuses the cast with the addition. So biases are uploaded in float32.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from types import CodeType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -51,20 +50,37 @@ from sp_lightning.torch_compat.private import (
     original_module,
     restart_trace,
     take_for_parameter,
+    trace_of,
     trace_only_inlined,
-    traced_code,
     traced_tensor,
 )
+
+
+class _Cast:
+    """The attribute with a stand-in's cast: another tensor at each access, with a graph node of its own.
+
+    A graph takes the attribute as an input, so it is read each time a graph runs. Plain autograd adds the gradients of two uses
+    in float32. If both had one node, they would be added in 16 bits.
+    """
+
+    @never_compiled
+    def __get__(self, weight: Any, owner: type) -> Any:
+        if weight is None:
+            return self
+        cast, trained = weight._bound_cast
+        return Cast.apply(weight, cast) if trained and torch.is_grad_enabled() else cast.detach()
 
 
 class CompiledStandIn(OffloadedParameter):
     """A stand-in during a call of a compiled module. ``torch.compile`` traces no attribute of a class with ``__getattr__``.
 
     Attributes:
-        _cast: the cast, whose gradient reaches the parameter as that of autocast's own cast would.
+        _cast: the cast. Autograd passes its gradient on to the parameter, as with autocast's own cast.
+        _bound_cast: the cast in the slot, and True if the weight is trained.
     """
 
-    _cast: Tensor
+    _cast = _Cast()
+    _bound_cast: tuple[Tensor, bool]
 
     @classmethod
     def __torch_function__(
@@ -102,8 +118,12 @@ def _uses_cast(context: Any) -> None:
     group: ParameterGroup = weight._of
     if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
         _running.call.upload_masters("autocast is off")
-    if weight.requires_grad and torch.is_grad_enabled() and not _running.call.uses_once(weight, context):
-        _running.call.upload_masters("a trained weight is used twice")
+    if weight.requires_grad and torch.is_grad_enabled():
+        if _running.trace() is not (trace := trace_of(context)):
+            _running.trace, _running.used = ref(trace), set()
+        if id(weight) in _running.used:
+            _running.call.upload_masters("a trained weight is used twice in one graph")
+        _running.used.add(id(weight))
 
 
 def _reads_masters(context: Any) -> None:
@@ -111,26 +131,24 @@ def _reads_masters(context: Any) -> None:
     _running.call.upload_masters("another function than a linear layer or a convolution reads a weight")
 
 
-class _Graphs:
-    """The known facts on the graphs of one class of modules.
-
-    Attributes:
-        read_masters: True if some graph needs masters.
-        uses: for each weight, by its name in the module, the code that uses it, and the number of the latest trace of the code.
-    """
-
-    def __init__(self) -> None:
-        self.read_masters = False
-        self.uses: dict[str, dict[CodeType, int]] = {}
-
-
-_graphs: WeakKeyDictionary[type[nn.Module], _Graphs] = WeakKeyDictionary()
+_reading_masters: WeakSet[type[nn.Module]] = WeakSet()
+"""The classes of compiled modules of which some graph needs masters. A graph lives as long as the process does."""
 
 
 class _Running(threading.local):
-    """The innermost running call of a compiled module in this thread."""
+    """The compiled modules that run in this thread.
+
+    Attributes:
+        call: the innermost running call.
+        trace: a weak reference to the latest trace of ``torch.compile``.
+        used: the ids of the trained weights whose casts that trace has used.
+    """
 
     call: Any = None
+
+    def __init__(self) -> None:
+        self.trace: Callable[[], Any] = lambda: None
+        self.used: set[int] = set()
 
 
 _running = _Running()
@@ -152,7 +170,7 @@ class CompiledCalls:
         self.name = name
         self.names = weights
         self.wrapped = wrapped
-        self.graphs = _graphs.setdefault(type(original_module(module)), _Graphs())
+        self.kind = type(original_module(module))
         self.module = module
         surround(module, self)
 
@@ -205,16 +223,13 @@ class _Call:
         if group.layer.state.attached:
             return
         able = group.autocast is not None and autocast_would_cast(group.autocast, group.device)
-        if self._compiled.graphs.read_masters or group.casts is None or group.shared or not able:
+        if self._compiled.kind in _reading_masters or group.casts is None or group.shared or not able:
             self._attach_masters(group)
             return
-        graph = torch.is_grad_enabled()
         for weight in self._compiled.names:
             if weight._of is group:
-                cast = group.casts[weight._index]
                 host = group.hosts[weight._index]
-                trained = graph and host.requires_grad
-                vars(weight).update(_cast=Cast.apply(weight, cast) if trained else cast.detach())
+                vars(weight)["_bound_cast"] = group.casts[weight._index], host.requires_grad
                 self._give_attributes(weight, vars(host))
                 set_class(weight, CompiledStandIn)
 
@@ -238,25 +253,14 @@ class _Call:
     def _attach_masters(self, group: ParameterGroup) -> None:
         self._uploads.enter_context(group.engine.operation_on([group.all[0]]))
 
-    def uses_once(self, weight: DeviceParameter, context: Any) -> bool:
-        """Returns True if no other use of a weight was traced. A new trace of the same code replaces its former one."""
-        code, attempt = traced_code(context)
-        uses = self._compiled.graphs.uses.setdefault(self._compiled.names[weight], {})
-        twice = uses.get(code) == attempt or any(
-            other != code for other in uses
-        )  # equal code may be another object after torch._dynamo.reset()
-        uses[code] = attempt
-        return not twice
-
     def upload_masters(self, why: str) -> None:
         """Attaches the masters, and begins the running trace again, which then finds ordinary parameters."""
         compiled = self._compiled
-        compiled.graphs.read_masters = True
-        kind = type(original_module(compiled.module)).__name__
+        _reading_masters.add(compiled.kind)
         warnings.warn(
             f"The compiled module {compiled.name!r} needs weights in float32: {why}. So Superpipeline uploads the weights of all "
-            f"compiled modules of class {kind} in float32 as well, three times the bytes. Compile a part without that weight: "
-            "module.part.compile().",
+            f"compiled modules of class {compiled.kind.__name__} in float32 as well, three times the bytes. Compile a part "
+            "without that weight: module.part.compile().",
             stacklevel=2,
         )
         self._unbind()
@@ -270,7 +274,7 @@ class _Call:
             vars(weight).pop(name, None)
         self._given.clear()
         for weight in self._compiled.names:
-            vars(weight).pop("_cast", None)
+            vars(weight).pop("_bound_cast", None)
             if type(weight) is CompiledStandIn:
                 set_class(weight, StandIn)
 

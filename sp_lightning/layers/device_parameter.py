@@ -81,6 +81,7 @@ class DeviceParameter(nn.Parameter):
         return found
 
     @property
+    @never_compiled  # the layer may be uploaded
     def data(self) -> Tensor:
         if self._of.engine.at_host():
             return self.host.data
@@ -90,6 +91,7 @@ class DeviceParameter(nn.Parameter):
             return tensor_data.__get__(self)
 
     @data.setter
+    @never_compiled
     def data(self, value: Tensor) -> None:
         if value is self:  # module.to(…) assigns this if it changes nothing
             return
@@ -236,7 +238,7 @@ class StandIn(OffloadedParameter):
 
 def _is_ours(name: str) -> bool:
     """Returns True if an attribute is the device parameter's own, as torch.compile's marks in its ``__dict__`` are."""
-    return name in ("_of", "_index", "_cast", "data", "grad", "requires_grad", "__class__") or name.startswith(
+    return name in ("_of", "_index", "_bound_cast", "data", "grad", "requires_grad", "__class__") or name.startswith(
         DYNAMO_MARKS
     )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
-from types import CodeType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -526,10 +526,9 @@ def traced_tensor(context: Any, name: str) -> Tensor:
     return tensor
 
 
-def traced_code(context: Any) -> tuple[CodeType, int]:
-    """Returns the code that ``torch.compile`` traces for :data:`comptime`, and a number that only this attempt has."""
-    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
-    return output.root_tx.f_code, id(output)
+def trace_of(context: Any) -> Any:
+    """Returns an object that only this attempt of ``torch.compile`` to trace a graph has, for :data:`comptime`."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
 
 
 def restart_trace(why: str) -> NoReturn:
@@ -698,7 +697,7 @@ FEATURES = {
         "comptime": "torch.compile",
         "first_traced": "torch.compile",
         "traced_tensor": "compiled blocks in bf16-mixed and 16-mixed",
-        "traced_code": "compiled blocks in bf16-mixed and 16-mixed",
+        "trace_of": "compiled blocks in bf16-mixed and 16-mixed",
         "restart_trace": "compiled blocks in bf16-mixed and 16-mixed",
         "original_module": "torch.compile(block) in bf16-mixed and 16-mixed",
         "compiled_graphs": "stats().compiled_graphs",
