@@ -56,7 +56,7 @@ from sp_lightning.torch_compat.private import (
 )
 
 
-class _Cast:
+class _CastOfRun:
     """The attribute with a stand-in's cast: another tensor at each access, with a graph node of its own.
 
     A graph takes the attribute as an input, so it is read each time a graph runs. Plain autograd adds the gradients of two uses
@@ -79,7 +79,7 @@ class CompiledStandIn(OffloadedParameter):
         _bound_cast: the cast in the slot, and True if the weight is trained.
     """
 
-    _cast = _Cast()
+    _cast = _CastOfRun()
     _bound_cast: tuple[Tensor, bool]
 
     @classmethod
@@ -187,15 +187,15 @@ class CompiledCalls:
             self._end(running)
 
     @never_compiled
-    def _begin(self) -> _Call:
-        return _Call(self, _running.call)
+    def _begin(self) -> _BoundCall:
+        return _BoundCall(self, _running.call)
 
     @never_compiled
-    def _end(self, running: _Call) -> None:
+    def _end(self, running: _BoundCall) -> None:
         running.end()
 
 
-class _Call:
+class _BoundCall:
     """A running call of a compiled module: binds casts to its stand-ins, or attaches its masters, until :meth:`end`.
 
     Args:
@@ -203,7 +203,7 @@ class _Call:
         outer: the running call around this one.
     """
 
-    def __init__(self, compiled: CompiledCalls, outer: _Call | None) -> None:
+    def __init__(self, compiled: CompiledCalls, outer: _BoundCall | None) -> None:
         self._compiled = compiled
         self._outer = outer
         self._uploads = ExitStack()

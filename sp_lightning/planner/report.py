@@ -277,6 +277,8 @@ def _assumed(estimate: Estimate) -> str:
     options = f" (--{' --'.join(assumed)})".replace("_", "-") if assumed else ""
     line = f"measured: {', '.join(measured)} ({question.rates}); " if measured else ""
     line += f"assumed: {optimizer}{', '.join(known[name] for name in assumed)}{options}".removesuffix(", ")
+    if question.compile_blocks:
+        line += "; elementwise operations of compiled blocks take a third of the time (--compile-blocks)"
     if step is not None and not step.on_device and step.seconds is None and (package := host_kernels().missing):
         line += f"; updates in one pass, which needs pip install {package} (without it, 1.6 times as long)"
     if question.devices > 1:
