@@ -85,9 +85,8 @@ class Access(Part):
             visits = ()  # the look-up itself fetches the rows that it needs
         if torch.jit.is_tracing() or interpreter_stack():
             self._refuse_transforms_and_traces(visits)
-        if self._casts and hides_stand_ins(
-            inputs
-        ):  # other code may read a master, which has no memory unless it is attached
+        # Other code may then read a master, which has no memory unless it is attached.
+        if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
         if visits and (make_room := self.activations.make_room) is not None:

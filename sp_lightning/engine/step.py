@@ -305,9 +305,8 @@ class Step(Part):
         for layer in self.layers:
             if layer.kind is Kind.RESIDENTS or layer in self.residency.used:
                 continue
-            if (
-                layer.guard is not None and not layer.guard.views
-            ):  # no tensor is left through which user code could write
+            # No tensor is left through which user code could write.
+            if layer.guard is not None and not layer.guard.views:
                 layer.guard.exposed.clear()
                 drop_if_empty(layer)
 
@@ -329,9 +328,7 @@ class Step(Part):
         self.running = self._stepping = False
         self.threads.end_forward()
         for layer in self.layers:
-            layer.running_calls = (
-                0  # calls that an error or Ctrl-C has cut off do not end, and would keep layers in use
-            )
+            layer.running_calls = 0  # a call that an error or Ctrl-C has interrupted would keep its layer in use
         try:
             self.take_back_writes(rests=True)
         finally:  # copying writes back may raise

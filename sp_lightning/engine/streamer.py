@@ -206,9 +206,8 @@ class Streamer:
         for layer in self._layers:
             layer.parameters.connect(layer, self._access)
         watch(self._backward)
-        self._compiled = compiled_calls(
-            self._module, self._layers
-        )  # first, so that casts are on the device when it is called
+        # Before `listen`, whose calls are then around these: casts are on the device when a compiled module gets them.
+        self._compiled = compiled_calls(self._module, self._layers)
         self._calls = listen(self._access, visits | self._embeddings, self.found.units, self.activations.run)
 
     # ------------------------------------------------------------------ a step

@@ -92,8 +92,9 @@ class HostState(SeparateState):
 def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Collection[int]) -> Iterator[Tensor]:
     """Yields the tensors of optimizer state that plain Lightning has on the GPU.
 
-    A step on the GPU has made the ``known`` tensors, given by ``id``. Of a loaded state, these are the tensors that torch's
-    ``load_state_dict`` copies to the GPU: all tensors except step counters, and step counters that a kernel reads.
+    - The tensors that a step on the GPU has made: ``known`` has their ids.
+    - Tensors of a loaded state that torch's ``load_state_dict`` copies to the GPU: all except step counters, unless a kernel reads
+      the counters.
     """
     seen = set[int]()
     for group in groups:

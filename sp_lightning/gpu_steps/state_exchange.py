@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,7 @@ class StateExchange:
         tensors = list(of_device(groups, state, known))
         if held is not None and held.holds(tensors):
             return held
-        if constants := constants_of(key[1]):
-            unshare(groups, state, constants)
-            tensors = list(of_device(groups, state, known))
+        tensors = _unshared(key, groups, state, known)
         if not tensors:
             self._states.pop(key, None)
             return None
@@ -84,9 +82,7 @@ class StateExchange:
         """
         held = self._states.pop(key, None)
         known = set() if held is None else set(map(id, held.tensors))
-        if constants := constants_of(key[1]):
-            unshare(groups, state, constants)
-        tensors = list(of_device(groups, state, known))
+        tensors = _unshared(key, groups, state, known)
         return SeparateState(tensors) if tensors else None
 
     def on_gpu(
@@ -155,3 +151,18 @@ class StateExchange:
     def forget(self, key: Key) -> None:
         """See :meth:`LayerStepper.forget`."""
         self._states.pop(key, None)
+
+
+def _unshared(
+    key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Collection[int]
+) -> list[Tensor]:
+    """Returns the tensors of a layer's state that plain Lightning has on the GPU, after giving each parameter its own ones.
+
+    Args:
+        key: the layer and its optimizer.
+        groups, state: the optimizer's groups with the layer's parameters, and its state.
+        known: the ``id`` of tensors that a step on the GPU has made.
+    """
+    if constants := constants_of(key[1]):
+        unshare(groups, state, constants)
+    return list(of_device(groups, state, known))

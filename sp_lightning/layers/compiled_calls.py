@@ -131,6 +131,8 @@ def _reads_masters(context: Any) -> None:
     _running.call.upload_masters("another function than a linear layer or a convolution reads a weight")
 
 
+_OWN = frozenset({"_of", "_index"})
+"""The attributes that a stand-in has outside of calls of compiled modules."""
 _reading_masters: WeakSet[type[nn.Module]] = WeakSet()
 """The classes of compiled modules of which some graph needs masters. A graph lives as long as the process does."""
 
@@ -175,7 +177,7 @@ class CompiledCalls:
         surround(module, self)
 
     def remove(self) -> None:
-        """Leaves the module as it was."""
+        """Gives the module casts no longer."""
         release(self.module, self)
 
     @trace_only_inlined
@@ -207,7 +209,6 @@ class _BoundCall:
         self._compiled = compiled
         self._outer = outer
         self._uploads = ExitStack()
-        self._given: list[tuple[DeviceParameter, str]] = []
         _running.call = self
         try:
             for group in {weight._of: None for weight in compiled.names}:
@@ -230,7 +231,9 @@ class _BoundCall:
             if weight._of is group:
                 host = group.hosts[weight._index]
                 vars(weight)["_bound_cast"] = group.casts[weight._index], host.requires_grad
-                self._give_attributes(weight, vars(host))
+                # The attributes that user code has given the host's parameter, without those that dynamo reads.
+                users = {key: value for key, value in vars(host).items() if not key.startswith(DYNAMO_MARKS)}
+                vars(weight).update({**users, **vars(weight)})
                 set_class(weight, CompiledStandIn)
 
     def _put_whole(self, place: Place) -> None:
@@ -242,13 +245,6 @@ class _BoundCall:
             take_for_parameter(whole)
             parameters[place.attribute] = whole
             self._uploads.callback(parameters.__setitem__, place.attribute, stand_in)
-
-    def _give_attributes(self, weight: DeviceParameter, attributes: Mapping[str, Any]) -> None:
-        """Gives a stand-in the attributes that user code has given the host's parameter."""
-        for name, value in attributes.items():
-            if name not in vars(weight) and not name.startswith(DYNAMO_MARKS):
-                vars(weight)[name] = value
-                self._given.append((weight, name))
 
     def _attach_masters(self, group: ParameterGroup) -> None:
         self._uploads.enter_context(group.engine.operation_on([group.all[0]]))
@@ -270,11 +266,9 @@ class _BoundCall:
         restart_trace(why)
 
     def _unbind(self) -> None:
-        for weight, name in self._given:
-            vars(weight).pop(name, None)
-        self._given.clear()
         for weight in self._compiled.names:
-            vars(weight).pop("_bound_cast", None)
+            for key in [key for key in vars(weight) if key not in _OWN and not key.startswith(DYNAMO_MARKS)]:
+                del vars(weight)[key]
             if type(weight) is CompiledStandIn:
                 set_class(weight, StandIn)
 

@@ -238,9 +238,7 @@ class StandIn(OffloadedParameter):
 
 def _is_ours(name: str) -> bool:
     """Returns True if an attribute is the device parameter's own, as torch.compile's marks in its ``__dict__`` are."""
-    return name in ("_of", "_index", "_bound_cast", "data", "grad", "requires_grad", "__class__") or name.startswith(
-        DYNAMO_MARKS
-    )
+    return name in ("_of", "_index", "data", "grad", "requires_grad", "__class__") or name.startswith(DYNAMO_MARKS)
 
 
 def _users_class(kind: type) -> Any:

@@ -163,9 +163,8 @@ class Gradients(GradientSink[_Drain]):
         # The layer's earlier kept gradients are freed, or were added to these.
         self.device_bytes += nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept_bytes.get(owner, 0)
         self._kept_bytes[owner] = nbytes
-        self._landed.append(
-            ((owner, deque(), None), None)
-        )  # nothing to copy, but `land` reports that they are complete
+        # There is nothing to copy, but `land` reports that the gradients are complete.
+        self._landed.append(((owner, deque(), None), None))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]

@@ -384,9 +384,8 @@ class StreamedLayer:
         If tensors view the slot, it stays the layer's and becomes stale: views of a weight must show its new values.
         """
         has_views = self.guard is not None and self.guard.views
-        if (
-            self.slot is not None and has_views and not self.slot.lease.moved
-        ):  # after a move, views do not show the slot's values anyway
+        # After a move of the memory, views do not show the slot's values in any case.
+        if self.slot is not None and has_views and not self.slot.lease.moved:
             self.rows.drop_cached()
             self.slot.stale = True
         else:

@@ -45,7 +45,12 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def has_blocks(module: nn.Module) -> bool:
     """Returns True if the module or a submodule is a container of repeated blocks. Lists of experts do not count."""
-    return any(is_repeated(child) and not are_experts(name, child) for name, child in module.named_modules())
+    return any(holds_blocks(name, child) for name, child in module.named_modules())
+
+
+def holds_blocks(name: str, module: nn.Module) -> bool:
+    """Returns True if a module with this name is a container of repeated blocks, and not a list of experts."""
+    return is_repeated(module) and not are_experts(name, module)
 
 
 def groups_in(module: nn.Module) -> list[nn.Module]:

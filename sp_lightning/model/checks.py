@@ -46,9 +46,8 @@ def _is_compiled_with(module: nn.Module, *options: str) -> bool:
         return False
     functions = [value for value in vars(module).values() if isinstance(value, (FunctionType, MethodType))]
     for compiled in (module, *functions):
-        config = getattr(
-            compiled, "get_compiler_config", None
-        )  # compiled modules and compiled functions have this method
+        # Compiled modules and compiled functions have this method.
+        config = getattr(compiled, "get_compiler_config", None)
         chosen = config() if config is not None else None
         if chosen and any(chosen.get(option) for option in options):
             return True

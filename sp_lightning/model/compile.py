@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sp_lightning.model.blocks import are_experts, experts_in, is_repeated
+from sp_lightning.model.blocks import are_experts, experts_in, holds_blocks
 from sp_lightning.model.found import join_names
 from sp_lightning.model.rows import RowFinder
 from sp_lightning.registry import row_finder
@@ -50,7 +50,7 @@ def compile_blocks(module: nn.Module, **options: Any) -> list[str]:
 
 def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Yields the outermost repeated blocks below a module."""
-    repeated = is_repeated(module) and not are_experts(name, module)
+    repeated = holds_blocks(name, module)
     for key, child in module.named_children():
         full = join_names(name, key)
         if repeated and any(True for _ in child.parameters()):
@@ -61,11 +61,10 @@ def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _without_experts(module: nn.Module, name: str, finder: RowFinder) -> Iterator[tuple[str, nn.Module]]:
     """Yields a module if it has no experts, and otherwise its largest parts that have none."""
-    routed = finder.stacked(module) or any(True for _ in experts_in(module, name, finder))
-    if not routed and not are_experts(name, module):
-        yield name, module
-        return
     if finder.stacked(module) or are_experts(name, module):
+        return
+    if not any(True for _ in experts_in(module, name, finder)):
+        yield name, module
         return
     for key, child in module.named_children():
         if any(True for _ in child.parameters()):

@@ -45,7 +45,8 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FUSED = 1 / 3
 """The assumed time of elementwise operations in compiled blocks, divided by that in eager ones.
 
-Eager, they are 45 % of a step of a 1.5B Llama on an H100. OneTrainer (#1114) reports 25 to 35 % less time for whole steps."""
+OneTrainer (#1114) reports 25 to 35 % less time for whole steps: about this, if they are half of an eager step. Not measured
+here."""
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
     "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",

@@ -28,9 +28,8 @@ from sp_lightning.device.device import Wait
 from sp_lightning.ranks.shared_memory import SharedMemory, publish
 
 _KEPT = 32
-_COLLECTIVE = np.dtype(
-    [("digest", "q"), ("number", "d"), ("what", "S240")]
-)  # the digest covers all collectives up to this one
+# The digest covers all collectives up to this one.
+_COLLECTIVE = np.dtype([("digest", "q"), ("number", "d"), ("what", "S240")])
 _RANK = np.dtype([("arrivals", "q"), ("failed", "q"), ("collectives", _COLLECTIVE, _KEPT), ("error", "S4096")])
 """The entry of a rank: the number of its collectives, whether it has failed, its last collectives, and its error."""
 
@@ -162,7 +161,7 @@ class RankStatus:
             first -= 1
         mine, theirs = (self._what(rank, first) for rank in (self.rank, other))
         return (
-            f"Ranks disagree: {self._names[self.rank]} has come to {mine}, and {self._names[other]} to {theirs}. All "
+            f"Ranks disagree: {self._names[self.rank]} has reached {mine}, and {self._names[other]} {theirs}. All "
             "ranks need the same number of batches, and whatever else they do together (steps, checkpoints, sums over ranks, "
             "exchanges of parameters or layers) all of them must do, in one order. It must not depend on the rank."
         )

@@ -113,7 +113,7 @@ class RankStrategy(_Base):
             return super().all_gather(tensor, group, *args, **kwargs)
 
     def _together(self, what: str, group: Any = None) -> AbstractContextManager[None]:
-        """Returns a context for a collective. It begins once all processes have come to it."""
+        """Returns a context for a collective. It begins once all processes have reached it."""
         ranks = self._ranks
         if ranks is None or ranks.failure or group not in (None, dist.group.WORLD):
             return nullcontext()

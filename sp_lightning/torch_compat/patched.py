@@ -217,9 +217,8 @@ def _report_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any
     outermost = here not in _calling
     _calling.add(here)
     if frame_compiler() is not None:
-        call = torch.compiler.disable(
-            call
-        )  # a backward inside a compiled forward would have the engine's hooks compiled
+        # In a backward inside a compiled forward, torch would compile the engine's hooks.
+        call = torch.compiler.disable(call)
     try:
         return plain(call(*args, **options))
     except BaseException:

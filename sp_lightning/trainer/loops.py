@@ -205,9 +205,8 @@ class LoopStrategy(ReadableStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._signals.install(self._is_torn)  # user code or Lightning may have set handlers since the last batch
-        if isinstance(
-            exception, KeyboardInterrupt
-        ):  # this process may have deferred it: another one may have got Ctrl-C first
+        # This process may have deferred Ctrl-C: another process may have received it first.
+        if isinstance(exception, KeyboardInterrupt):
             self._signals.drop(signal.SIGINT)
         self._group.fail(exception)  # so that no other process waits for this one
         if self._run is not None:

@@ -1,4 +1,4 @@
-"""The engine's default for activations, which keeps all, and the fallback of ``activations="auto"`` without its folder."""
+"""The engine's default for activations, KeepAll, and the fallback of ``activations="auto"`` without its folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
+from sp_lightning.engine.activations import KeepAll
+from sp_lightning.engine.streamer import Streamer
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.saving import Saves, rows, saving
@@ -15,10 +17,19 @@ from tests.support.simdevice import simulated
 
 
 @pytest.mark.parametrize("choice", ["keep", "auto"])
-def test_a_run_that_offloads_nothing_keeps_all(choice: str) -> None:
-    strategy = superpipeline(k=1, activations=choice)
-    assert_same(fit(lambda: Module(Stack()), vectors(2), strategy), fit(lambda: Module(Stack()), vectors(2)))
-    assert set(strategy.activations.values()) == {"keep"}
+def test_a_run_that_offloads_nothing_has_the_default(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    begin = Streamer.begin
+
+    def noted(self: Streamer, *args: object, **options: object) -> None:
+        found.append(self.activations)
+        begin(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Streamer, "begin", noted)
+    ours = fit(lambda: Module(Stack()), vectors(2), superpipeline(k=1, activations=choice))
+    assert_same(ours, fit(lambda: Module(Stack()), vectors(2)))
+    assert {type(each) for each in found} == {KeepAll}
+    assert set(ours.trainer.strategy.activations.values()) == {"keep"}
 
 
 def test_auto_without_the_folder_keeps_all_and_says_so_if_memory_ends(caplog: pytest.LogCaptureFixture) -> None:

@@ -66,7 +66,7 @@ def policy(on_disk: Paging = MEMORY, /, like_gpu: Any = (), **facts: Any) -> Upd
         ({"overlap": "backward", "read_after_step": True, "ranks": True}, "backward", FREES, ""),
         ({"overlap": "backward", "disk": True}, "backward", FREES, ""),
         ({"overlap": "forward", "against_background": "they compete"}, "forward", NO, ""),
-        # A place that nobody asked for by name is no error.
+        # An impossible place is an error only if the user has named it.
         ({"against_gpu": "LBFGS", "tried": True}, "backward", KEEPS, ""),
         ({"against_gpu": "LBFGS", "optimizer_on": "auto", "tried": True}, "backward", KEEPS, ""),
         # On the GPU, other things count.

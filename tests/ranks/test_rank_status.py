@@ -42,9 +42,9 @@ def test_the_second_to_come_says_where_both_are() -> None:
     first, second = statuses()
     first.place = "batch 3"
     first.arrive("a sum")
-    with pytest.raises(RankError, match=r"rank 1 has come to a step, and rank 0 to a sum, batch 3\. All ranks need"):
+    with pytest.raises(RankError, match=r"rank 1 has reached a step, and rank 0 a sum, batch 3\. All ranks need"):
         second.arrive("a step")
-    with pytest.raises(RankError, match="rank 0 has come to a sum, batch 3, and rank 1 to a step"):
+    with pytest.raises(RankError, match="rank 0 has reached a sum, batch 3, and rank 1 a step"):
         first.wait_until(lambda: False, "the others")
 
 
@@ -54,14 +54,14 @@ def test_a_difference_that_is_past_is_found() -> None:
     for what in ("one", "two", "three", "four"):
         first.arrive(what)
     second.arrive("one")
-    with pytest.raises(RankError, match="rank 1 has come to another, and rank 0 to two"):
+    with pytest.raises(RankError, match="rank 1 has reached another, and rank 0 two"):
         second.arrive("another")
-    with pytest.raises(RankError, match="rank 1 has come to another, and rank 0 to two"):
+    with pytest.raises(RankError, match="rank 1 has reached another, and rank 0 two"):
         second.arrive("three")
 
 
 def test_a_rank_far_behind_is_let_alone() -> None:
-    """What it has missed is no longer stored, so there is nothing to compare until it is nearer."""
+    """Collectives that it has not reached are no longer stored, so nothing is compared until it is fewer behind."""
     first, second = statuses()
     for turn in range(100):
         first.arrive(str(turn))
@@ -85,13 +85,13 @@ def test_a_rank_that_has_ended_its_run_is_not_waited_for() -> None:
     for each in (first, second):
         each.arrive("a batch")
     second.run_ends()
-    first.check("nothing")  # it has come to all that this rank has come to
-    with pytest.raises(RankError, match="rank 0 has come to another batch, and rank 1 to the end of its run"):
+    first.check("nothing")  # it has reached every collective of this rank
+    with pytest.raises(RankError, match="rank 0 has reached another batch, and rank 1 the end of its run"):
         first.arrive("another batch")
 
 
 def test_a_rank_that_has_failed_says_that_and_not_that_it_disagrees() -> None:
-    """It comes to the end of its run where the others still come to a batch."""
+    """It ends its run while the others still have a batch."""
     first, second = statuses()
     for each in (first, second):
         each.arrive("a batch")

@@ -101,7 +101,7 @@ def test_the_core_calls_each_method_of_its_interfaces() -> None:
 
 
 def test_each_further_method_is_called_by_its_capability() -> None:
-    """A method that was to override one of the core, whose name has changed there, is called by nobody."""
+    """If the core renames a method, the capability's former override is never called."""
     uncalled = [
         f"{kind.__module__}.{kind.__name__}.{name}"
         for kind in classes()
