@@ -93,7 +93,7 @@ def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Co
     """Yields the tensors of optimizer state that plain Lightning has on the GPU.
 
     - The tensors that a step on the GPU has made: ``known`` has their ids.
-    - Tensors of a loaded state that torch's ``load_state_dict`` copies to the GPU: all except step counters, unless a kernel reads
+    - Tensors of a loaded state that ``load_state_dict`` copies to the GPU: all except step counters, unless a kernel reads
       the counters.
     """
     seen = set[int]()

@@ -32,8 +32,15 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from sp_lightning.layers.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast
-from sp_lightning.layers.device_parameter import DeviceParameter, OffloadedParameter, StandIn, Untouched, set_class
+from sp_lightning.layers.casts import LOWERED_FUNCTIONS, autocast_would_cast
+from sp_lightning.layers.device_parameter import (
+    DeviceParameter,
+    OffloadedParameter,
+    StandIn,
+    Untouched,
+    for_one_use,
+    set_class,
+)
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.parameter_group import ParameterGroup
 from sp_lightning.model.found import Place
@@ -43,7 +50,6 @@ from sp_lightning.torch_compat.metadata import METADATA
 from sp_lightning.torch_compat.modes import never_compiled
 from sp_lightning.torch_compat.private import (
     DYNAMO_MARKS,
-    compiles_here,
     comptime,
     is_compiled,
     is_traceable_wrapper_subclass,
@@ -67,8 +73,7 @@ class _CastOfRun:
     def __get__(self, weight: Any, owner: type) -> Any:
         if weight is None:
             return self
-        cast, trained = weight._bound_cast
-        return Cast.apply(weight, cast) if trained and torch.is_grad_enabled() else cast.detach()
+        return for_one_use(weight, weight._bound_cast)
 
 
 class CompiledStandIn(OffloadedParameter):
@@ -76,11 +81,11 @@ class CompiledStandIn(OffloadedParameter):
 
     Attributes:
         _cast: the cast. Autograd passes its gradient on to the parameter, as with autocast's own cast.
-        _bound_cast: the cast in the slot, and True if the weight is trained.
+        _bound_cast: the cast in the slot.
     """
 
     _cast = _CastOfRun()
-    _bound_cast: tuple[Tensor, bool]
+    _bound_cast: Tensor
 
     @classmethod
     def __torch_function__(
@@ -88,9 +93,6 @@ class CompiledStandIn(OffloadedParameter):
     ) -> Any:
         if is_dynamo_compiling():
             return _traced(func, args, kwargs or {})
-        if compiles_here():  # the compiler looks at an input: it reads no values
-            with Untouched():
-                return func(*args, **kwargs or {})
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -230,7 +232,7 @@ class _BoundCall:
         for weight in self._compiled.names:
             if weight._of is group:
                 host = group.hosts[weight._index]
-                vars(weight)["_bound_cast"] = group.casts[weight._index], host.requires_grad
+                vars(weight)["_bound_cast"] = group.casts[weight._index]
                 # The attributes that user code has given the host's parameter, without those that dynamo reads.
                 users = {key: value for key, value in vars(host).items() if not key.startswith(DYNAMO_MARKS)}
                 vars(weight).update({**users, **vars(weight)})

@@ -28,6 +28,7 @@ from sp_lightning.torch_compat.metadata import METADATA
 from sp_lightning.torch_compat.modes import never_compiled, no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import (
     DYNAMO_MARKS,
+    compiles_here,
     count_function_modes,
     tree_leaves,
     tree_map_only,
@@ -188,8 +189,9 @@ class OffloadedParameter(DeviceParameter):
             output = _call_with_casts(func, args, kwargs)
             if output is not None:
                 return output
-        # 2. The shape, dtype and so on of a stand-in are those of the weight.
-        if func in METADATA:
+        # 2. The shape, dtype and so on of a stand-in are those of the weight. While torch.compile compiles, it calls further
+        # functions of a graph's inputs, which read no values either.
+        if func in METADATA or compiles_here():
             with Untouched():
                 return func(*args, **kwargs)
         # 3. A look-up needs only rows of the weight.
@@ -287,22 +289,25 @@ def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dic
 
 
 def _cast(argument: Any, casts: dict[Any, Sequence[Tensor]]) -> Any:
-    """Returns the tensor that a function gets for an argument. An argument that is not a stand-in is returned unchanged.
+    """Returns the tensor that a function gets for an argument. An argument that is not a stand-in is returned unchanged."""
+    # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
+    if not issubclass(type(argument), OffloadedParameter):
+        return argument
+    return for_one_use(argument, casts[argument._of][argument._index])
+
+
+def for_one_use(weight: OffloadedParameter, cast: Tensor) -> Tensor:
+    """Returns the tensor that takes the place of a stand-in in one use of its cast.
 
     - Without a graph: the cast itself.
     - For a trained weight: the output of :class:`Cast`, whose backward passes the gradient to the stand-in.
     - For a frozen weight: a new tensor object over the cast. Autograd may keep the object, as it keeps autocast's own cast, and
       the group's tensor is shared by all uses.
     """
-    # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
-    if not issubclass(type(argument), OffloadedParameter):
-        return argument
-    group, index = argument._of, argument._index
-    cast = casts[group][index]
     if not torch.is_grad_enabled():
         return cast
-    trained = group.hosts[index].requires_grad
-    return Cast.apply(argument, cast) if trained else cast.detach()
+    trained = weight._of.hosts[weight._index].requires_grad
+    return Cast.apply(weight, cast) if trained else cast.detach()
 
 
 def same_place(tensor: Tensor, other: Tensor) -> bool:

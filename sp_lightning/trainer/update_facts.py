@@ -181,7 +181,10 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
             if not by and loses_updates(optimizer, group):
                 by = f"torch {torch.__version__} would leave its 16-bit weights as they are"
             by = by or "fused=False or fused_optimizer=False"
-            left_open = {**group, **dict.fromkeys(("fused", *PREVENT_FUSED))}  # as if the user had left these settings out
+            left_open = {
+                **group,
+                **dict.fromkeys(("fused", *PREVENT_FUSED)),
+            }  # as if the user had left these settings out
             better = ""
             if runs_fused(optimizer, left_open, fuse=True):
                 better = f"Leave that out, and {name} runs fused, as with fused=True, or use"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from sp_lightning.layers import compiled_calls
 from sp_lightning.model.compile import compile_blocks
 from sp_lightning.model.find import find_layers
+from sp_lightning.torch_compat.private import is_compiled
 from tests.equality.cases import CASES
 from tests.support.mixed import MIXED
 from tests.support.models import Module, Stack, lora, tokens, vectors
@@ -323,8 +326,8 @@ class Asking(Block):
         return super().forward(x)
 
 
-def with_attribute(factor: float) -> Any:
-    module = of(Asking)()
+def with_attribute(factor: float, kind: type[Module] = Module) -> Any:
+    module = kind(Linears(Asking))
     for block in module.net.blocks:
         block.inner.weight.factor = factor
     return module
@@ -365,7 +368,110 @@ def test_a_call_that_raises_leaves_stand_ins() -> None:
     both(compiled(lambda: Caught(Linears(Raises))), [torch.randn(n, 16, requires_grad=True) for n in (2, 3, 2)])
 
 
+def equal(make: Callable[[], Any], batches: Batches, **options: Any) -> Outcome:
+    """Trains on plain Lightning and streamed, with any number of graphs, and asserts that all is equal."""
+    plain = fit(make, batches, **MIXED, **options)
+    forget()
+    ours = fit(make, batches, superpipeline(k=1), **MIXED, **options)
+    assert_same(ours, plain)
+    return ours
+
+
+def test_an_optimizer_steps_inside_a_compiled_forward() -> None:
+    """Neither the hooks of its step nor those of its backward are compiled: dynamo failed in the engine's code."""
+    case = CASES["stepped-in-forward"]
+    equal(compiled(case.make), case.batches())
+
+
+class InFloat32(Linears):
+    """Autocast is off around a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.blocks[1](x.float())
+        return self.blocks[2](x)
+
+
+def test_a_block_that_is_called_without_autocast() -> None:
+    equal(compiled(lambda: Module(InFloat32(Block))), vectors())
+
+
+class ReadBefore(Module):
+    """Reads a master in float32 before the block is called, so that it is on the device already."""
+
+    def loss(self, batch: Any) -> Tensor:
+        penalty = self.net.blocks[1].inner.weight.square().mean()
+        return super().loss(batch) + penalty
+
+
+def test_a_master_that_is_on_the_device_already() -> None:
+    equal(compiled(lambda: ReadBefore(Linears(Block))), vectors())
+
+
+class Meets(Block):
+    """Two threads call the block at once; each waits for the other in the middle of it."""
+
+    both = threading.Barrier(2)
+    kinds: ClassVar[list[str]] = []
+
+    @torch.compiler.disable
+    def meet(self, x: Tensor) -> Tensor:
+        self.both.wait(60)
+        self.kinds.append(type(self.outer.weight).__name__)
+        self.both.wait(60)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.meet(torch.tanh(self.inner(x))))
+
+
+class InTwoThreads(Linears):
+    def forward(self, x: Tensor) -> Tensor:
+        def call(each: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                return self.blocks[0](each)
+
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(call, (x, 2 * x))
+        return first + second
+
+
+def test_two_threads_call_a_compiled_block_at_once() -> None:
+    """The first one to return would take the casts from the other."""
+    make = compiled(lambda: Module(InTwoThreads(Meets)))
+    plain = fit(make, vectors(), **MIXED)
+    forget()
+    Meets.kinds.clear()
+    assert_same(fit(make, vectors(), superpipeline(k=1), **MIXED), plain)
+    assert len(Meets.kinds) == 2 * len(vectors())
+    assert "CompiledStandIn" not in Meets.kinds
+
+
+def test_after_a_call_no_weight_has_a_cast_or_attributes_that_are_not_its_own() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Looks(Module):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            seen.extend(vars(block.inner.weight) for block in self.net.blocks)
+            return loss
+
+    fit(compiled(lambda: with_attribute(0.5, Looks)), vectors(1), superpipeline(k=1), **MIXED)
+    assert seen
+    assert not any("_bound_cast" in each or "factor" in each for each in seen)
+
+
 # ---------------------------------------------------------------------- compile_blocks
+
+
+def test_blocks_with_experts_are_compiled_without_them() -> None:
+    net = CASES["experts/mixture"].make().net
+    names = compile_blocks(net, backend="aot_eager")
+    assert names
+    assert not any("expert" in name for name in names)
+    assert [name for name, module in net.named_modules() if is_compiled(module)] == names
+    assert compile_blocks(net, backend="aot_eager") == names, "once more, nothing is compiled again"
 
 
 def test_compile_blocks_compiles_the_outermost_blocks() -> None:
