@@ -36,16 +36,22 @@ def compile_blocks(module: nn.Module, **options: Any) -> list[str]:
     Raises:
         ValueError: the model has no repeated blocks.
     """
+    blocks = find_blocks(module)
+    for _, block in blocks:
+        if not is_compiled(block):
+            block.compile(**options)
+    return [name for name, _ in blocks]
+
+
+def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the names and modules that :func:`compile_blocks` compiles. Raises its error."""
     blocks = [each for name, block in _blocks(module, "") for each in _without_experts(block, name, row_finder())]
     if not blocks:
         raise ValueError(
             f"No repeated blocks found in {type(module).__name__}: expected an nn.ModuleList or nn.Sequential of modules of one "
             "class. Compile parts of the model by name instead: module.part.compile()."
         )
-    for _, block in blocks:
-        if not is_compiled(block):
-            block.compile(**options)
-    return [name for name, _ in blocks]
+    return blocks
 
 
 def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.activations.policy import FREEING, Call, peak_bytes
+from sp_lightning.model.compile import find_blocks
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
 from sp_lightning.plan.choices import Mode, Modes
@@ -42,15 +43,10 @@ from sp_lightning.tuning.visits import Prediction, Rates
 _NO_UPDATES: dict[str, Any] = {"update": math.inf, "step": math.inf}
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """For ``--gpu-layers auto``: the tried shares of the layers that fit."""
-_FUSED = 1 / 3
-"""The assumed time of elementwise operations in compiled blocks, divided by that in eager ones.
-
-OneTrainer (#1114) reports 25 to 35 % less time for whole steps: about this, if they are half of an eager step. Not measured
-here."""
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
     "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",
-    "keep_on_gpu", "host_tflops", "scale",
+    "keep_on_gpu", "host_tflops", "scale", "compile_blocks",
 )  # fmt: skip
 """The arguments that change the dry run of a batch or the optimizer's step, except ``optimizer_overlap``."""
 
@@ -77,6 +73,7 @@ class Estimate:
         prompts: the work of the prompts, if tokens are generated.
         notes: sentences, for example on parts of a batch that are not counted, and on weights without adapters.
         unit: the name of the items in a batch of a diffusion model; empty for other models.
+        compiled: the indices of the layers that are, or have, compiled blocks.
     """
 
     question: Question
@@ -89,6 +86,7 @@ class Estimate:
     prompts: Work | None = None
     notes: tuple[str, ...] = ()
     unit: str = ""
+    compiled: frozenset[int] = frozenset()
 
     @property
     def parameters(self) -> int:
@@ -237,8 +235,9 @@ class Estimate:
     def _balance(self, plan: Plan, rates: Rates) -> Balance:
         asked = self.question
         pace = 1 / asked.measured.slower
-        fused = _FUSED if asked.compile_blocks else 1.0
-        visits = self.work.visits(flops=pace * asked.tflops * 1e12, memory=pace * asked.device_bandwidth, fused=fused)
+        visits = self.work.visits(
+            flops=pace * asked.tflops * 1e12, memory=pace * asked.device_bandwidth, compiled=self.compiled
+        )
         return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
 
     def modes(self, plan: Plan) -> Modes:
@@ -337,7 +336,19 @@ def estimate_model(question: Question) -> Estimate:
             made = Estimate(
                 question, found, items, step, work, guessed, source.uses, notes=tuple(notes), unit=source.unit
             )
+        if question.compile_blocks:
+            made = replace(made, compiled=_compiled_layers(module, found))
     return _with_whole_tables(made)
+
+
+def _compiled_layers(module: nn.Module, found: Found) -> frozenset[int]:
+    """Returns the indices of the layers that are compiled, in whole or in part (a block with experts)."""
+    blocks = [name for name, _ in find_blocks(module)]
+    return frozenset(
+        index
+        for index, layer in enumerate(found.layers)
+        if any(f"{layer.name}.".startswith(f"{name}.") or name.startswith(f"{layer.name}.") for name in blocks)
+    )
 
 
 def _enable_checkpoints(module: nn.Module) -> None:

@@ -403,6 +403,7 @@ def as_fields(answer: Answer) -> dict[str, object]:
     return {
         "model": question.model, "precision": question.precision, "optimizer_on": question.optimizer_on,
         "gpu_layers": question.gpu_layers,
+        "compile_blocks": question.compile_blocks,
         "batch": estimate.items, "training": not question.predict,
         "devices": question.devices, "nodes": question.nodes, "generated_tokens": question.generate,
         "parameters": estimate.parameters, "trained_parameters": estimate.trained,
