@@ -281,10 +281,15 @@ class UnitModes:
     # ------------------------------------------------------------------ the calls of a forward
 
     def _begin_call(self, unit: str) -> UnitCall:
-        if self._in_backward:
+        """Adds a call to the running forward.
+
+        The last :data:`EXEMPT` calls of a forward keep their activations on the device (``at_once``), because its backward begins
+        with them. The last step shows how many calls the forward will have.
+        """
+        if self._in_backward:  # the calls so far belong to an earlier forward of this step
             self._end_forward()
             self._in_backward = False
-        # Backward needs the activations of the last calls at once. The number of calls is taken from the last step.
+        # The same forward of the last step: its first, second, ... If the last step ran fewer forwards, its last one.
         expected = self._expected[min(len(self._counts), len(self._expected) - 1)]
         at_once = expected - EXEMPT <= len(self._forward) < expected
         previous = self._forward[-1] if self._forward else None

@@ -181,8 +181,13 @@ class Offload:
         # Copies to the host for which compute has not waited: a list for each call, the latest last.
         self._in_flight: deque[list[OffloadedStorage]] = deque()
         self._latest: dict[int, OffloadedStorage] = {}  # of each storage in flight, the version that was copied last
-        self._returned: list[OffloadedStorage] = []  # copied back; dropped when backward is done with their call
-        # Copied back; they stay until their graph releases them.
+        # Two kinds of storages are copied back to the device:
+        # - by `pre_backward` and `load`. When the backward of the next call begins, `pre_backward` frees the device memory,
+        #   unless that call or the one after it needs the storage, too.
+        # - by `load_once`, for `Headroom`, whose calls have no `pre_backward`. The device memory is freed when the graph releases
+        #   the saved tensor.
+        # `flush` frees the device memory of both kinds.
+        self._returned: list[OffloadedStorage] = []
         self._returned_once: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._saved: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as saved
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
@@ -355,11 +360,16 @@ class Offload:
             return tensor
 
     def flush(self) -> None:
-        """Called when a step or a backward has ended: frees all device memory, for which compute waits for copies in flight."""
+        """Called when a step or a backward has ended: frees the device memory of all offloaded storages.
+
+        Compute first waits for the copies in flight, to the host and back, because it may get the freed memory next. A storage
+        that is saved again counts again (:attr:`UnitCall.saved`).
+        """
         with self.lock:
             self.retire(keep=0)
-            self._drop(self._returned)
-            for storage in self._returned_once:  # their graphs are retained; compute has waited for the copies
+            self._drop(self._returned)  # some were prefetched in vain, so compute waits for their copies
+            # The graphs of these are retained. `load` has made compute wait for their copies.
+            for storage in self._returned_once:
                 storage.returned = None
             self._returned_once.clear()
             self._saved.clear()

@@ -75,8 +75,10 @@ def lay_out(
     for name, tensor in named:
         kept = dtype or tensor.dtype
         nbytes = tensor.numel() * kept.itemsize
-        # empty_like makes the strides dense and keeps their order. It is slow for fake tensors (command line), so it is rare.
-        with torch.DisableTorchFunctionSubclass():  # an offloaded parameter answers without its values
+        # empty_like makes the strides dense and keeps their order. It is slow for the fake tensors of ``superpipeline plan``, so
+        # it is called only for tensors that are not contiguous. The context: this reads no values, so it must neither wait for
+        # a parameter's update, nor fetch an offloaded tensor.
+        with torch.DisableTorchFunctionSubclass():
             dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
             stride = tuple(dense.stride())
         spans.append(Span(name, offset, nbytes, tensor.shape, stride, kept))

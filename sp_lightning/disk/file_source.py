@@ -87,7 +87,7 @@ class FileSource(HostSource):
         self._fetches.note(layer)
         buffer = self._read(layer)
         if buffer is None:
-            self._make_one_free()
+            self._free_one()
             buffer = self._read(layer)
         assert buffer is not None
         assert buffer.transfer is not None
@@ -110,17 +110,21 @@ class FileSource(HostSource):
         for buffer in self._buffers:
             if buffer.layer is layer and buffer.staged is None:
                 return buffer
-        free = next((each for each in self._buffers if each.layer is None), None) or self._taken_back()
+        free = next((each for each in self._buffers if each.layer is None), None) or self._reclaim()
         if free is None:
             return None
         assert isinstance(layer.block, FileBlock)
         free.layer, free.transfer, free.staged = layer, layer.block.read(free.bytes), None
         return free
 
-    def _taken_back(self) -> _Buffer | None:
-        """Returns a new buffer, or the one whose upload was issued first, after that upload."""
+    def _reclaim(self) -> _Buffer | None:
+        """Returns a buffer that may be filled; None if there is none.
+
+        If there are fewer than :data:`WINDOW` buffers, allocates one. Otherwise waits for the upload that was issued first, and
+        returns its buffer.
+        """
         if len(self._buffers) < WINDOW:
-            return self._another()
+            return self._allocate()
         first = next((buffer for buffer in self._buffers if buffer.issued), None)
         if first is not None:
             self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, first.layer)
@@ -128,14 +132,14 @@ class FileSource(HostSource):
             self._buffers.append(first)
         return first
 
-    def _another(self) -> _Buffer:
+    def _allocate(self) -> _Buffer:
         buffer = _Buffer(PinnedMemory(self._device, self._largest, pin=self._pin))
         self._buffers.append(buffer)
         return buffer
 
-    def _make_one_free(self) -> None:
-        """Frees a buffer that was read in vain. If all buffers belong to one upload, makes another one."""
-        buffer = next((each for each in self._buffers if each.staged is None), None) or self._another()
+    def _free_one(self) -> None:
+        """Frees a buffer whose bytes no upload has used. If all belong to the transfer in preparation, allocates another one."""
+        buffer = next((each for each in self._buffers if each.staged is None), None) or self._allocate()
         if buffer.transfer is not None:
             buffer.transfer.finish()
         buffer.layer = buffer.transfer = None

@@ -82,7 +82,10 @@ def _fewest(sizes: Mapping[str, int]) -> tuple[int, list[str]]:
 
 
 def place_state(sizes: Mapping[str, int], room: int | None, given: int | float | None = None) -> StatePlacement:
-    """Keeps as much state in memory as there is room for, that of the largest layers first, which makes staging small.
+    """Keeps as much state in memory as fits, and puts the rest on the disk.
+
+    The largest layers' state goes to memory first. The staging buffers can then be smaller, because only state that is on the
+    disk passes through them.
 
     Args:
         sizes: bytes of the state of each layer.

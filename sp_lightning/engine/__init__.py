@@ -4,10 +4,11 @@ The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *ring*,
 Parameter of the user is on the host (*host parameter*). In its place, modules hold another one while a step runs (*device
 parameter*). A device parameter without memory is a *stand-in*.
 
-The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* and *where*, and
-:func:`sp_lightning.plan.update_policy.decide` decides *when* optimizers update layers. *Where* they do is settled in this order:
-the option ``optimizer_on``, ``plan.window.Window`` (there has to be room on the GPU), ``trainer.step_place.StepPlace`` (which
-chooses for ``"auto"``), and ``decide``, which may refuse.
+The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* is copied, and
+*where* to. :func:`sp_lightning.plan.update_policy.decide` decides *where and when* optimizers step. Four parts settle *where*, in
+this order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must have room for steps;
+``trainer.step_place.StepPlace``, which chooses for ``"auto"``; and ``decide``, which raises an error if the GPU was asked for and
+cannot step.
 
 **One layer, forward and backward.** Each number stands as a comment beside the code line that does it::
 
@@ -20,10 +21,12 @@ chooses for ``"auto"``), and ``decide``, which may refuse.
     where                      what happens
 ==  =========================  =======================================================================================
 1   Residency._fetch           Copies layers to slots, in one transfer. If the prefetch has guessed well, before their use.
-2   Residency.require          Locks a layer's slot. Compute waits for the transfer (``USE_AFTER_FETCH``).
+2   Residency.require          Locks a layer's slot. The compute stream waits for the transfer (``USE_AFTER_FETCH``). The host
+                               does not wait for it.
 3   BoundWeights.attach        Makes the device parameters, which modules hold, views of the slot.
 4   Access.leave               The module call has returned.
-5   BoundWeights.release       Makes the device parameters stand-ins again, and records when the slot may be overwritten.
+5   BoundWeights.release       First copies weights that were written on the device to the host. Then makes the device parameters
+                               stand-ins again, and records when the slot may be overwritten.
 6   SavedTensors._bring        Autograd unpacks a saved weight. It gets a view of the layer's slot. If necessary, the layer is
                                fetched first.
 7   Backward.gradient_arrived  Takes a gradient from the device parameter.
@@ -50,13 +53,16 @@ transition. Every test checks the table::
 
 - *lock* and *release* surround each use of a layer. Between the two, no other layer may overwrite the slot.
 - Layers are RESTING only in inference, if every layer of their ring has a slot. Then nothing is copied any more.
+- A released layer keeps its slot. It is evicted when another layer is fetched into the slot, or when its copy is out of date.
+  ``Prefetch.next`` chooses the slot for a prefetch, ``Slots.find`` for a fetch on demand: an empty slot, else the slot whose
+  layer is used again last.
 - HELD protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
 
 **The parts**, from below. Each part imports only parts above it in this list:
 
 =======================  ============================================================================================
 ``residency``            The schedule: which layers are fetched, locked, attached and released (1) (2). The planner's simulator
-                         runs this very class with a device of clocks.
+                         runs this very class with a simulated device that only counts time.
 ``layers.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
 ``layers.compiled_calls`` Gives modules that ``torch.compile`` compiles casts and whole wrapped weights during their calls.
 ``layers.write_back``    Copies weights to the host that user code has written on the device.
@@ -105,7 +111,12 @@ the diagram:
 - ``FETCH_AFTER_USE``: the upload stream waits for ``slot.idle``, the event after the last kernel that read the slot, before (1).
 - ``USE_AFTER_FETCH``: compute waits for ``slot.filled``, the event after the transfer, in (2). This is the stall that k hides.
 - ``UPDATE_AFTER_FETCH``: before any code writes host weights, the host waits for the last transfer that reads them
-  (``layer.transfer``).
+  (``layer.transfer``). Four methods of the core wait:
+
+  - ``HostSource.synchronize``: before optimizer steps, and before user code that may write weights.
+  - ``Updating.before_early_update``: before an update in backward.
+  - ``Access.host_is_used``: before user code uses a captured host parameter in a step.
+  - ``WriteBack.take_back_replaced``: before weights that user code has given other memory are copied back.
 
 **Threads.** The engine's lock (``Part.lock``) guards the engine's data. It is not held while user code runs.
 
@@ -157,6 +168,7 @@ A wrong guess of the prefetch costs an upload, never a result.
   arrived before are in ``param.grad``, as in plain PyTorch.
 - A transfer cannot be issued (out of memory, another rank failed): its layers are HOST again. A layer whose slot is locked or
   viewed keeps the slot, and its next use fetches it again.
-- An update raises in the background: the next wait for an update raises that error, with a note that names the layer.
+- An update raises in the background: later updates are skipped. The next wait for an update raises that error, with a note that
+  names the layer. Every later wait raises it again, because only some layers have the new weights.
 - The host and the device have written the same weight: copying it back raises a ``RuntimeError``. The layer is released anyway.
 """

@@ -5,7 +5,8 @@ The states and transitions are in :mod:`~sp_lightning.layers.states`. Two interf
 - :class:`~sp_lightning.layers.bound_weights.SlotUsers` gives a slot's memory to modules, and takes it from them.
 - :class:`~sp_lightning.layers.slots.BlockSource` provides the bytes on the host that a transfer reads.
 
-So the planner's simulator can run this very class with a device of clocks. The caller holds the engine's lock.
+So the planner's simulator can run this very class with a simulated device that only counts time. The caller holds the engine's
+lock.
 """
 
 from __future__ import annotations

@@ -114,13 +114,23 @@ def is_plain(leaf: Any) -> bool:
 
 
 def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: Set[str]) -> None:
-    """Gives these parameters their own constants: loaded state has one tensor for all layers."""
+    """Gives these parameters their own constants: loaded state has one tensor for all layers.
+
+    Args:
+        groups, state: an optimizer's groups with these parameters, and its state.
+        constants: the names of constants; see :func:`~sp_lightning.updates.fused.constants_of`.
+    """
     own = dict[Tensor, Tensor]()
     for entry in [dict.get(state, p, {}) for group in groups for p in group["params"]]:
         for name in constants & entry.keys():
             entry[name] = own.setdefault(entry[name], entry[name].clone())
 
 
-def ids_of(state: dict[Any, Any], constants: Set[str]) -> set[int]:
-    """Returns the ``id`` of each constant in a state."""
+def ids_of_constants(state: dict[Any, Any], constants: Set[str]) -> set[int]:
+    """Returns the ``id`` of each constant in a state: of each tensor that steps read and never write.
+
+    Args:
+        state: an optimizer's state.
+        constants: the names of constants; see :func:`~sp_lightning.updates.fused.constants_of`.
+    """
     return {id(values[name]) for values in state.values() for name in constants & values.keys()}

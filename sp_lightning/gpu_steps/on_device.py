@@ -1,8 +1,8 @@
-"""Steps layers on the GPU: uploads what an update needs, runs the optimizer's own code there, and downloads the result.
+"""Steps layers on the GPU: uploads what an update needs, runs the optimizer's own code on the GPU, and downloads the result.
 
 Weights and optimizer state are in host memory that transfers read and write. For its update, a layer's weights, gradients and
 state are uploaded to one of two slots, so that the next layer's upload and the last layer's download overlap with the step. The
-optimizer finds ordinary parameters and tensors there, in the form (foreach, fused, capturable) that its user chose.
+optimizer finds ordinary parameters and tensors on the GPU, in the form (foreach, fused, capturable) that its user chose.
 
 Steps have a stream of their own. On the model's stream, the next forward's kernels would wait for the state of layers that they
 do not need yet. The two streams share no memory: weights go through the host, or are fetched from the tensors that a step has
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import aligned, lay_out, part, total_bytes
 from sp_lightning.gpu_steps.alone import DeclaredStep, is_declared
-from sp_lightning.gpu_steps.host_state import SeparateState, ids_of
+from sp_lightning.gpu_steps.host_state import SeparateState, ids_of_constants
 from sp_lightning.gpu_steps.state_exchange import StateExchange
 from sp_lightning.gpu_steps.staying import StayingLayers
 from sp_lightning.gpu_steps.step_slots import StepSlot, StepSlots
@@ -105,19 +105,19 @@ class StepsOnDevice(LayerStepper):
         """
         groups, state = part_of.param_groups, state_of(part_of)
         # Only parameters that step: the state of one without a gradient could be taken for that of another one of its shape.
-        going = [
+        step_groups = [
             {**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups
         ]
-        stepped = [p for group in going for p in group["params"]]
+        stepped = [p for group in step_groups for p in group["params"]]
         if not stepped:
             return
-        held = self._state.join(key, going, state)
+        held = self._state.join(key, step_groups, state)
         with self._device.on(Stream.STEP):
             try:
-                slot, twins, there = self._bring(key[0].index, stepped, held)
+                slot, twins, uploaded = self._bring(key[0].index, stepped, held)
                 gradients: list[Any] = [twin.grad for twin in twins]
                 versions = [None if declared or gradient is None else gradient._version for gradient in gradients]
-                stay = self._exchange(part_of, going, dict(zip(map(id, stepped), twins, strict=True)), there)
+                stay = self._exchange(part_of, step_groups, dict(zip(map(id, stepped), twins, strict=True)), uploaded)
                 contract = DeclaredStep(part_of, twins, self._device) if declared else None
                 step()
                 if contract is not None:
@@ -158,7 +158,9 @@ class StepsOnDevice(LayerStepper):
         """Uploads what a layer's update needs to a slot, except gradients that have stayed on the GPU.
 
         Returns:
-            The slot; the parameters there, with their gradients; the tensors of the state there, by the ``id`` of the host's.
+            - The slot.
+            - The parameters in the slot, with their gradients.
+            - The tensors of the state in the slot, by the ``id`` of the host's.
         """
         device = self._device
         made = [narrow_and_changes(p.grad) for p in trained]
@@ -171,9 +173,9 @@ class StepsOnDevice(LayerStepper):
         memory = slot.memory
         targets, sources = [part(memory, span) for span in spans], [*trained, *coming]
         if held is not None:
-            there, here = held.for_upload(memory[begin:nbytes])
-            targets += there
-            sources += here
+            state_targets, state_sources = held.for_upload(memory[begin:nbytes])
+            targets += state_targets
+            sources += state_sources
         begun = device.mark(Stream.UPLOAD)
         device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
         self._state.note("bring", layer, begun, Stream.UPLOAD, sources)
@@ -198,23 +200,27 @@ class StepsOnDevice(LayerStepper):
         return slot, twins, {id(tensor): part(memory[begin:], span).data for tensor, span in pairs}
 
     def _exchange(
-        self, part_of: Any, going: Sequence[dict[str, Any]], twins: dict[int, nn.Parameter], there: dict[int, Tensor]
+        self,
+        part_of: Any,
+        groups: Sequence[dict[str, Any]],
+        twins: dict[int, nn.Parameter],
+        uploaded: dict[int, Tensor],
     ) -> list[tuple[Tensor, Tensor]]:
-        """Gives a part of an optimizer the parameters on the GPU, and the tensors of its state there.
+        """Gives a part of an optimizer the parameters on the GPU, and the tensors of its state on the GPU.
 
         Args:
             part_of: the part of the optimizer.
-            going: its groups, with the host parameters that step.
+            groups: its parameter groups, with only the host parameters that this step updates.
             twins: the parameters on the GPU, by the ``id`` of the host's.
-            there: the tensors of its state on the GPU, by the ``id`` of the host's.
+            uploaded: the tensors of its state on the GPU, by the ``id`` of the host's.
 
         Returns:
-            The tensors of the state that stay on the host, each with the copy that is stepped. Copies count if the step succeeds.
+            The tensors of the state that stay on the host, each with the copy that is stepped. If the step succeeds, the values
+            of the copies become the state.
         """
-        part_of.state, stay = self._state.on_gpu(
-            [p for group in going for p in group["params"]], twins, state_of(part_of), there
-        )
-        part_of.param_groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in going]
+        parameters = [p for group in groups for p in group["params"]]
+        part_of.state, stay = self._state.on_gpu(parameters, twins, state_of(part_of), uploaded)
+        part_of.param_groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in groups]
         return stay
 
     def forget(self, key: Key) -> None:
@@ -234,8 +240,8 @@ class StepsOnDevice(LayerStepper):
     def land(self, layer: StreamedLayer) -> None:
         self.staying.land(layer)
 
-    def leave(self, layer: StreamedLayer) -> None:
-        self.staying.leave(layer)
+    def make_host_valid(self, layer: StreamedLayer) -> None:
+        self.staying.make_host_valid(layer)
 
     def forget_slots(self, layers: Iterable[StreamedLayer]) -> None:
         self.staying.forget(layers)
@@ -254,7 +260,7 @@ class StepsOnDevice(LayerStepper):
         Args:
             key: the layer, and the user's optimizer.
             slot: the slot of the layer.
-            stepped: parameters on the host and on the GPU, with the gradient there if the step has written it.
+            stepped: parameters on the host and on the GPU, with the gradient on the GPU if the step has written it.
             states: the state after the step, by the parameters on the GPU; the user's state, by the host's; tensors of it that
                 stay on the host, each with the copy that was stepped.
         """
@@ -268,9 +274,8 @@ class StepsOnDevice(LayerStepper):
         copies += self._state.give_back(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
         made = for_fetch(layer, casts, pairs) if self._ahead else []
-        constants = ids_of(
-            states[0], constants_of(key[1])
-        )  # no step writes them, and the layer before may still read them
+        # Without the constants: no step writes them, and downloads of the layer before may still read them.
+        constants = ids_of_constants(states[0], constants_of(key[1]))
         device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.STEP, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
         begun = device.mark(Stream.DOWNLOAD)
@@ -300,7 +305,7 @@ class StepsOnDevice(LayerStepper):
         of norms. A gradient that is larger than a half uses the whole buffer.
         """
         device, made = self._device, list(map(narrow_and_changes, gradients))
-        if all(getattr(gradient, "computed", None) is not None for gradient in gradients):  # they are there
+        if all(getattr(gradient, "computed", None) is not None for gradient in gradients):  # they are on the GPU
             return [_norm_of(came, each.dtype, changes) for each, (came, changes) in zip(gradients, made, strict=True)]
         sizes = [aligned(came.nbytes) for came, _ in made]
         largest = max(sizes, default=0)
@@ -313,14 +318,14 @@ class StepsOnDevice(LayerStepper):
             while end < len(gradients) and used + sizes[end] <= half:
                 used += sizes[end]
                 end += 1
-            there, read = (memory, halves[-1][1]) if used > half else halves[0]
+            buffer, read = (memory, halves[-1][1]) if used > half else halves[0]
             if read is not None:  # the norms of the gradients that were in this half, or in both
                 device.wait(Stream.UPLOAD, read, Wait.FETCH_AFTER_USE)
             came = [each for each, _ in made[at:end]]
-            targets = [part(there, span) for span in lay_out(("", each) for each in came)]
+            targets = [part(buffer, span) for span in lay_out(("", each) for each in came)]
             device.copy(targets, came, Stream.UPLOAD)
             device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), Wait.USE_AFTER_FETCH)
-            device.access(there[:used], Stream.COMPUTE, write=True)  # changes are made there
+            device.access(buffer[:used], Stream.COMPUTE, write=True)  # changes are made in this memory
             for target, gradient, (_, changes) in zip(targets, gradients[at:end], made[at:end], strict=True):
                 found.append(_norm_of(target, gradient.dtype, changes))
             computed = device.record(Stream.COMPUTE)
@@ -328,7 +333,7 @@ class StepsOnDevice(LayerStepper):
                 halves = deque((each, computed) for each, _ in halves)
             else:
                 halves.popleft()
-                halves.append((there, computed))
+                halves.append((buffer, computed))
             at = end
         return found
 

@@ -90,30 +90,36 @@ class StateExchange:
         parameters: Iterable[nn.Parameter],
         twins: dict[int, nn.Parameter],
         state: dict[Any, Any],
-        there: dict[int, Tensor],
+        uploaded: dict[int, Tensor],
     ) -> tuple[dict[Any, Any], list[tuple[Tensor, Tensor]]]:
-        """Returns the state of parameters on the GPU, and its tensors that stay on the host, each with the copy that is stepped.
+        """Returns the state of parameters for a step on the GPU.
 
         Args:
             parameters: the host parameters.
             twins: the parameters on the GPU, by the ``id`` of the host's.
             state: the user's state.
-            there: the tensors of it on the GPU, by the ``id`` of the host's.
+            uploaded: the tensors of the state that were uploaded, by the ``id`` of the host's.
+
+        Returns:
+            - The state, by the parameters on the GPU.
+            - The tensors of it that stay on the host, each with the copy that is stepped.
         """
         stay = list[tuple[Tensor, Tensor]]()
 
-        def to_device(leaf: Any) -> Any:
+        def for_step(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # quantised state, which is small
                 return leaf.to(self._device.device)
-            if is_plain(leaf) and id(leaf) not in there:
+            if is_plain(leaf) and id(leaf) not in uploaded:
+                # It stays on the host, as on plain Lightning: a step counter, for example. A copy is stepped, so that a step that
+                # fails leaves the user's state unchanged. Later, `give_back` copies the new values to that state.
                 stay.append((leaf, leaf.clone()))
                 return stay[-1][1]
-            return there.get(id(leaf), leaf)
+            return uploaded.get(id(leaf), leaf)
 
         found = defaultdict[Any, dict[Any, Any]](dict)
         for p in parameters:
             if values := dict.get(state, p):
-                found[twins[id(p)]] = tree_map(to_device, dict(values))
+                found[twins[id(p)]] = tree_map(for_step, dict(values))
         return found, stay
 
     # ------------------------------------------------------------------ back to the host
@@ -128,14 +134,14 @@ class StateExchange:
     ) -> list[tuple[Tensor, Tensor]]:
         """Gives the user's optimizer its new state. Returns its tensors on the host and on the GPU, which have to be copied."""
         entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
-        of_host = {id(there): here.copy_(there) for here, there in stay}
+        of_host = {id(stepped): own.copy_(stepped) for own, stepped in stay}
         copies = list[tuple[Tensor, Tensor]]()
         if made := made_on(self._device.device, (values for _, values in entries)):
             held = self._states.get(key)
             if held is None or not held.is_like(made):
                 held = self._states[key] = self._anew(made)
             copies = list(zip(held.for_download(), made, strict=True))
-            of_host |= {id(there): here for there, here in zip(made, held.tensors, strict=True)}
+            of_host |= {id(on_gpu): on_host for on_gpu, on_host in zip(made, held.tensors, strict=True)}
         for p, values in entries:
             entry, now = state.setdefault(p, {}), tree_map(lambda leaf: to_host(leaf, of_host), values)
             entry.clear()

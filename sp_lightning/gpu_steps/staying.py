@@ -58,8 +58,8 @@ class _Part:
     """A layer on the GPU in one optimizer.
 
     Attributes:
-        twins: the parameters there, by the ``id`` of the host's.
-        state: the optimizer's state, by the parameters there.
+        twins: the parameters on the GPU, by the ``id`` of the host's.
+        state: the optimizer's state, by the parameters on the GPU.
         of_host: tensors of the state that plain Lightning has on the host, too: the user's, and the copy that is stepped.
         nbytes: bytes of the state on the GPU.
         counted: the number of parameters whose state ``nbytes`` counts.
@@ -119,10 +119,10 @@ class StayingLayers:
             self.keep(layer)
             kept = self._parts[layer].setdefault(optimizer, _Part({}, defaultdict(dict), []))
             self._bring_state(key, groups, state, kept)
-            going = [
+            step_groups = [
                 {**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups
             ]
-            stepped = [p for group in going for p in group["params"]]
+            stepped = [p for group in step_groups for p in group["params"]]
             if not stepped:
                 return
             twins = [kept.twins[id(p)] for p in stepped]
@@ -132,7 +132,7 @@ class StayingLayers:
             # A user's class may write a gradient through .data, which no version shows.
             before = [(t._version, None if declared or t.grad is None else t.grad._version) for t in twins]
             part_of.state = kept.state
-            part_of.param_groups = [{**g, "params": [kept.twins[id(p)] for p in g["params"]]} for g in going]
+            part_of.param_groups = [{**g, "params": [kept.twins[id(p)] for p in g["params"]]} for g in step_groups]
             layer.newer_than_host = True
             try:
                 contract = DeclaredStep(part_of, twins, device) if declared else None
@@ -212,7 +212,7 @@ class StayingLayers:
         if not any(group["params"] for group in groups):
             return
         layer, device, weights = key[0], self._device, self._weights[key[0]]
-        held, there = self._state.separate(key, groups, state), dict[int, Tensor]()
+        held, uploaded = self._state.separate(key, groups, state), dict[int, Tensor]()
         if held is not None:
             memory = device.upload_target(held.nbytes, Stream.STEP)
             targets, sources = held.for_upload(memory)
@@ -220,10 +220,10 @@ class StayingLayers:
             device.copy(targets, sources, Stream.UPLOAD)
             self._state.note("bring", layer.index, begun, Stream.UPLOAD, sources)
             self._arrive(sources, memory)
-            there = {id(each): part(memory, span).data for each, span in zip(held.tensors, held.spans, strict=True)}
+            uploaded = {id(each): part(memory, span).data for each, span in zip(held.tensors, held.spans, strict=True)}
         parameters = [p for group in groups for p in group["params"]]
         twins = {id(p): twin_of(p, weights.targets[id(p)]) for p in parameters}
-        own, of_host = self._state.on_gpu(parameters, twins, state, there)
+        own, of_host = self._state.on_gpu(parameters, twins, state, uploaded)
         for p in parameters:
             if p in state:
                 state[p] = {}
@@ -287,12 +287,12 @@ class StayingLayers:
                 increment_version(p)
             if twin.grad is not None and p.grad is not None and twin.grad._version != gradients:
                 written.append((p.grad, twin.grad))
-        for gradient, there in written:
+        for gradient, on_gpu in written:
             if type(gradient) is NarrowGradient:
-                gradient.narrow_and_changes = there, ()
+                gradient.narrow_and_changes = on_gpu, ()
             else:
                 device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
-                device.copy([gradient], [there], Stream.DOWNLOAD)
+                device.copy([gradient], [on_gpu], Stream.DOWNLOAD)
         if written:
             # User code may read it at any time, so the host waits. Few optimizers write gradients.
             for stream in (Stream.STEP, Stream.DOWNLOAD):
@@ -331,8 +331,9 @@ class StayingLayers:
         layer.casts.mark_current()
         layer.newer_than_host = False
 
-    def leave(self, layer: StreamedLayer) -> None:
-        """Makes the host's copy of a layer the valid one, after :meth:`land`. Other layers may write the slot again."""
+    def make_host_valid(self, layer: StreamedLayer) -> None:
+        """Makes the host's copy of a layer the valid one, after :meth:`land`. The next fetch or step uploads it again."""
+        # A fetch into the slot waits for the last use by compute, not for the step that wrote the slot. So the step must be over.
         self._device.synchronize(layer.stepped, Wait.READ_AFTER_TAKE)
         layer.kept = False
         self._parts.pop(layer, None)

@@ -349,7 +349,7 @@ class ParameterGroup:
         return list(map(version_of, self.counters)) != self._versions
 
     def written(self) -> bool:
-        """Returns True if :meth:`take_written` would return a weight, or if a weight has another dtype."""
+        """Returns True if :meth:`take_written` would return a weight, or if user code has given a weight another dtype."""
         guard = self.layer.guard
         return (guard is not None and bool(guard.exposed or guard.retyped)) or list(
             map(version_of, self.counters)

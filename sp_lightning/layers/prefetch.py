@@ -193,8 +193,8 @@ class Prefetch:
 
         Returns:
             - The pairs of layer and slot. There are none if it is better to wait until there are slots for all of these layers.
-            - True if another transfer may follow at once. No transfer follows if the layers of all other slots are used before
-              the last of these layers, because later layers are needed even later.
+            - True if another transfer may follow at once. False if every other slot is locked, or holds a layer that is needed
+              sooner than the last layer of this transfer: the layers of the next transfer are needed even later.
         """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []

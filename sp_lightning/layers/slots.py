@@ -288,10 +288,10 @@ class Slots:
             self.uploads.finish(slot.pending)
 
     def end_round(self, *, after_error: bool = False) -> None:
-        """Issues all pending uploads, because other code may write weights before the next upload.
+        """Ends a round of uploads; see :meth:`Uploads.end_round <sp_lightning.layers.uploads.Uploads.end_round>`.
 
         Args:
-            after_error: True if an error is being raised already. Then failures of other processes raise none.
+            after_error: True if an error is being raised already. An error of another rank is then not raised on top of it.
         """
         self.uploads.end_round(after_error=after_error)
 

@@ -186,7 +186,10 @@ class ParameterSwap:
 
 
 def _swap(exchanges: Iterable[_Exchange], *, to_device: bool) -> None:
-    """Puts device parameters in place of their host parameters, or back. Skips places that user code has filled since."""
+    """Puts device parameters in place of their host parameters, or back.
+
+    Leaves an attribute alone if user code has put another object there since the last swap.
+    """
     for module, keeps_list, attribute, host, device in exchanges:
         old, new = (host, device) if to_device else (device, host)
         parameters = module._parameters

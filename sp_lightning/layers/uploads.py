@@ -58,10 +58,12 @@ class Uploads:
         """Issues all pending uploads up to ``last``; None: all. This may wait, and raise an error of another process."""
 
     def end_round(self, *, after_error: bool = False) -> None:
-        """Issues all pending uploads, because other code may write weights before the next upload.
+        """Ends a *round*: issues all pending uploads, because other code may write weights before the next upload.
+
+        A round is all uploads between two calls of this method, usually those of one step. The next upload begins another round.
 
         Args:
-            after_error: True if an error is being raised already. Then failures of other processes raise none.
+            after_error: True if an error is being raised already. An error of another rank is then not raised on top of it.
         """
 
     def close(self) -> None:

@@ -49,8 +49,11 @@ from sp_lightning.model.wrapped import parts
 from sp_lightning.registry import row_finder
 from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
 
-# Small units stay on the device. Together they have at most this share of the model's bytes, and at most the bytes of the largest
-# unit (every window has two slots of that size). Each has at most a tenth of the largest. Equal units all stay, or none of them.
+# Small units stay on the device. Three rules limit them:
+# - One unit has at most 1/10 of the bytes of the largest unit.
+# - All together have at most 1/50 of the model's bytes, and no more than the largest unit. Even the smallest window has two slots
+#   for units of that size, so the memory of small units is at most half of the memory of slots.
+# - Equal units (same size and class) are treated alike: all of them stay, or all of them are streamed.
 _RESIDENT_SHARE = 1 / 50
 _RESIDENT_SIZE = 1 / 10
 

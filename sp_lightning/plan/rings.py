@@ -62,7 +62,8 @@ def choose_rings_apart(
 
     - Layers by rows have two slots: one in use, one for the next upload. The window then counts the other layers only, so that
       its size does not depend on the layers by rows.
-    - If common slots take a tenth less memory, as with the smallest window, all layers share them.
+    - If one set of slots for all layers takes more than a tenth less memory than separate ones, all layers share it. This is so
+      with the smallest window, for example.
     - If the window has all layers, each has a slot.
     - Layers that stay have one slot each in their own rings. The window counts the other layers only.
     """

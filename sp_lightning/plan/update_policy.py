@@ -1,7 +1,7 @@
 """Decides where and when each layer is updated: pure functions make a frozen :class:`UpdatePolicy` from frozen facts.
 
 - ``trainer.update_facts`` collects the facts.
-- :func:`decide` needs the facts only. It decides where optimizers step, and when.
+- :func:`decide` needs the facts only. It decides where and when optimizers step.
 - :func:`complete` adds how they step. That also depends on paging to a disk, and on steps that are bit-identical to the GPU's.
 
 The engine executes the policy without further decisions.
@@ -258,7 +258,7 @@ class UpdatePolicy:
 
 
 def decide(facts: UpdateFacts) -> UpdatePolicy:
-    """Decides where optimizers step, and when.
+    """Decides where and when optimizers step. It takes the place from the facts, and checks that it is possible.
 
     Raises:
         ValueError: an option asks by name for a place or a mode that is not possible.

@@ -111,8 +111,8 @@ class Answer:
     def waits(self) -> dict[str, float]:
         """Seconds that the device stalls, by cause.
 
-        The cause whose removal saves the most is the first. Its seconds are the time that its removal saves, if the causes before
-        it are removed already.
+        Sorted: first the cause whose removal saves the most time. The seconds of a cause are the time that its removal saves if
+        the causes before it are removed already. The last entry, ``several things at once``, has the rest.
         """
         alone = self.without_waits
         seconds = self.shown.prediction.seconds

@@ -208,7 +208,11 @@ class _Saves:
 
     @contextmanager
     def counted(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Counts the activations of the forward in this context. Checkpoints have their own hooks, which hide theirs."""
+        """Counts the activations of the forward in this context.
+
+        A tensor that is saved inside ``torch.utils.checkpoint`` is not counted: the checkpoint installs saved-tensor hooks of its
+        own, and autograd calls the innermost hooks only.
+        """
         with ExitStack() as stack:
             for name, unit in units.items():
                 enter = partial(self._enter, name)

@@ -70,7 +70,9 @@ def on_device(step: HostStep, question: Question) -> HostStep:
     why = step.why if seconds else ""
     if seconds is None and step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
-    # In the background, new tensors of the optimizer would get the model's default dtype.
+    # With weights of 16 bits ("bf16-true"), Lightning makes 16 bits torch's default dtype during the forward. A step that runs at
+    # the same time would create the optimizer's new tensors in that dtype, and plain Lightning's step does not. So it does not
+    # overlap.
     overlap = "off" if question.stores_16_bits else beside(step.optimizers, question.mode)
     return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
 

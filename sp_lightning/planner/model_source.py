@@ -459,7 +459,10 @@ class _Inputs:
 
 
 def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
-    """Builds a diffusers model, or the trained part of a pipeline. Replaces a default ``asked.tokens`` by the model's."""
+    """Builds a diffusers model, or the trained part of a pipeline.
+
+    If ``--tokens`` was not given, sets ``asked.tokens`` to the model's usual number of tokens in a prompt.
+    """
     kind = str(raw[_OF_DIFFUSERS])
     notes: list[str] = []
     if asked.scale is not None:

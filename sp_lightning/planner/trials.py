@@ -1,4 +1,4 @@
-"""Plans trainings that share a frozen base (``plan --trials``): their time and memory, and the number that pays."""
+"""Plans trainings that share a frozen base (``plan --trials``): their time and memory, and how many at once are worthwhile."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ Until = Callable[[Callable[[], bool], str], None]
 
 
 class GatherLog:
-    """The gathers of one round, in the order of announcements. A round is a step of the model.
+    """The gathers of one round, in the order of announcements. A round is usually a step of the model; see ``Uploads.end_round``.
 
     A gather takes place once all ranks have announced it. A rank *closes* the round if it announces another gather, has waited
     too long, or announces no more. Nothing can be announced in a closed round. So the same gathers take place on all ranks.

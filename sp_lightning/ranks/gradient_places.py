@@ -290,12 +290,16 @@ def present(family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
 
 
 def compare_trained(ranks: Ranks, families: Collection[Family]) -> None:
-    """Ranks match what they send by order and size, so all of them must send the gradients of the same parameters."""
+    """Raises a ValueError if ranks disagree which parameters require gradients. Called when the backward of a loss begins.
+
+    Ranks sum gradients in transfers that are matched by their order and size only. If one rank sent fewer or other gradients,
+    gradients of different parameters would be added up.
+    """
     trained = [layer.block.parameters[index].requires_grad for family in families for layer, index in family.places]
     if not ranks.same(crc32(bytes(trained)), "backward"):
         ranks.must_agree(
             "trained parameters",
             {family.places[place].name: "trained" for family in families for place in family.trainable()},
-            "With several devices set requires_grad of the same parameters on all of them: what it is drawn from must not depend "
-            "on the rank.",
+            "Set requires_grad of the same parameters on all ranks. If requires_grad is chosen at random, use the same seed on "
+            "all ranks.",
         )

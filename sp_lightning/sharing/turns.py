@@ -210,8 +210,12 @@ class TrialTurns:
         self._running: TrialTurn | None = None  # None if there is no trial
         self._thread = 0  # the identifier of its thread
         self._given = 0  # how often a turn has begun
+        # The state of the process before the first trial. Each trial begins with it. The end of the last trial restores it.
         self._outside: ProcessState
-        self._left: ProcessState | None  # the state of the process when a turn begins, if it is known
+        # The state of the process at the end of the last turn, so that the next turn need not read it again, which is slow. None
+        # if it was not read: at the first turn, and after the end of a trial.
+        self._left: ProcessState | None
+        # While there are trials: notes for each thread whether autocast may have cached casts in it.
         self._cache_notes = Patch(torch, "set_autocast_cache_enabled", _note_cache)
 
     def refuse_beside(self, trainer: Any) -> None:

@@ -65,7 +65,11 @@ class _ModuleCall(Patch):
 
 
 def _end_graph(context: Any) -> None:
-    """Runs while Dynamo traces a call. No guard checks for a surrounded module: the types of its weights guard the graph."""
+    """Breaks the graph if the module is surrounded. Runs while Dynamo traces the call.
+
+    A graph from before the run does not test ``_around`` when it runs again, and need not: during a run the weights have other
+    types, and every graph has guards on the types of its weights.
+    """
     if id(first_traced(context, "args")) in _around:
         context.graph_break(NOT_IN_GRAPHS)
 

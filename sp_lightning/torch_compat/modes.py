@@ -75,7 +75,7 @@ def _unseen() -> Iterator[None]:
 def held(lock: AbstractContextManager[Any], *, leaves_inference_mode: bool = False) -> AbstractContextManager[Any]:
     """Holds a lock outside dispatch modes and transforms, and outside inference mode if ``leaves_inference_mode``.
 
-    Without such a mode, which is nearly always, it returns the lock itself: a second context would cost host time.
+    Nearly always no mode or transform is active. Then this returns the lock itself, because another context would cost host time.
     """
     if count_dispatch_modes() or transforms_active() or (leaves_inference_mode and torch.is_inference_mode_enabled()):
         return _held(lock, no_inference_mode() if leaves_inference_mode else _NOTHING)

@@ -16,10 +16,11 @@ the closure:
                                  k'. Then ``Streamer.prefetch_for``, if no code can write weights before row 4.
 2   optimizer_step               ``OptimizerSteps.run``: replaces the precision plugin's clipping, and calls Lightning's step with
                                  a closure of its own around Lightning's.
-3   torch's hooks before a step  ``StepHooks.before``, the user's hooks, ``StepHooks._enter``: both prepare the engine with
-                                 ``Updating.before``, which copies weights that were written on the device to the host, and waits
-                                 for updates if torch's code will write weights itself. The closure is wrapped, to prepare again
-                                 after it. It first calls ``Updating.resume``.
+3   torch's hooks before a step  ``StepHooks.before``, then the user's hooks, then ``StepHooks._enter``. ``before`` and ``_enter``
+                                 prepare the engine with ``Updating.before``: it copies weights that were written on the device to
+                                 the host, and waits for updates if torch's code will write weights itself. ``before`` also wraps
+                                 the closure. The wrapped closure begins with ``Updating.resume``, and ends with
+                                 ``Updating.before``.
 4   training_step                ``loops._step``: ``Streamer.begin`` puts device parameters into the modules, the forward runs in
                                  ``Streamer.saving``, and ``Streamer.await_backward`` makes the step end with its backward.
 5   optimizer_zero_grad          No call. If a hook runs here, modules hold host parameters (*seen*).
@@ -30,8 +31,8 @@ the closure:
 7   on_before_optimizer_step,    ``StepHooks.prepare_after_closure`` has prepared for them. Layers that are updated one by one are
     clipping                     clipped in their update: the replaced methods of row 2 only record the limit.
 8   the optimizer's own code     Before it, ``StepHooks._change_groups``: ``LayerwiseStep.submit`` gives all layers to the
-                                 background, and the optimizer finds no groups. If it cannot, groups become fused where possible,
-                                 and the optimizer updates the host's weights itself.
+                                 background, and the optimizer finds no groups. If the step cannot be divided into layers, groups
+                                 become fused where possible, and the optimizer updates the host's weights itself.
 9   torch's hooks after a step   ``StepHooks.give_back_groups``, the user's hooks, ``StepHooks.after``: ``Streamer.invalidate``,
                                  because copies on the device are out of date.
 10  on_train_batch_end           ``callback``: ``loops._expect_next_batch`` prefetches, if no hook may write weights before the
@@ -53,10 +54,12 @@ strategy.connect           Attaches the callback, if the trainer has none.
 callback.setup             Creates the files of a timeline, so that an error is raised before training.
 strategy.setup             Fills modules on the meta device (``given_values``). ``loops.model_to_device`` makes the ``Run``, which
                            finds layers, plans, and builds the engine. In ``fit``: makes the optimizers, then
-                           ``loops._fitting_begins``: ``OptimizerSteps.begin`` decides how they step, and memory is reserved.
+                           ``loops._fitting_begins``: ``OptimizerSteps.begin`` decides where and when they step, and memory is
+                           reserved.
 on_fit_start, then         User code, and ``strategy.load_…`` for a checkpoint. Then Lightning installs its signal handlers.
 restoring a checkpoint
-on_…_start of a loop       ``loops._loop_begins``: defers signal handlers from now on, and decides again how optimizers step.
+on_…_start of a loop       ``loops._loop_begins``: defers signal handlers from now on, and decides again where and when optimizers
+                           step.
 on_train_end               ``Run.finish_updates``: the host has all weights.
 on_exception               After an error only: ``Run.abort`` ends the engine's step and restores host parameters.
 strategy.teardown          Detaches its callback. ``Run.close`` closes the engine and restores the optimizers.

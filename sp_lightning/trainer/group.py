@@ -41,7 +41,7 @@ class WholeSteps:
     def clipping(
         self, methods: dict[str, Callable[..., None]], plugin: Any, *, in_updates: bool
     ) -> dict[str, Callable[..., None]]:
-        """Returns the methods that replace a precision plugin's in one step, by name.
+        """Returns, by name, the clipping methods to use during one step in place of the precision plugin's.
 
         Args:
             methods: the methods that clip layer by layer; empty if the plugin's own are used.

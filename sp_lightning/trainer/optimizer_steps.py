@@ -223,9 +223,10 @@ class OptimizerSteps:
         self.policy = decide(facts)
 
     def _apply_policy(self) -> None:
-        """Completes the policy with the bits of steps, and makes the objects that run the steps.
+        """Completes the policy, and makes the objects that run the steps.
 
-        If nothing that they depend on has changed since the last call, the objects stay.
+        First decides which optimizers' steps on the CPU have the bits of the GPU's steps, because the policy depends on that. The
+        objects are made again only if something that they depend on has changed since the last call.
         """
         run = self._run
         engine = run.engine
@@ -547,14 +548,14 @@ class OptimizerSteps:
         return self._counted is not None and self._counted == self._trainer.global_step
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
-        """Returns the methods that replace a precision plugin's in one step, by name."""
+        """Returns, by name, the clipping methods to use during one step in place of the precision plugin's."""
         methods = {} if layerwise is None else self._clips_layerwise(layerwise, plugin)
         return self._whole_steps.clipping(methods, plugin, in_updates=layerwise is not None and self.overlap != "off")
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
-        """Returns the methods that clip layer by layer, by name; an empty dictionary if the precision plugin clips all gradients.
+        """Returns, by name, the methods that clip layer by layer; an empty dictionary if the plugin clips all gradients.
 
-        It does so if the policy says so, or if it has methods of its own for clipping.
+        The plugin does so if ``UpdatePolicy.clip`` returns ``"whole"``, or if it has clipping methods of its own.
         """
         assert self.policy is not None
         clipping = layerwise.clipping

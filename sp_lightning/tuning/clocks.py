@@ -1,4 +1,4 @@
-"""A device whose streams are clocks: a copy moves no bytes and advances a clock by its predicted time."""
+"""A simulated device that only counts time: a copy moves no bytes, and advances the clock of its stream by its predicted time."""
 
 from __future__ import annotations
 

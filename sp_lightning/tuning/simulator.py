@@ -53,7 +53,7 @@ class _Source(BlockSource):
     """A source of layers in which an update is a time: a layer is ready after its update.
 
     Args:
-        device: the device of clocks.
+        device: the simulated device, which only counts time.
         on_disk: bytes of weights that are read from a disk, by the layer's index.
         sliced: the index of the ring whose layers ``ranks`` devices upload together; None for none.
         ranks: the number of devices.
@@ -115,7 +115,7 @@ class Walk:
         on_disk: bytes on a disk, by the index of the layer: optimizer state in training, else weights.
 
     Attributes:
-        device: the device of clocks.
+        device: the simulated device, which only counts time.
         stalls: seconds that compute waited in the last batch, with the keys of :attr:`Prediction.stalls`.
         host_seconds: seconds of Python for the visits of the last batch.
         ended: the end of the last batch.

@@ -49,7 +49,7 @@ class Tuner(BaseTuner):
     Args:
         window: what the user asked for, and what fits.
         streamer: the engine whose slots and modes of activations change between batches.
-        device: the streamer's device. Its peak memory count is reset if the window is chosen.
+        device: the streamer's device. The tuner resets the device's peak-memory counter for its measurements.
         log: the logger for choices.
         window_too: True if the window is chosen.
         modes_too: True if modes of activations are chosen once not all activations fit. All units begin with ``"keep"``.

@@ -244,7 +244,7 @@ class BackgroundUpdates:
             if layer.kept:
                 self._has_landed = True
                 self.stepper.land(layer)
-                self.stepper.leave(layer)
+                self.stepper.make_host_valid(layer)
 
     def land_layers_of(self, values: Iterable[Any]) -> None:
         """Lands the layers that stay on the GPU and have a parameter among these values."""

@@ -91,7 +91,7 @@ class LayerStepper:
     def land(self, layer: StreamedLayer) -> None:
         """Downloads the weights of a layer and its state. The GPU's copy is still valid, too."""
 
-    def leave(self, layer: StreamedLayer) -> None:
+    def make_host_valid(self, layer: StreamedLayer) -> None:
         """Called after :meth:`land`: from now on the host's copy is the valid one, and may be written."""
 
     def forget_slots(self, layers: Iterable[StreamedLayer]) -> None:
