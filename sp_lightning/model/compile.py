@@ -36,7 +36,7 @@ def compile_blocks(module: nn.Module, **options: Any) -> list[str]:
     Raises:
         ValueError: the model has no repeated blocks.
     """
-    blocks = find_blocks(module)
+    blocks = expect_blocks(module)
     for _, block in blocks:
         if not is_compiled(block):
             block.compile(**options)
@@ -44,8 +44,17 @@ def compile_blocks(module: nn.Module, **options: Any) -> list[str]:
 
 
 def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the names and modules that :func:`compile_blocks` compiles. Raises its error."""
-    blocks = [each for name, block in _blocks(module, "") for each in _without_experts(block, name, row_finder())]
+    """Returns the names and modules that :func:`compile_blocks` compiles."""
+    return [each for name, block in _blocks(module, "") for each in _without_experts(block, name, row_finder())]
+
+
+def expect_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns :func:`find_blocks`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    blocks = find_blocks(module)
     if not blocks:
         raise ValueError(
             f"No repeated blocks found in {type(module).__name__}: expected an nn.ModuleList or nn.Sequential of modules of one "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.activations.policy import FREEING, Call, peak_bytes
-from sp_lightning.model.compile import find_blocks
+from sp_lightning.model.compile import expect_blocks, find_blocks
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
 from sp_lightning.plan.choices import Mode, Modes
@@ -46,7 +46,7 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
     "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",
-    "keep_on_gpu", "host_tflops", "scale", "compile_blocks",
+    "keep_on_gpu", "host_tflops", "scale",
 )  # fmt: skip
 """The arguments that change the dry run of a batch or the optimizer's step, except ``optimizer_overlap``."""
 
@@ -73,7 +73,7 @@ class Estimate:
         prompts: the work of the prompts, if tokens are generated.
         notes: sentences, for example on parts of a batch that are not counted, and on weights without adapters.
         unit: the name of the items in a batch of a diffusion model; empty for other models.
-        compiled: the indices of the layers that are, or have, compiled blocks.
+        blocks: the indices of the layers that ``compile_blocks`` compiles, in whole or in part.
     """
 
     question: Question
@@ -86,7 +86,7 @@ class Estimate:
     prompts: Work | None = None
     notes: tuple[str, ...] = ()
     unit: str = ""
-    compiled: frozenset[int] = frozenset()
+    blocks: frozenset[int] = frozenset()
 
     @property
     def parameters(self) -> int:
@@ -235,8 +235,9 @@ class Estimate:
     def _balance(self, plan: Plan, rates: Rates) -> Balance:
         asked = self.question
         pace = 1 / asked.measured.slower
+        compiled = self.blocks if asked.compile_blocks else frozenset[int]()
         visits = self.work.visits(
-            flops=pace * asked.tflops * 1e12, memory=pace * asked.device_bandwidth, compiled=self.compiled
+            flops=pace * asked.tflops * 1e12, memory=pace * asked.device_bandwidth, compiled=compiled
         )
         return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
 
@@ -336,14 +337,13 @@ def estimate_model(question: Question) -> Estimate:
             made = Estimate(
                 question, found, items, step, work, guessed, source.uses, notes=tuple(notes), unit=source.unit
             )
-        if question.compile_blocks:
-            made = replace(made, compiled=_compiled_layers(module, found))
+        blocks = (expect_blocks if question.compile_blocks else find_blocks)(module)
+        made = replace(made, blocks=_layers_of([name for name, _ in blocks], found))
     return _with_whole_tables(made)
 
 
-def _compiled_layers(module: nn.Module, found: Found) -> frozenset[int]:
-    """Returns the indices of the layers that are compiled, in whole or in part (a block with experts)."""
-    blocks = [name for name, _ in find_blocks(module)]
+def _layers_of(blocks: Sequence[str], found: Found) -> frozenset[int]:
+    """Returns the indices of the layers that are blocks, parts of blocks, or hold parts of blocks (a block with experts)."""
     return frozenset(
         index
         for index, layer in enumerate(found.layers)

@@ -330,7 +330,11 @@ def _faster(answer: Answer) -> str:
     plan = row.plan
     now = row.prediction.seconds
     what = max(waited, key=waited.__getitem__, default="")
-    why = f"the GPU computes {1 - row.waiting:.0%} of the time; only fewer operations or a faster GPU help."
+    better = "only fewer operations or a faster GPU help"
+    compiled = answer.estimate.asked(answer.question.but(compile_blocks=True)) if answer.estimate.blocks else None
+    if compiled is not None and now - (seconds := compiled.predict(plan, row.modes).seconds) >= LEAST_WAITING * now:
+        better = f"with compiled blocks about {seconds:.3g} s (--compile-blocks)"
+    why = f"the GPU computes {1 - row.waiting:.0%} of the time; {better}."
     if waited.get(what, 0) >= LEAST_WAITING * now:
         # Seconds, as in a run's message. The verdict has the share of the time.
         why = f"the GPU waits {waited[what]:.3g} of {now:.3g} s for {WAITED[what]}. {remedy(what, plan)}."

@@ -649,8 +649,8 @@ def test_a_reader_that_has_seen_enough_is_not_an_error() -> None:
 def test_the_keys_of_an_answer_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
     """Programs read them. The CHANGELOG says what changes."""
     assert set(plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1")) == {
-        "activation_bytes", "activations", "assumed", "batch", "best", "checkpointed_bytes", "devices", "disk", "flops",
-        "generated_tokens", "gpu_layers", "host_bytes", "host_bytes_while_training",
+        "activation_bytes", "activations", "assumed", "batch", "best", "checkpointed_bytes", "compile_blocks", "devices", "disk",
+        "flops", "generated_tokens", "gpu_layers", "host_bytes", "host_bytes_while_training",
         "host_fits", "host_parts", "layers", "measured", "model", "nodes", "notes",
         "offloaded_bytes", "optimizer_on", "parameters", "plain_bytes", "precision", "prompt_seconds", "saved_bytes", "tables",
         "trained_parameters", "training", "trials", "verdict", "why_no_activations", "windows",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,31 @@ def test_a_batch_takes_less_time_and_the_answer_says_how(tmp_path: Path, capsys:
         "elementwise operations of compiled blocks take a third of the time (--compile-blocks)"
         in capsys.readouterr().out
     )
+
+
+def test_the_answer_proposes_compiled_blocks_where_they_help(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **SIZES)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    computing = (
+        "plan",
+        str(tmp_path),
+        "--tokens",
+        "64",
+        "--k",
+        "1",
+        "--k-prime",
+        "1",
+        "--device-bandwidth",
+        "0.001GB/s",
+    )
+    main([*computing])
+    assert (proposed := re.search(r"with compiled blocks about (\S+) s \(--compile-blocks\)", capsys.readouterr().out))
+    main([*computing, "--compile-blocks", "--json"])
+    assert float(proposed[1]) == pytest.approx(json.loads(capsys.readouterr().out)["windows"][0]["seconds"], rel=0.01)
+    main([*computing, "--compile-blocks"])
+    assert "only fewer operations or a faster GPU help" in capsys.readouterr().out
 
 
 def test_only_layers_that_are_compiled_are_faster() -> None:
