@@ -21,9 +21,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.device.layout import PAGE, flat_bytes
+from sp_lightning.device.layout import PAGE, flat_bytes, strided
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.model.wrapped import OffloadedWrapper, parts
+from sp_lightning.store.block import HostBlock
 from sp_lightning.torch_compat.modes import never_compiled, unseen
 from sp_lightning.torch_compat.private import (
     base_of,
@@ -55,11 +56,26 @@ class Fingerprint(NamedTuple):
         kind: its class, dtype, shape and strides.
         sums: sums over its memory, or a copy of it if it is small; each flat, ``uint8``. Empty for a weight.
         place: the place of a weight, which no run may write; empty for other tensors.
+        cast_in: for a weight's 16-bit cast, the bytes of its layer on the host, and the offset of the cast; otherwise None.
     """
 
     kind: tuple[Any, ...]
     sums: tuple[Tensor, ...] = ()
     place: tuple[Any, ...] = ()
+    cast_in: tuple[HostBlock, int] | None = None
+
+    def with_sums(self) -> Fingerprint:
+        """Returns the fingerprint of a cast's values on the host, for a comparison with autocast's own cast of the weight.
+
+        Autocast casts the weight itself in a run in which the whole weight is on the device, because other code has read it.
+        """
+        if self.cast_in is None:
+            return self
+        block, offset = self.cast_in
+        dtype, shape, stride = self.kind
+        return Fingerprint(
+            self.kind, _values(strided(block.weights, _begin(block.weights) + offset, dtype, shape, stride))
+        )
 
 
 class SavedRun:
@@ -131,14 +147,15 @@ class SavedRun:
             return Fingerprint((type(tensor), *kind, *kinds), tuple(chain(*sums)))
         kind, storage = (*kind, tensor.stride()), tensor.untyped_storage()
         if (layer := self._layer_at(storage.data_ptr())) is not None:
-            return Fingerprint(kind, place=_place(layer, _begin(tensor)))
+            place = _place(layer, _begin(tensor))
+            return Fingerprint(kind, place=place, cast_in=(layer.block, _begin(tensor)) if place[1] is None else None)
         if may_be_unwritten(tensor):
             return Fingerprint(kind)
         if tensor.nbytes <= _SMALL:
-            return Fingerprint(kind, (flat_bytes(tensor.detach().clone()),))
+            return Fingerprint(kind, _values(tensor))
         key = (storage_id(storage), tensor._version, tensor.storage_offset(), *kind)
         if key not in self._known:
-            self._known[key] = StorageWeakRef(storage), Fingerprint(kind, _sums(tensor.detach()))
+            self._known[key] = StorageWeakRef(storage), Fingerprint(kind, _values(tensor))
         return self._known[key][1]
 
 
@@ -191,6 +208,13 @@ def may_be_unwritten(tensor: Tensor) -> bool:
     return seeds and tensor.device.type != "cpu"
 
 
+def _values(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns a copy of a small tensor's memory, and sums over that of a larger one; each flat, ``uint8``."""
+    if tensor.nbytes <= _SMALL:
+        return (flat_bytes(tensor.detach().clone()),)
+    return _sums(tensor.detach())
+
+
 def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
     """Returns sums over a large tensor's memory, each flat, ``uint8``. If any bit differs, they differ with near certainty.
 
@@ -214,13 +238,10 @@ def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
     return lanes.sum(0).view(torch.uint8), rest.clone().view(torch.uint8)
 
 
-def differences(first: SavedRun, second: SavedRun, *, weights_may_be_copies: bool = False) -> list[Tensor]:
+def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
     """Compares two runs up to the last tensor of the second one, with one kernel for each device.
 
-    Args:
-        first, second: the runs.
-        weights_may_be_copies: if True, a weight in one run and a tensor of the same form in the other one count as equal.
-            Autocast makes such a tensor if the weight's cast is not on the device any more.
+    If one run has saved a weight's cast, and the other one autocast's own cast of it, their values are compared on the host.
 
     Returns:
         For each device a tensor of shape ``(1,)``, ``uint8``: 1 if the runs differ there, else 0.
@@ -228,8 +249,8 @@ def differences(first: SavedRun, second: SavedRun, *, weights_may_be_copies: boo
     found: list[Tensor] = []
     pairs: dict[torch.device, dict[tuple[int, int], tuple[Tensor, Tensor]]] = {}
     for one, other in zip(first.found, second.found, strict=False):
-        if one.kind == other.kind and bool(one.place) != bool(other.place) and weights_may_be_copies:
-            continue
+        if one.kind == other.kind and bool(one.place) != bool(other.place):
+            one, other = (_on_the_host(each.with_sums()) for each in (one, other))
         if (one.kind, one.place) != (other.kind, other.place) or len(one.sums) != len(other.sums):
             return [torch.ones(1, dtype=torch.uint8)]
         for before, now in zip(one.sums, other.sums, strict=True):
@@ -239,6 +260,10 @@ def differences(first: SavedRun, second: SavedRun, *, weights_may_be_copies: boo
             first_sums, second_sums = zip(*each.values(), strict=True)
             found.append((torch.cat(first_sums) != torch.cat(second_sums)).any().view(1).view(torch.uint8))
     return found
+
+
+def _on_the_host(fingerprint: Fingerprint) -> Fingerprint:
+    return fingerprint._replace(sums=tuple(each.cpu() for each in fingerprint.sums))
 
 
 class Differences:

@@ -240,7 +240,7 @@ class Recompute:
             if _differ(first.saved, second):
                 self._unfit[first.unit] = str(first.differs())
                 # If a third run equals the second one, something was active only around the first run.
-                moves = _differ(second, again(), weights_may_be_copies=True)
+                moves = _differ(second, again())
         except torch.OutOfMemoryError:  # steps that recompute have more memory than the trial
             pass
         except Exception as error:  # a second run may raise anything
@@ -270,9 +270,9 @@ def is_checkpointed() -> bool:
     return checkpoint_hook() is not None  # inside our own checkpoint, a SavedRun's hooks are on top of it
 
 
-def _differ(one: SavedRun, other: SavedRun, *, weights_may_be_copies: bool = False) -> bool:
+def _differ(one: SavedRun, other: SavedRun) -> bool:
     """Returns True if two complete runs have saved different values."""
-    found = differences(one, other, weights_may_be_copies=weights_may_be_copies)
+    found = differences(one, other)
     return len(one.found) != len(other.found) or any(each.item() for each in found)
 
 

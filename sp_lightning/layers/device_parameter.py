@@ -136,6 +136,12 @@ class DeviceParameter(nn.Parameter):
         self.requires_grad = requires_grad
         return self
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Writes nothing if the source is the parameter itself. ``torch.nn.utils.parametrize`` calls it so, and with it PEFT."""
+        if len(args) == 1 and args[0] is self and not kwargs:
+            return self
+        return super().set_(*args, **kwargs)
+
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         return self.host.register_hook(hook)
 
