@@ -68,6 +68,8 @@ PUBLIC = {
     "SharedBase": "sharing.shared_base",
     "check": "comparison.check",
     "chunk_loss": "activations.chunked_loss",
+    "load_mxfp4": "experts.mxfp4",
+    "pack_experts": "experts.packed_stacks",
     "rank_order_hook": "ranks.rank_order",
 }
 """The public names of ``sp_lightning`` that capabilities have, and the file of each."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -25,8 +25,14 @@ from sp_lightning.engine.step import Part
 from sp_lightning.layers.casts import SavedValues
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.layers.layer import Kind, Rows, StreamedLayer
-from sp_lightning.torch_compat.modes import held, never_compiled
-from sp_lightning.torch_compat.private import base_of, current_graph_task, top_saved_tensors_hooks
+from sp_lightning.model.wrapped import OffloadedWrapper, builder, parts
+from sp_lightning.torch_compat.modes import held, never_compiled, no_dispatch_modes
+from sp_lightning.torch_compat.private import (
+    base_of,
+    current_graph_task,
+    is_traceable_wrapper_subclass,
+    top_saved_tensors_hooks,
+)
 
 
 class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValues | None, Rows]):
@@ -60,6 +66,13 @@ class _Outer(NamedTuple):
 
     packed: Any
     unpack: Callable[[Any], Tensor]
+
+
+class _Wrapped(NamedTuple):
+    """A saved tensor subclass whose plain tensors are in a slot, for example a quantised weight or a row of it."""
+
+    parts: Sequence[Any]
+    build: Callable[[Iterator[Tensor]], Tensor]
 
 
 _our_packs: WeakSet[Callable[..., Any]] = WeakSet()
@@ -158,14 +171,16 @@ class SavedTensors(Part):
         outer = top_saved_tensors_hooks()
         slots, store = self.residency.slots.by_address, self.activations.store
 
-        def pack(tensor: Tensor) -> _Packed | SavedActivation | _Kept | _Outer:
+        def pack(tensor: Tensor) -> _Packed | SavedActivation | _Kept | _Outer | _Wrapped:
             kind = type(tensor)
-            if kind is not Tensor and issubclass(kind, DeviceParameter):
-                return self._pack_weight(tensor)
-            try:
-                address = tensor.untyped_storage().data_ptr()
-            except (RuntimeError, NotImplementedError):  # sparse, fake and transformed tensors have no memory
-                address = 0
+            if kind is not Tensor:
+                if issubclass(kind, DeviceParameter):
+                    return self._pack_weight(tensor)
+                if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, OffloadedWrapper):
+                    plain = [part for _, part in parts("", tensor)]
+                    if any(_address(part) in slots for part in plain):
+                        return _Wrapped([pack(part) for part in plain], builder(tensor))
+            address = _address(tensor)
             slot = slots.get(address)
             if slot is not None and slot.layer is not None and not (tensor.is_conj() or tensor.is_neg()):
                 return self._pack(slot.layer, tensor)
@@ -213,6 +228,9 @@ class SavedTensors(Part):
             tensor, expected, version = self._unpack_from_slot(packed)
         elif type(packed) is _Outer:
             return packed.unpack(packed.packed)
+        elif type(packed) is _Wrapped:
+            with no_dispatch_modes():
+                return packed.build(iter([self._unpack(part) for part in packed.parts]))
         else:  # of SavedActivation
             tensor, expected, version = packed.load()
         if version != expected:
@@ -272,6 +290,14 @@ class SavedTensors(Part):
         if was_unused:  # the backward of this layer begins
             backward.make_room((layer,))
         return saved
+
+
+def _address(tensor: Tensor) -> int:
+    """Returns the address of a tensor's storage; 0 if it has no memory, as sparse, fake and transformed tensors."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def _is_of_frozen_weight(leaf: Tensor) -> bool:

@@ -24,6 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import part
 from sp_lightning.experts.expert_cache import ExpertCache
+from sp_lightning.experts.packed_stacks import PackedStack
 from sp_lightning.experts.stacks import NEARLY_ALL, StackReading, how_it_reads
 from sp_lightning.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.layers.layer import NOTHING, AllRows, Rows, Slot, StreamedLayer
@@ -285,8 +286,11 @@ class ExpertRows(AllRows):
     def may_compute_with_wrapped(self, use: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Returns True if a wrapped stack may be used now, because all rows that the operation reads are in the slot."""
         call = self._call()
-        # The subclass may read any row of its plain tensors, except if the operation takes rows by their indices.
-        return call is not None and self._may_compute(_Call(call.rows), use, args, kwargs)
+        if call is None:
+            return False
+        # Another subclass may read any row of its plain tensors, except if the operation takes rows by their indices.
+        trusted = call.trusted and any(isinstance(each, PackedStack) for each in args)
+        return self._may_compute(_Call(call.rows, trusted=trusted), use, args, kwargs)
 
     def _may_compute(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         group = self.layer.parameters
@@ -342,7 +346,8 @@ class ExpertRows(AllRows):
         span, rows = replace(self.layer.planned.spans[index], offset=0), sorted(self.present)
         with no_inference_mode():
             whole = part(self.layer.block.weight_bytes(index).clone(), span)
-            whole[rows] = value[rows].to("cpu")
+            for row in rows:  # row by row, because torch indexes no tensors of some 8-bit dtypes
+                whole[row].copy_(value[row])
         return whole
 
     def read_whole(self) -> None:

@@ -100,7 +100,10 @@ def _how_to_stream(parameter: nn.Parameter) -> str:
         return "Exchange it for a plain parameter."
     if parameter.requires_grad:
         return "Freeze it (requires_grad_(False)) and train adapters."
-    if any(type(part) is not Tensor or part.layout is not torch.strided for _, part in parts("", parameter)):
+    # Without memory (``plan``), plain tensors are fake ones.
+    if any(
+        type(part) not in (Tensor, FakeTensor) or part.layout is not torch.strided for _, part in parts("", parameter)
+    ):
         return "Exchange it for a plain parameter."
     return ""
 

@@ -24,6 +24,7 @@ from sp_lightning.torch_compat.private import (
     writes_arguments,
 )
 
+_METADATA = METADATA | {Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
 _Untouched = torch.DisableTorchFunctionSubclass
 
 
@@ -38,11 +39,22 @@ def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 def rebuild(like: Any, values: Iterator[Tensor]) -> Any:
     """Builds a tensor like another one from other plain tensors, which are in the order of :func:`parts`."""
+    return builder(like)(values)
+
+
+def builder(like: Any) -> Callable[[Iterator[Tensor]], Any]:
+    """Returns a function that does the same as :func:`rebuild`. It holds no memory of ``like``."""
     if not is_traceable_wrapper_subclass(like):
-        return next(values)
+        return next
     attributes, context = like.__tensor_flatten__()
-    inner = {attribute: rebuild(getattr(like, attribute), values) for attribute in attributes}
-    return type(like).__tensor_unflatten__(inner, context, like.size(), like.stride())
+    inner = {attribute: builder(getattr(like, attribute)) for attribute in attributes}
+    kind, size, stride = type(like), like.size(), like.stride()
+
+    def build(values: Iterator[Tensor]) -> Any:
+        made = {attribute: make(values) for attribute, make in inner.items()}
+        return kind.__tensor_unflatten__(made, context, size, stride)
+
+    return build
 
 
 class OffloadedWrapper:
@@ -59,6 +71,10 @@ class OffloadedWrapper:
             raise AttributeError(name)
         return getattr(self.host, name)
 
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Passes the call on to the user's parameter, if it changes anything."""
+        return self if requires_grad == self.requires_grad else self.host.requires_grad_(requires_grad)  # type: ignore[attr-defined]
+
     def whole(self, use: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Builds the parameter on the device, or the part that a use needs. While it is referenced, its slot is not reused.
 
@@ -72,7 +88,7 @@ class OffloadedWrapper:
     @classmethod
     @never_compiled  # the engine is not part of a compiled graph
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METADATA:
+        if func in _METADATA:
             with _Untouched():
                 return func(*args, **(kwargs or {}))
         return _with_wholes(func, args, kwargs)
@@ -100,7 +116,9 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     writes = writes_arguments(func)
     if func is Tensor.__getitem__ and (row := _row(args[0], args[1], result)) is not None:
         return row
-    returns_wrapped = any(is_traceable_wrapper_subclass(each) for each in tree_leaves(result))  # it may share memory
+    # A wrapped result may share memory. A class with the attribute ``read_only`` refuses writes.
+    leaves = tree_leaves(result)
+    returns_wrapped = any(is_traceable_wrapper_subclass(each) and not hasattr(each, "read_only") for each in leaves)
     for each, made, version in wholes:
         if writes or returns_wrapped or made._version != version:
             each._expose()
