@@ -9,7 +9,6 @@ from torch import nn
 
 _KNOWN = {
     ("bitsandbytes", "Linear8bitLt"): "bitsandbytes' Linear8bitLt moves its 8-bit weights in its first forward",
-    ("peft", "ParamWrapper"): "PEFT's target_parameters exchange a parameter in each forward",
 }
 """By package and class, the reason."""
 

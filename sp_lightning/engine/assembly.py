@@ -90,7 +90,9 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
     for host in found.wrapped:
         members = [where[id(part)] for _, part in parts("", host)]
         data = iter([group.stand_in_data[index] for group, index in members])
-        made[host] = stand_in(host, data, partial(_bring, members), partial(_expose, members))
+        made[host] = stand_in(
+            host, data, partial(_bring, members), partial(_expose, members), members[0][0].layer.rows.computed
+        )
     return made
 
 

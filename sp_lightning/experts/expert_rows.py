@@ -25,7 +25,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import part
 from sp_lightning.experts.expert_cache import ExpertCache
 from sp_lightning.experts.packed_stacks import PackedStack
-from sp_lightning.experts.stacks import NEARLY_ALL, StackReading, how_it_reads
+from sp_lightning.experts.stacks import NEARLY_ALL, StackReading, how_it_reads, with_adapters
 from sp_lightning.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.layers.layer import NOTHING, AllRows, Rows, Slot, StreamedLayer
 from sp_lightning.layers.states import HELD
@@ -47,7 +47,8 @@ _LATEST = 1 / 4
 _MANY = 16
 _ALONG_ROWS = (torch.select, Tensor.select, torch.index_select, Tensor.index_select)
 _HOOKED = "a forward pre-hook, on it or on all modules, may replace the indices; put the hook on the block"
-_BY_GROUPS = frozenset({"transpose", "grouped_mm", "grouped_mm_fallback"})
+_ADAPTED = "baddbmm"  # how PEFT adds an adapter to a stack: expert by expert
+_BY_GROUPS = frozenset({"transpose", "grouped_mm", "grouped_mm_fallback", _ADAPTED})
 
 
 class _Call(NamedTuple):
@@ -143,11 +144,12 @@ class ExpertRows(AllRows):
         """Returns how a call reads stacks; None if it may read all experts."""
         if transforms_active():
             return None
-        if is_parametrized(module):
-            self._say("a parametrization reads all of them (PEFT's adapters on stacks, target_parameters)")
+        *around, experts = with_adapters(module)
+        if is_parametrized(experts):
+            self._say("a parametrization reads all of them")
             return None
-        reading = how_it_reads(module)
-        hooked = bool(forward_pre_hooks(module) or global_forward_pre_hooks)
+        reading = how_it_reads(experts)
+        hooked = bool(global_forward_pre_hooks) or any(forward_pre_hooks(each) for each in (*around, experts))
         if reading is not StackReading.UNKNOWN and not hooked:
             return reading
         self.fall_back(_HOOKED if hooked else "it is not known how its forward reads them")
@@ -276,6 +278,7 @@ class ExpertRows(AllRows):
             return NotImplemented
         with Untouched():
             output = func(*args, **kwargs)
+        self.computed(func, output)
         if torch.is_grad_enabled() and weight.host.requires_grad:
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(partial(self._note_gradient, weight._index, call.rows))
@@ -292,13 +295,26 @@ class ExpertRows(AllRows):
         trusted = call.trusted and any(isinstance(each, PackedStack) for each in args)
         return self._may_compute(_Call(call.rows, trusted=trusted), use, args, kwargs)
 
+    def computed(self, func: Callable[..., Any], output: Any) -> None:
+        """Sets the experts of an adapted stack to zero that are not in the slot, because a graph may save and compare them."""
+        call = self._call()
+        if self.present is None or call is None or call.rows is None or getattr(func, "__name__", "") != _ADAPTED:
+            return
+        others = [row for row in range(self.count) if row not in call.rows]
+        with torch.no_grad():
+            output.detach().index_fill_(0, torch.tensor(others, device=output.device), 0.0)
+
     def _may_compute(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         group = self.layer.parameters
         if group.shared or not self.layer.state.attached:
             return False
         if self.present is None or self._reads_rows(call, func, args, kwargs):
             return True
-        self.fall_back(f"an operation reads all of them ({getattr(func, '__name__', func)})")
+        name = getattr(func, "__name__", func)
+        adapted = (
+            "; with adapters on stacks (PEFT's target_parameters), only batched_mm and grouped_mm leave experts out"
+        )
+        self.fall_back(f"an operation reads all of them ({name}){adapted if name == _ADAPTED else ''}")
         return False
 
     def _reads_rows(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

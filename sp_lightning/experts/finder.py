@@ -13,7 +13,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.experts.embedding_rows import EmbeddingRows
 from sp_lightning.experts.expert_cache import ExpertCache
 from sp_lightning.experts.expert_rows import ExpertRows
-from sp_lightning.experts.stacks import routed_share, stacked_rows, stacks_in
+from sp_lightning.experts.stacks import adapting_modules, routed_share, stacked_rows, stacks_in
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.model.found import Found, Layer, Place, Unit, is_stack, join_names, tensor_bytes
 from sp_lightning.model.rows import RowFinder
@@ -27,6 +27,9 @@ class ExpertsAndEmbeddings(RowFinder):
 
     def stacked(self, module: nn.Module) -> int:
         return stacked_rows(module)
+
+    def callers(self, root: nn.Module) -> Mapping[nn.Module, nn.Module]:
+        return adapting_modules(root)
 
     def looked_up(self, units: Sequence[Unit], places: Places) -> list[Unit]:
         """Returns the embeddings that are at least as large as the median unit that is uploaded whole."""

@@ -49,13 +49,37 @@ def stacks_in(module: nn.Module) -> list[Tensor]:
     return stacks if one_count and _is_routed(module) else []
 
 
+def adapting_modules(root: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Returns the modules of stacked experts with PEFT's adapters on their stacks (``target_parameters``), by module of experts.
+
+    PEFT puts a ``ParamWrapper`` around the experts for each adapted stack. The outermost one is returned.
+    """
+    found: dict[nn.Module, nn.Module] = {}
+    for module in root.modules():
+        if _adapts(module) and stacked_rows(around := with_adapters(module)[-1]):
+            found.setdefault(around, module)
+    return found
+
+
+def with_adapters(module: nn.Module) -> list[nn.Module]:
+    """Returns PEFT's modules around a module of experts, from outside, and the module of experts as the last one."""
+    found = [module]
+    while _adapts(found[-1]):
+        found.append(found[-1].base_layer)  # type: ignore[arg-type]
+    return found
+
+
+def _adapts(module: nn.Module) -> bool:
+    return type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft.")
+
+
 def routed_share(module: nn.Module, args: Sequence[Any]) -> float:
     """Returns the share of a module's stacked experts that a call is expected to use, if all are equally likely.
 
     The last dimension of the indices holds the experts of one token, which are distinct. If the indices have one dimension,
     each is for one token. If there are no indices among the positional arguments, the share is 1.
     """
-    count = stacked_rows(module)
+    count = stacked_rows(with_adapters(module)[-1])
     indices = [each for each in args if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
     if not count or len(indices) != 1:
         return 1.0

@@ -97,6 +97,9 @@ class AllRows:
         """Returns True if a wrapped weight may be used now, without a use of the layer."""
         return False
 
+    def computed(self, func: Any, output: Any) -> None:
+        """Called with the result of a function that was called with a wrapped weight."""
+
     def read_whole(self) -> None:
         """Called when an operation uses whole weights, so any row may get a gradient."""
 

@@ -105,7 +105,7 @@ def find_layers(
     return Found(
         layers=found,
         residents=_residents(units, small, kept),
-        visits=_visits(walk.above, units, streamed, kept),
+        visits=_visits(walk.above, units, streamed, kept, finder.callers(module)),
         places=places,
         aside=tuple((name, child) for child, name in whole.items()),
         notes=(*notes_on(module, whole, units, (*found, *tables)), *finder.notes(units, found, tables)),
@@ -214,7 +214,11 @@ def _plain(parameters: Iterable[NamedParameter]) -> tuple[NamedParameter, ...]:
 
 
 def _visits(
-    above: Iterable[nn.Module], units: Iterable[Unit], streamed: Sequence[Unit], kept: set[nn.Parameter]
+    above: Iterable[nn.Module],
+    units: Iterable[Unit],
+    streamed: Sequence[Unit],
+    kept: set[nn.Parameter],
+    callers: Mapping[nn.Module, nn.Module],
 ) -> dict[nn.Module, tuple[int, ...]]:
     """Returns the layers that a call of each module uses. Experts in a block are uploaded when they are called themselves."""
     owner = {p: index for index, unit in enumerate(streamed) for _, p in unit.parameters if p not in kept}
@@ -226,7 +230,8 @@ def _visits(
     for unit in units:
         if unit.module is not None:
             used = {owner[p] for p in unit.module.parameters() if p in owner}
-            visits[unit.module] = tuple(sorted(used if unit.expert else used - experts))
+            called = callers.get(unit.module, unit.module) if unit.rows else unit.module
+            visits[called] = tuple(sorted(used if unit.expert else used - experts))
     return visits
 
 

@@ -23,6 +23,13 @@ class RowFinder:
         """Returns the number of experts that a module holds in stacks, if single experts can be uploaded; otherwise 0."""
         return 0
 
+    def callers(self, root: nn.Module) -> Mapping[nn.Module, nn.Module]:
+        """Returns the modules with rows that another module calls with its own arguments, each with that module.
+
+        The layer is then uploaded for the call of the other module, which reads its weights before it calls their own module.
+        """
+        return {}
+
     def looked_up(self, units: Sequence[Unit], places: Mapping[nn.Parameter, tuple[Place, ...]]) -> list[Unit]:
         """Returns the embeddings of which only the rows in a batch are uploaded.
 

@@ -64,6 +64,7 @@ class OffloadedWrapper:
     """The user's parameter."""
     _bring: Callable[..., Sequence[Tensor]]
     _expose: Callable[[], None]
+    _computed: Callable[[Any, Any], None]
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute that the user set on the parameter."""
@@ -113,6 +114,8 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     arguments = (args, kwargs or {})
     args, kwargs = tree_map_only(OffloadedWrapper, whole, arguments)
     result = func(*args, **kwargs)
+    for each, _, _ in wholes:
+        each._computed(func, result)
     writes = writes_arguments(func)
     if func is Tensor.__getitem__ and (row := _row(args[0], args[1], result)) is not None:
         return row
@@ -147,7 +150,11 @@ def _row(whole: Any, index: Any, taken: Any) -> Any:
 
 
 def stand_in(
-    host: Any, away: Iterator[Tensor], bring: Callable[..., Sequence[Tensor]], expose: Callable[[], None]
+    host: Any,
+    away: Iterator[Tensor],
+    bring: Callable[..., Sequence[Tensor]],
+    expose: Callable[[], None],
+    computed: Callable[[Any, Any], None],
 ) -> Any:
     """Makes a stand-in for a wrapped parameter.
 
@@ -157,13 +164,14 @@ def stand_in(
         bring: returns its plain tensors on the device, in leased memory. It takes the arguments of
             :meth:`OffloadedWrapper.whole`.
         expose: called when the plain tensors are or may be written in a way that no version counter shows.
+        computed: called with each function that was called with the parameter, and its result.
     """
     with no_inference_mode(), _Untouched():
         made = rebuild(host, away)
     attributes = tuple(host.__tensor_flatten__()[0])
     kind: Any = type(host)
     made.__class__ = _class_for(kind, attributes)
-    vars(made).update(host=host, _bring=bring, _expose=expose)
+    vars(made).update(host=host, _bring=bring, _expose=expose, _computed=computed)
     take_for_parameter(made)
     return made
 

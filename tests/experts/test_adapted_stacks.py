@@ -1,0 +1,129 @@
+"""PEFT's adapters on stacked experts and routers (``target_parameters``): still only the experts that tokens are routed to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning import pack_experts
+from sp_lightning.experts.stacks import adapting_modules, stacked_rows
+from sp_lightning.observe import messages
+from tests.support import stacked
+from tests.support.poison import poisoned
+from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.tiers import first
+
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+SIZES = {"qwen3": {"moe_intermediate_size": 32}, "gpt-oss": {"intermediate_size": 64}}
+
+
+def adapted(
+    name: str = "qwen3",
+    implementation: str = "grouped_mm",
+    *,
+    targets: tuple[str, ...] = STACKS,
+    packed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    adapters: int = 1,
+) -> Any:
+    def make() -> Any:
+        module = stacked.transformer(name, implementation, **SIZES[name])
+        module.net.to(dtype)
+        if packed:
+            pack_experts(module.net)
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj"], target_parameters=list(targets), init_lora_weights=False
+        )
+        module.net = peft.get_peft_model(module.net, config)
+        for number in range(1, adapters):
+            module.net.add_adapter(f"other{number}", config)
+            module.net.base_model.set_adapter(["default", f"other{number}"])
+        return module
+
+    return make
+
+
+def both(make: Any, strategy: Any, **options: Any) -> int:
+    """Trains on plain Lightning and streamed, with other values in all experts that were not uploaded.
+
+    Returns:
+        The uploaded bytes of experts.
+    """
+    with poisoned():
+        ours = fit(make, stacked.tokens(), strategy, **options)
+    assert_same(ours, fit(make, stacked.tokens(), **options))
+    found: int = strategy.stats().expert_bytes
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    first(
+        [("qwen3", "grouped_mm"), ("gpt-oss", "grouped_mm"), ("qwen3", "batched_mm"), ("gpt-oss", "batched_mm")],
+        ("qwen3", "grouped_mm"),
+        why="other models and implementations",
+    ),
+)
+def test_few_experts_are_uploaded(name: str, implementation: str, activations: Any, packed: bool) -> None:
+    strategy = superpipeline(k=1, activations=activations)
+    sent = both(adapted(name, implementation, packed=packed), strategy)
+    uses = 2 * 3 if activations == "recompute" else 3  # backward needs no stack
+    assert 0 < sent < 0.8 * uses * strategy.plan.stack_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [False, True])
+def test_mixed_precision_and_recompute(packed: bool, dtype: torch.dtype) -> None:
+    """Code reads adapters whole in mixed precision, so the second run finds float32 weights on the device."""
+    both(adapted(packed=packed, dtype=dtype), superpipeline(k=1, activations="recompute"), precision="bf16-mixed")
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_adapters_on_routers(activations: Any) -> None:
+    """``target_parameters`` of any parameter raised an error with "recompute"."""
+    strategy = superpipeline(k=1, activations=activations)
+    sent = both(adapted(targets=("mlp.gate.weight",)), strategy)
+    assert 0 < sent < 6 * strategy.plan.stack_bytes
+
+
+@pytest.mark.parametrize(("implementation", "adapters"), [("eager", 1), ("grouped_mm", 2)])
+def test_all_experts_are_uploaded_where_the_result_is_not_known_to_be_read_by_experts(
+    implementation: str, adapters: int, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_SAID", set())
+    caplog.set_level("INFO", "lightning.pytorch")
+    strategy = superpipeline(k=1)
+    sent = both(adapted(implementation=implementation, adapters=adapters), strategy)
+    assert sent >= 3 * strategy.plan.stack_bytes
+    said = [record.message for record in caplog.records if "all experts of" in record.message]
+    assert len(said) == 1, "once for all layers"
+    assert ("target_parameters" in said[0]) == (adapters == 1)
+
+
+@pytest.mark.parametrize("around", [True, False])
+def test_a_hook_that_may_route_otherwise_is_noticed_on_any_of_the_modules(around: bool) -> None:
+    def make() -> Any:
+        module = adapted()()
+        for experts, outer in adapting_modules(module).items():
+            (outer if around else experts).register_forward_pre_hook(lambda _, args: args)
+        return module
+
+    strategy = superpipeline(k=1)
+    assert both(make, strategy) >= 3 * strategy.plan.stack_bytes
+
+
+def test_the_outermost_module_is_found() -> None:
+    module = adapted()()
+    found = adapting_modules(module)
+    assert [stacked_rows(each) for each in found] == [stacked.EXPERTS] * 2
+    names = {each: name for name, each in module.named_modules()}
+    assert [names[outer].removeprefix("net.base_model.model.model.") for outer in found.values()] == [
+        "layers.0.mlp.experts", "layers.1.mlp.experts"
+    ]  # fmt: skip
+    assert adapting_modules(nn.Linear(2, 2)) == {}
