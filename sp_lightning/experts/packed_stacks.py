@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sp_lightning.experts.stacks import stacks_in
 from sp_lightning.model.wrapped import builder, parts
-from sp_lightning.torch_compat.private import tree_map_only, writes_arguments
+from sp_lightning.torch_compat.private import FakeTensor, tree_map_only, writes_arguments
 
 _AT_ONCE = 2**25
 """About as many values are quantised or dequantised at once: torchao makes several temporary tensors in float32."""
@@ -156,7 +156,8 @@ def pack_experts(module: nn.Module, format: Literal["nvfp4", "mxfp4"] = "nvfp4")
             raise ValueError(
                 f"{name!r} has {dense.shape[-1]} inputs. Expected a multiple of {_BLOCKS[format]} for format={format!r}."
             )
-        pieces = [quantise(piece.contiguous()) for piece in dense.split(_experts_at_once(dense.shape))]
+        count = _experts_at_once(dense)
+        pieces = [quantise(dense[begin : begin + count].contiguous()) for begin in range(0, len(dense), count)]
         inner = _joined(pieces)
         owner._parameters[key] = nn.Parameter(PackedStack(inner, flipped, False, weight.dtype), requires_grad=False)
         made.append(name)
@@ -182,13 +183,16 @@ def is_flipped(owner: nn.Module) -> bool:
     return bool(getattr(owner, "is_transposed", False))
 
 
-def _experts_at_once(shape: torch.Size) -> int:
-    return max(1, _AT_ONCE // (shape[-1] * shape[-2]))
+def _experts_at_once(stack: Any) -> int:
+    """Returns how many experts of a stack are quantised or dequantised at once."""
+    if any(isinstance(part, FakeTensor) for _, part in parts("", stack)):
+        return len(stack)  # without memory (``plan``)
+    return max(1, _AT_ONCE // (stack.shape[-1] * stack.shape[-2]))
 
 
 def _pieces(stack: Any) -> Iterator[Any]:
     """Yields a tensor of torchao in pieces of some experts. torchao does not slice stacks itself."""
-    count = _experts_at_once(stack.shape)
+    count = _experts_at_once(stack)
     build = builder(stack)
     plain = [part for _, part in parts("", stack)]
     for begin in range(0, len(stack), count):

@@ -77,6 +77,10 @@ _COMPILED = (
     "blocks are compiled, by sp_lightning.compile_blocks(model): elementwise operations take a third of the time "
     "(assumed, not measured)"
 )
+_PACKED = (
+    "stacked experts in 4 bits, by sp_lightning.pack_experts(model, …); if the config says MXFP4, they are planned so without "
+    "this option"
+)
 _LORA = (
     'adapters of this rank, which alone are trained: PEFT\'s LoraConfig(r=N, target_modules="all-linear"), not merged'
 )
@@ -232,6 +236,7 @@ class Question(argparse.Namespace):
         bool, _option("gradient checkpointing, of models of transformers and diffusers", action="store_true")
     ]
     compile_blocks: Annotated[bool, _option(_COMPILED, action="store_true")]
+    pack_experts: Annotated[str | None, _option(_PACKED, choices=("nvfp4", "mxfp4"))]
     accumulate_grad_batches: Annotated[
         int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)
     ]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.activations.policy import FREEING, Call, peak_bytes
+from sp_lightning.experts.packed_stacks import pack_experts
 from sp_lightning.model.compile import expect_blocks, find_blocks
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
@@ -46,7 +47,7 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
     "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",
-    "keep_on_gpu", "host_tflops", "scale",
+    "keep_on_gpu", "host_tflops", "scale", "pack_experts",
 )  # fmt: skip
 """The arguments that change the dry run of a batch or the optimizer's step, except ``optimizer_overlap``."""
 
@@ -316,6 +317,9 @@ def estimate_model(question: Question) -> Estimate:
         notes = list(source.notes)
         if question.lora is not None:
             notes += _load_base(source, autocast)
+        if packing := question.pack_experts or source.packed:
+            pack_experts(module, packing)
+        if question.lora is not None:
             notes += add_adapters(module, question.lora)
         if autocast is None and dtype is not torch.float32:
             module.to(dtype)  # Lightning converts weights only for these precisions

@@ -61,6 +61,7 @@ class ModelSource:
             runs the last token with the keys and values of all tokens before it. None if the model has no key-value cache.
         images: True if the model takes images. If it can also run without images, the last batch has none.
         stored: the dtype of the stored weights, from the config; None if unknown.
+        packed: the format of stacked experts in 4 bits, from the config; None if they are not packed.
         notes: sentences on parts that are not counted.
         unit: ``images`` or ``videos``, the items in a batch of a diffusion model; empty for other models.
         loss: computes the loss from the outputs of a forward; None if the forward returns its loss, or the loss is unknown.
@@ -72,6 +73,7 @@ class ModelSource:
     generation: Callable[[int], tuple[Callable[[], None], Callable[[], None]]] | None = None
     images: bool = False
     stored: torch.dtype | None = None
+    packed: str | None = None
     notes: tuple[str, ...] = ()
     unit: str = ""
     loss: Callable[[Sequence[Tensor]], Tensor] | None = None
@@ -294,6 +296,7 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
     older = raw.pop("torch_dtype", None)  # its name before transformers 5
     stored = getattr(torch, str(raw.pop("dtype", None) or older), None)
     notes = tuple(_quantised(raw, file))
+    packed = "mxfp4" if _quantisation(raw) == "mxfp4" else None
     config = transformers.AutoConfig.for_model(**raw)
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
     # Disables transformers' comparison of the numbers of image tokens and image features, which reads values.
@@ -319,18 +322,29 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
     batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in sizes}
     uses = asked.batch_size * (asked.tokens if inputs.with_text else _patches(size))
     generation = partial(inputs.generation, size) if inputs.cache else None
-    return ModelSource(module, batches, uses, generation, images=inputs.with_images, stored=stored, notes=notes)
+    return ModelSource(
+        module, batches, uses, generation, images=inputs.with_images, stored=stored, packed=packed, notes=notes
+    )
 
 
 def _quantised(raw: dict[str, Any], file: Path) -> list[str]:
     """Returns a sentence on quantisation, which a plan does not include."""
-    method = (raw.get("quantization_config") or {}).get("quant_method")
+    method = _quantisation(raw)
     if method is None:
         return []
+    if method == "mxfp4":
+        return [
+            "Experts are planned in 4 bits, as they are stored (MXFP4): load them with sp_lightning.load_mxfp4(model, folder)."
+        ]
     return [
         f"{file} has a quantization_config ({method}), which is not counted: weights are planned in the precision of the run. "
         "A factory that loads the quantised model is planned with its quantised weights."
     ]
+
+
+def _quantisation(raw: dict[str, Any]) -> str | None:
+    method: str | None = (raw.get("quantization_config") or {}).get("quant_method")
+    return method
 
 
 def _positions(config: Any) -> int | None:

@@ -407,7 +407,7 @@ def as_fields(answer: Answer) -> dict[str, object]:
     return {
         "model": question.model, "precision": question.precision, "optimizer_on": question.optimizer_on,
         "gpu_layers": question.gpu_layers,
-        "compile_blocks": question.compile_blocks,
+        "compile_blocks": question.compile_blocks, "pack_experts": question.pack_experts,
         "batch": estimate.items, "training": not question.predict,
         "devices": question.devices, "nodes": question.nodes, "generated_tokens": question.generate,
         "parameters": estimate.parameters, "trained_parameters": estimate.trained,

@@ -210,6 +210,8 @@ def beside(estimate: Estimate) -> str:
         text += f" and the model's {enable}()"
     if question.lora is not None:
         text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'
+    if question.pack_experts:
+        text += f' and sp_lightning.pack_experts(model, "{question.pack_experts}")'
     if question.compile_blocks:
         text += " and sp_lightning.compile_blocks(model)"
     if question.loss_tokens:

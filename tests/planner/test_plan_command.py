@@ -652,8 +652,8 @@ def test_the_keys_of_an_answer_are_frozen(capsys: pytest.CaptureFixture[str]) ->
         "activation_bytes", "activations", "assumed", "batch", "best", "checkpointed_bytes", "compile_blocks", "devices", "disk",
         "flops", "generated_tokens", "gpu_layers", "host_bytes", "host_bytes_while_training",
         "host_fits", "host_parts", "layers", "measured", "model", "nodes", "notes",
-        "offloaded_bytes", "optimizer_on", "parameters", "plain_bytes", "precision", "prompt_seconds", "saved_bytes", "tables",
-        "trained_parameters", "training", "trials", "verdict", "why_no_activations", "windows",
+        "offloaded_bytes", "optimizer_on", "pack_experts", "parameters", "plain_bytes", "precision", "prompt_seconds",
+        "saved_bytes", "tables", "trained_parameters", "training", "trials", "verdict", "why_no_activations", "windows",
     }  # fmt: skip
 
 
