@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from sp_lightning.experts.stacks import stacks_in
 from sp_lightning.model.wrapped import builder, parts
-from sp_lightning.torch_compat.private import tree_map_only, writes_arguments
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.private import tree_leaves, tree_map_only, writes_arguments
 
 _AT_ONCE = 2**25
 """About as many values are quantised or dequantised at once: torchao makes several temporary tensors in float32."""
@@ -25,7 +26,9 @@ _aten = torch.ops.aten
 
 
 class PackedStack(Tensor):
-    """Matrices in 4 bits: an operation on them computes with the dequantised ones. It cannot be written or trained.
+    """Matrices in 4 bits: an operation on them computes with the dequantised ones. They cannot be trained.
+
+    ``copy_`` from a packed tensor of the same format and layout (``load_state_dict``) is the only write.
 
     ``stack[i]``, ``detach``, ``clone``, ``to``, and a transposition of the last two dimensions give a packed tensor. Autograd
     keeps the packed tensor for backward, too.
@@ -50,13 +53,13 @@ class PackedStack(Tensor):
         shape, strides = [*first, rows, columns], [*([rows * columns] * len(first)), columns, 1]
         if transposed:
             shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
-        made: PackedStack = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PackedStack = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=dtype, device=inner.device, requires_grad=False
         )
         made.inner, made.flipped, made.transposed = inner, flipped, transposed
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["inner"], (self.flipped, self.transposed, self.dtype)
@@ -65,10 +68,18 @@ class PackedStack(Tensor):
     def __tensor_unflatten__(tensors: dict[str, Any], context: Any, size: Any, stride: Any) -> PackedStack:
         return PackedStack(tensors["inner"], *context)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the plain tensors. Wrapper subclasses cannot be loaded with a callable map_location, as Lightning does."""
+        names, context = self.inner.__tensor_flatten__()
+        plain = {name: getattr(self.inner, name) for name in names}
+        size, stride = tuple(self.inner.size()), tuple(self.inner.stride())
+        inner = (type(self.inner), plain, context, size, stride)
+        return _unpickled, (inner, self.flipped, self.transposed, self.dtype, isinstance(self, nn.Parameter))
+
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedStack({type(self.inner).__name__}, {tuple(self.shape)}, {self.dtype})"
 
-    def dequantize(self) -> Tensor:  # type: ignore[override]
+    def dequantize(self) -> Tensor:
         """Returns the weight, with this tensor's shape, strides and dtype."""
         if self.inner.dim() == 2:
             dense = self.inner.dequantize().to(self.dtype)
@@ -84,12 +95,21 @@ class PackedStack(Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, PackedStack) and (packed := first._packed(func, args, kwargs)) is not None:
-            return packed
-        if writes_arguments(func):
+        if isinstance(first, PackedStack):
+            with no_inference_mode():  # torch makes no views of a tensor subclass that are inference tensors
+                packed = first._packed(func, args, kwargs)
+            if packed is not None:
+                return packed
+        if _writes_packed(func, args, kwargs):
+            if func is _aten.copy_.default and isinstance(args[1], PackedStack):
+                raise NotImplementedError(
+                    f"Copying into {first!r} from {args[1]!r}. Expected the same format and layout."
+                )
             raise NotImplementedError(
                 f"{func} would write a weight in 4 bits (PackedStack), which cannot be written or trained. Train adapters "
                 "beside it; or assign another parameter."
@@ -114,10 +134,36 @@ class PackedStack(Tensor):
             device = kwargs.get("device")
             inner = self.inner.clone() if device is None else self.inner.to(device)
             return self._like(inner, dtype=kwargs.get("dtype"))
+        if func is _aten.copy_.default and self._has_layout_of(args[1]):
+            for (_, part), (_, other) in zip(parts("", self.inner), parts("", args[1].inner), strict=True):
+                part.copy_(other)
+            return self
         return None
 
+    def _has_layout_of(self, other: Any) -> bool:
+        return (
+            isinstance(other, PackedStack)
+            and type(self.inner) is type(other.inner)
+            and (self.shape, self.flipped, self.transposed) == (other.shape, other.flipped, other.transposed)
+        )
 
-torch.serialization.add_safe_globals([PackedStack])  # checkpoints are loaded with weights_only=True
+
+def _writes_packed(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns True if a function writes a packed tensor."""
+    if not writes_arguments(func):
+        return False
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written = [named.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    return any(isinstance(each, PackedStack) for each in tree_leaves(written))
+
+
+def _unpickled(inner: Any, flipped: bool, transposed: bool, dtype: torch.dtype, is_parameter: bool) -> Tensor:
+    kind, *rest = inner
+    made = PackedStack(kind.__tensor_unflatten__(*rest), flipped, transposed, dtype)
+    return nn.Parameter(made, requires_grad=False) if is_parameter else made
+
+
+torch.serialization.add_safe_globals([PackedStack, _unpickled])  # checkpoints are loaded with weights_only=True
 
 
 def pack_experts(module: nn.Module, format: Literal["nvfp4", "mxfp4"] = "nvfp4") -> list[str]:  # noqa: A002
