@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.experts.packed_stacks import PackedStack, is_flipped, named_stacks, quantise_mxfp4
-from sp_lightning.model.wrapped import builder
+from sp_lightning.experts.packed_stacks import PackedStack, is_flipped, named_stacks
 
 
 def load_mxfp4(model: nn.Module, folder: str | Path) -> None:
@@ -32,12 +31,15 @@ def load_mxfp4(model: nn.Module, folder: str | Path) -> None:
             ``(experts, out, in / 32)``: the exponents of two plus 127.
 
     Raises:
-        ImportError: torchao or safetensors is missing.
+        ImportError: safetensors is missing.
         ValueError: there are no such files, or the files and the model have different parameters.
     """
     from safetensors import safe_open  # transformers depends on it
 
     files = _safetensors(Path(folder))
+    tie = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()  # accelerate.init_empty_weights() has made two parameters of tied ones
     stacks = {name: (owner, key) for name, owner, key in named_stacks(model)}
     expected = {*model.state_dict()}
     found: dict[str, Path] = {}
@@ -65,11 +67,12 @@ def load_mxfp4(model: nn.Module, folder: str | Path) -> None:
         _assign(model, name, load(name))
     for name in packed:
         owner, key = stacks[name]
-        dtype = owner._parameters[key].dtype  # type: ignore[union-attr]
-        inner = _mxfp4(load(f"{name}_blocks").flatten(2), load(f"{name}_scales"), dtype)
-        owner._parameters[key] = nn.Parameter(PackedStack(inner, is_flipped(owner), False, dtype), requires_grad=False)
-    if tied:
-        model.tie_weights()  # type: ignore[operator]
+        before: Any = owner._parameters[key]
+        flipped = is_flipped(owner)
+        packed_stack = _mxfp4(name, load(f"{name}_blocks"), load(f"{name}_scales"), before, flipped)
+        owner._parameters[key] = nn.Parameter(packed_stack, requires_grad=False)
+    if tie is not None:
+        tie()
     empty = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if each.is_meta]
     if empty:
         raise ValueError(
@@ -78,10 +81,18 @@ def load_mxfp4(model: nn.Module, folder: str | Path) -> None:
         )
 
 
-def _mxfp4(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Any:
-    """Makes a tensor of torchao from packed values and the bytes of scales."""
-    like = quantise_mxfp4(torch.zeros(1, 1, 32, dtype=dtype))
-    return builder(like)(iter([values, scales.view(torch.float8_e8m0fnu)]))
+def _mxfp4(name: str, values: Tensor, scales: Tensor, weight: Tensor, flipped: bool) -> PackedStack:
+    """Makes a packed stack from the values and the bytes of scales in the files."""
+    experts, *matrix = weight.shape
+    out, inputs = matrix[::-1] if flipped else matrix
+    expected = {"blocks": (experts, out, inputs // 32, 16), "scales": (experts, out, inputs // 32)}
+    for part, each in (("blocks", values), ("scales", scales)):
+        if tuple(each.shape) != expected[part] or each.dtype != torch.uint8:
+            raise ValueError(
+                f"{name}_{part} is {each.dtype} of shape {tuple(each.shape)} in the files. Expected torch.uint8 of shape "
+                f"{expected[part]} for the model's {tuple(weight.shape)}."
+            )
+    return PackedStack(values.flatten(2), scales.view(torch.float8_e8m0fnu), None, flipped, False, weight.dtype)
 
 
 def _safetensors(folder: Path) -> list[Path]:

@@ -1,8 +1,9 @@
 """Frozen stacks of experts in 4 bits: :class:`PackedStack` and :func:`pack_experts`.
 
-torchao quantises and dequantises (``NVFP4Tensor``, ``MXTensor``), but multiplies a stack of matrices by few functions: none for
-MXFP4, and none that adds PEFT's adapters to a stack. :class:`PackedStack` therefore holds a tensor of torchao. An operation on it
-gets the dequantised weight, computes, and frees it. This works on every device, on plain Lightning as well.
+An operation on a packed stack gets the dequantised weight, computes, and frees it. This works with every model, function and
+device, on plain Lightning as well. torchao quantises. Its own tensors of these formats have few functions for stacks: no grouped
+products, and none that adds PEFT's adapters. Its dequantisation, with the same results, reads and writes about 100 bytes for each
+value, because it computes step by step in float32; :meth:`PackedStack.dequantize` does about 10.
 """
 
 from __future__ import annotations
@@ -14,82 +15,126 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.experts.stacks import stacks_in
-from sp_lightning.model.wrapped import builder, parts
-from sp_lightning.torch_compat.private import FakeTensor, tree_map_only, writes_arguments
+from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.torch_compat.private import FakeTensor, tree_leaves, tree_map_only, writes_arguments
 
 _AT_ONCE = 2**25
-"""About as many values are quantised or dequantised at once: torchao makes several temporary tensors in float32."""
+"""About as many values are quantised at once: torchao makes several temporary tensors in float32."""
 _BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 """By format, the number of values with a common scale. They follow each other along the inputs of a linear layer."""
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The values of 4 bits (E2M1), of both formats: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec"""
+Format = Literal["nvfp4", "mxfp4"]
 _aten = torch.ops.aten
 
 
 class PackedStack(Tensor):
-    """Matrices in 4 bits: an operation on them computes with the dequantised ones. It cannot be written or trained.
+    """Matrices in 4 bits: an operation on them computes with the dequantised ones. They cannot be trained.
+
+    ``copy_`` from a packed tensor of the same format and layout (``load_state_dict``) is the only write.
 
     ``stack[i]``, ``detach``, ``clone``, ``to``, and a transposition of the last two dimensions give a packed tensor. Autograd
     keeps the packed tensor for backward, too.
 
     Args:
-        inner: a tensor of torchao with ``dequantize()``, of shape ``(experts, out, in)`` or ``(out, in)``.
+        values: ``uint8`` of shape ``(experts, out, in / 2)`` or ``(out, in / 2)``: two values in each byte, the first one in the
+            lower 4 bits.
+        scales: the scales of blocks of values, ``float8_e4m3fn`` (NVFP4) or ``float8_e8m0fnu`` (MXFP4) of shape
+            ``(…, out, in / block)``.
+        factors: for NVFP4, ``float32`` of shape ``(…, 1, 1)``, by which the scales are multiplied; otherwise None.
         flipped: True if the dequantised weight is contiguous with the shape ``(…, in, out)``, as in gpt-oss.
         transposed: True if this tensor is the transposed weight.
         dtype: the dtype of the dequantised weight.
     """
 
     read_only = True
-    inner: Any
+    values: Tensor  # type: ignore[assignment]
+    scales: Tensor
+    factors: Tensor | None
     flipped: bool
     transposed: bool
 
     @staticmethod
-    def __new__(cls, inner: Any, flipped: bool, transposed: bool, dtype: torch.dtype) -> PackedStack:
-        *first, rows, columns = inner.shape
+    def __new__(
+        cls, values: Tensor, scales: Tensor, factors: Tensor | None, flipped: bool, transposed: bool, dtype: torch.dtype
+    ) -> PackedStack:
+        *first, rows, columns = values.shape
+        columns *= 2
         if flipped:
             rows, columns = columns, rows
         shape, strides = [*first, rows, columns], [*([rows * columns] * len(first)), columns, 1]
         if transposed:
             shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
-        made: PackedStack = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, strides=strides, dtype=dtype, device=inner.device, requires_grad=False
+        made: PackedStack = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=dtype, device=values.device, requires_grad=False
         )
-        made.inner, made.flipped, made.transposed = inner, flipped, transposed
+        made.values, made.scales, made.factors = values, scales, factors
+        made.flipped, made.transposed = flipped, transposed
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["inner"], (self.flipped, self.transposed, self.dtype)
+        parts = ["values", "scales"] if self.factors is None else ["values", "scales", "factors"]
+        return parts, (self.flipped, self.transposed, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, Any], context: Any, size: Any, stride: Any) -> PackedStack:
-        return PackedStack(tensors["inner"], *context)
+        return PackedStack(tensors["values"], tensors["scales"], tensors.get("factors"), *context)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"PackedStack({type(self.inner).__name__}, {tuple(self.shape)}, {self.dtype})"
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the plain tensors. Wrapper subclasses cannot be loaded with a callable map_location, as Lightning does."""
+        context = (self.flipped, self.transposed, self.dtype)
+        return _unpickled, (self.values, self.scales, self.factors, *context, isinstance(self, nn.Parameter))
 
-    def dequantize(self) -> Tensor:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PackedStack({self.format}, {tuple(self.shape)}, {self.dtype})"
+
+    @property
+    def format(self) -> str:
+        """``"nvfp4"`` or ``"mxfp4"``."""
+        return "mxfp4" if self.factors is None else "nvfp4"
+
+    def dequantize(self) -> Tensor:
         """Returns the weight, with this tensor's shape, strides and dtype."""
-        if self.inner.dim() == 2:
-            dense = self.inner.dequantize().to(self.dtype)
-        else:
-            dense = torch.cat([each.dequantize().to(self.dtype) for each in _pieces(self.inner)])
+        scales = self.scales.float()
+        if self.factors is not None:
+            scales = self.factors * scales
+        # Values of 4 bits are exact in every dtype. They are multiplied in float32, and rounded once.
+        table = torch.tensor(_VALUES, dtype=self.dtype, device=self.device)
+        pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)  # by byte
+        values = pairs[self.values.int()].view(*scales.shape, -1)
+        dense = torch.empty_like(values)
+        torch.mul(values, scales.unsqueeze(-1), out=dense)
+        dense = dense.flatten(-2)
         if self.flipped:
             dense = dense.transpose(-1, -2).contiguous()
         return dense.transpose(-1, -2) if self.transposed else dense
 
-    def _like(self, inner: Any, *, transposed: bool | None = None, dtype: torch.dtype | None = None) -> PackedStack:
+    def _each(self, function: Any, *, transposed: bool | None = None, dtype: torch.dtype | None = None) -> PackedStack:
+        """Returns a packed tensor whose plain tensors are the results of a function."""
+        factors = None if self.factors is None else function(self.factors)
+        transposed = self.transposed if transposed is None else transposed
         return PackedStack(
-            inner, self.flipped, self.transposed if transposed is None else transposed, dtype or self.dtype
+            function(self.values), function(self.scales), factors, self.flipped, transposed, dtype or self.dtype
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, PackedStack) and (packed := first._packed(func, args, kwargs)) is not None:
-            return packed
-        if writes_arguments(func):
+        if isinstance(first, PackedStack):
+            with no_inference_mode():  # torch makes no views of a tensor subclass that are inference tensors
+                packed = first._packed(func, args, kwargs)
+            if packed is not None:
+                return packed
+        if _writes_packed(func, args, kwargs):
+            if func is _aten.copy_.default and isinstance(args[1], PackedStack):
+                raise NotImplementedError(
+                    f"Copying into {first!r} from {args[1]!r}. Expected the same format and layout."
+                )
             raise NotImplementedError(
                 f"{func} would write a weight in 4 bits (PackedStack), which cannot be written or trained. Train adapters "
                 "beside it; or assign another parameter."
@@ -100,27 +145,60 @@ class PackedStack(Tensor):
     def _packed(self, func: Any, args: Any, kwargs: Any) -> PackedStack | None:
         """Returns the result of a function that leaves the weight packed; None if it needs the values."""
         if func in (_aten.detach.default, _aten.alias.default):
-            return self._like(self.inner.detach())
+            return self._each(Tensor.detach)
         if func is _aten.clone.default:
-            return self._like(self.inner.clone())
+            return self._each(Tensor.clone)
         if func is _aten.select.int and self.dim() == 3 and args[1] in (0, -3):
-            return self._like(self.inner[args[2]])
+            return self._each(lambda part: part[args[2]])
         last = {self.dim() - 2, self.dim() - 1}
         if func is _aten.t.default or (
             func is _aten.transpose.int and {each % self.dim() for each in args[1:]} == last
         ):
-            return self._like(self.inner, transposed=not self.transposed)
+            return self._each(lambda part: part, transposed=not self.transposed)
         if func is _aten._to_copy.default and not {*kwargs} - {"dtype", "device", "non_blocking"}:
             device = kwargs.get("device")
-            inner = self.inner.clone() if device is None else self.inner.to(device)
-            return self._like(inner, dtype=kwargs.get("dtype"))
+            return self._each(lambda part: part.to(device, copy=True), dtype=kwargs.get("dtype"))
+        if func is _aten.copy_.default and self._has_layout_of(args[1]):
+            for part in self.__tensor_flatten__()[0]:
+                getattr(self, part).copy_(getattr(args[1], part))
+            return self
         return None
 
+    def _has_layout_of(self, other: Any) -> bool:
+        return isinstance(other, PackedStack) and (self.format, self.shape, self.flipped, self.transposed) == (
+            other.format,
+            other.shape,
+            other.flipped,
+            other.transposed,
+        )
 
-torch.serialization.add_safe_globals([PackedStack])  # checkpoints are loaded with weights_only=True
+
+def _writes_packed(func: Any, args: Any, kwargs: Any) -> bool:
+    """Returns True if a function writes a packed tensor."""
+    if not writes_arguments(func):
+        return False
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    written = [named.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
+    return any(isinstance(each, PackedStack) for each in tree_leaves(written))
 
 
-def pack_experts(module: nn.Module, format: Literal["nvfp4", "mxfp4"] = "nvfp4") -> list[str]:  # noqa: A002
+def _unpickled(
+    values: Tensor,
+    scales: Tensor,
+    factors: Tensor | None,
+    flipped: bool,
+    transposed: bool,
+    dtype: torch.dtype,
+    is_parameter: bool,
+) -> Tensor:
+    made = PackedStack(values, scales, factors, flipped, transposed, dtype)
+    return nn.Parameter(made, requires_grad=False) if is_parameter else made
+
+
+torch.serialization.add_safe_globals([PackedStack, _unpickled])  # checkpoints are loaded with weights_only=True
+
+
+def pack_experts(module: nn.Module, format: Format = "nvfp4") -> list[str]:  # noqa: A002
     """Quantises the stacked experts of a model to 4 bits, and freezes them. It works with every strategy.
 
     Call it before adapters are added::
@@ -144,7 +222,7 @@ def pack_experts(module: nn.Module, format: Literal["nvfp4", "mxfp4"] = "nvfp4")
     """
     if format not in _BLOCKS:
         raise ValueError(f'Got format={format!r}. Expected "nvfp4" or "mxfp4".')
-    quantise = _quantise_nvfp4 if format == "nvfp4" else quantise_mxfp4
+    quantise = _quantise_nvfp4 if format == "nvfp4" else _quantise_mxfp4
     made: list[str] = []
     for name, owner, key in [*named_stacks(module)]:
         weight: Any = owner._parameters[key]
@@ -158,8 +236,9 @@ def pack_experts(module: nn.Module, format: Literal["nvfp4", "mxfp4"] = "nvfp4")
             )
         count = _experts_at_once(dense)
         pieces = [quantise(dense[begin : begin + count].contiguous()) for begin in range(0, len(dense), count)]
-        inner = _joined(pieces)
-        owner._parameters[key] = nn.Parameter(PackedStack(inner, flipped, False, weight.dtype), requires_grad=False)
+        values, scales, *factors = map(_joined, zip(*pieces, strict=True))
+        packed = PackedStack(values, scales, factors[0] if factors else None, flipped, False, weight.dtype)
+        owner._parameters[key] = nn.Parameter(packed, requires_grad=False)
         made.append(name)
     if not made:
         raise ValueError(
@@ -183,28 +262,16 @@ def is_flipped(owner: nn.Module) -> bool:
     return bool(getattr(owner, "is_transposed", False))
 
 
-def _experts_at_once(stack: Any) -> int:
-    """Returns how many experts of a stack are quantised or dequantised at once."""
-    if any(isinstance(part, FakeTensor) for _, part in parts("", stack)):
+def _experts_at_once(stack: Tensor) -> int:
+    """Returns how many experts of a stack are quantised at once."""
+    if isinstance(stack, FakeTensor):
         return len(stack)  # without memory (``plan``)
     return max(1, _AT_ONCE // (stack.shape[-1] * stack.shape[-2]))
 
 
-def _pieces(stack: Any) -> Iterator[Any]:
-    """Yields a tensor of torchao in pieces of some experts. torchao does not slice stacks itself."""
-    count = _experts_at_once(stack)
-    build = builder(stack)
-    plain = [part for _, part in parts("", stack)]
-    for begin in range(0, len(stack), count):
-        yield build(iter([part[begin : begin + count] for part in plain]))
-
-
-def _joined(pieces: list[Any]) -> Any:
-    """Joins pieces of a stack again."""
-    plain = zip(*([part for _, part in parts("", piece)] for piece in pieces), strict=True)
+def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
     # torch joins no tensors of some 8-bit dtypes.
-    joined = [torch.cat([part.view(torch.uint8) for part in each]).view(each[0].dtype) for each in plain]
-    return builder(pieces[0])(iter(joined))
+    return torch.cat([piece.view(torch.uint8) for piece in pieces]).view(pieces[0].dtype)
 
 
 def _torchao(name: str) -> Any:
@@ -215,12 +282,13 @@ def _torchao(name: str) -> Any:
     return getattr(mx_formats, name)
 
 
-def _quantise_nvfp4(stack: Tensor) -> Any:
+def _quantise_nvfp4(stack: Tensor) -> tuple[Tensor, ...]:
     module = _torchao("nvfp4_tensor")
-    scale = module.per_tensor_amax_to_scale(stack.abs().amax(dim=(1, 2), keepdim=True).float())
-    return module.NVFP4Tensor.to_nvfp4(stack, per_tensor_scale=scale)
+    factors = module.per_tensor_amax_to_scale(stack.abs().amax(dim=(1, 2), keepdim=True).float())
+    made = module.NVFP4Tensor.to_nvfp4(stack, per_tensor_scale=factors)
+    return made.qdata, made.scale, factors
 
 
-def quantise_mxfp4(stack: Tensor) -> Any:
-    """Returns a tensor of torchao with the values of a stack in MXFP4."""
-    return _torchao("mx_tensor").MXTensor.to_mx(stack, torch.float4_e2m1fn_x2, 32)
+def _quantise_mxfp4(stack: Tensor) -> tuple[Tensor, ...]:
+    made = _torchao("mx_tensor").MXTensor.to_mx(stack, torch.float4_e2m1fn_x2, 32)
+    return made.qdata, made.scale

@@ -74,7 +74,7 @@ class OffloadedWrapper:
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Passes the call on to the user's parameter, if it changes anything."""
-        return self if requires_grad == self.requires_grad else self.host.requires_grad_(requires_grad)  # type: ignore[attr-defined]
+        return self if requires_grad == self.requires_grad else self.host.requires_grad_(requires_grad)
 
     def whole(self, use: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Builds the parameter on the device, or the part that a use needs. While it is referenced, its slot is not reused.

@@ -236,7 +236,7 @@ class Question(argparse.Namespace):
         bool, _option("gradient checkpointing, of models of transformers and diffusers", action="store_true")
     ]
     compile_blocks: Annotated[bool, _option(_COMPILED, action="store_true")]
-    pack_experts: Annotated[str | None, _option(_PACKED, choices=("nvfp4", "mxfp4"))]
+    pack_experts: Annotated[Literal["nvfp4", "mxfp4"] | None, _option(_PACKED, choices=("nvfp4", "mxfp4"))]
     accumulate_grad_batches: Annotated[
         int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)
     ]

@@ -1,0 +1,187 @@
+"""Checkpoints in MXFP4: loaded with the bytes of their files, and the values that transformers gives them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import sp_lightning
+from sp_lightning.experts.packed_stacks import PackedStack, named_stacks
+from sp_lightning.model.wrapped import parts
+from tests.support import stacked
+from tests.support.poison import poisoned
+from tests.support.runs import assert_equal, assert_same, fit, superpipeline
+from tests.support.tiers import first
+
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+FIRST = f"model.layers.0.{STACKS[0]}"
+
+
+def dense(dtype: torch.dtype = torch.bfloat16, *, tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    return stacked.transformer("gpt-oss", intermediate_size=64, tie_word_embeddings=tied).net.to(dtype)
+
+
+def files_of(model: Any) -> dict[str, Tensor]:
+    """The tensors of a checkpoint like gpt-oss's: random experts in MXFP4, the other weights of the model."""
+    tensors = {name: value.clone() for name, value in model.state_dict().items() if "experts.gate" not in name}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    generator = torch.Generator().manual_seed(3)
+    for name, owner, key in named_stacks(model):
+        experts, inputs, out = getattr(owner, key).shape
+        tensors.pop(name, None)
+        shape = (experts, out, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(115, 124, shape, dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_bias"] = torch.randn(experts, out, generator=generator).bfloat16()
+    return tensors
+
+
+def write(folder: Path, tensors: dict[str, Tensor], shards: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    names = sorted(tensors)  # so that blocks and scales of a stack are in different files
+    files = {name: f"model-{number % shards:05}.safetensors" for number, name in enumerate(names)}
+    for file in {*files.values()}:
+        save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_file({"unused": torch.ones(1)}, folder / "other.safetensors")
+    return folder
+
+
+def empty(dtype: torch.dtype = torch.bfloat16, *, tied: bool = False) -> Any:
+    config = dense(tied=tied).config
+    with accelerate.init_empty_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def expected(model: Any, tensors: dict[str, Tensor]) -> Any:
+    """The model with the experts that transformers makes of the same files."""
+    values = {name: tensors[name].to(model.dtype) for name in tensors if not name.endswith(("_blocks", "_scales"))}
+    for name, *_ in named_stacks(model):
+        values[name] = convert_moe_packed_tensors(
+            tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=model.dtype
+        )
+    model.load_state_dict(values, strict=not model.config.tie_word_embeddings)
+    return model.eval()
+
+
+@pytest.mark.parametrize("tied", first([False, True], False, why="an embedding that is the head as well"))
+@pytest.mark.parametrize("dtype", first([torch.bfloat16, torch.float32], torch.bfloat16, why="another dtype"))
+@pytest.mark.parametrize("shards", [1, 3])
+def test_loads_what_transformers_loads(tmp_path: Path, shards: int, dtype: torch.dtype, tied: bool) -> None:
+    tensors = files_of(dense(tied=tied))
+    model = empty(dtype, tied=tied)
+    sp_lightning.load_mxfp4(model, write(tmp_path, tensors, shards))
+    reference = expected(dense(dtype, tied=tied), tensors)
+    stacks = [name for name, *_ in named_stacks(model)]
+    assert stacks == [f"model.layers.{number}.{stack}" for number in range(2) for stack in STACKS]
+    for name, parameter in reference.named_parameters():
+        loaded: Any = model.get_parameter(name)
+        if name in stacks:
+            assert isinstance(loaded, PackedStack)
+            assert not loaded.requires_grad
+            values, scales = (part.view(torch.uint8) for _, part in parts("", loaded))
+            assert torch.equal(values, tensors[f"{name}_blocks"].flatten(2))
+            assert torch.equal(scales, tensors[f"{name}_scales"])
+            loaded = loaded.dequantize()
+            assert loaded.stride() == parameter.stride()
+        assert_equal(loaded.detach(), parameter.detach(), name)
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
+    model.set_experts_implementation("grouped_mm")
+    with torch.no_grad():
+        for batch in stacked.tokens():
+            assert_equal(model(**batch).logits, reference(**batch).logits, "logits")
+
+
+def test_the_loaded_model_is_trained(tmp_path: Path) -> None:
+    folder = write(tmp_path, files_of(dense()))
+
+    def make() -> stacked.Transformer:
+        model = empty().train()
+        sp_lightning.load_mxfp4(model, folder)
+        return stacked.Transformer(peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])))
+
+    strategy = superpipeline(k=1)
+    with poisoned():
+        ours = fit(make, stacked.tokens(), strategy, precision="bf16-mixed")
+    assert_same(ours, fit(make, stacked.tokens(), precision="bf16-mixed"))
+    assert strategy.stats().expert_bytes < 6 * sum(layer.nbytes for layer in strategy.plan.layers if layer.rows)
+
+
+def test_a_model_with_values_gets_those_of_the_files(tmp_path: Path) -> None:
+    tensors = files_of(dense())
+    model = stacked.transformer("gpt-oss", intermediate_size=64).net.bfloat16()
+    for _ in range(2):  # the second time, its experts are packed
+        sp_lightning.load_mxfp4(model, write(tmp_path, tensors))
+    reference = expected(dense(), tensors)
+    assert all(torch.equal(p, reference.get_parameter(n)) for n, p in model.named_parameters() if "proj" not in n)
+    assert_equal(model.get_parameter(FIRST).dequantize(), reference.get_parameter(FIRST).detach(), "experts")
+
+
+def _without(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.pop(name)
+
+
+def _with(name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.update({name: torch.zeros(shape, dtype=dtype)})
+
+
+def _of_other_models(tensors: dict[str, Tensor]) -> None:
+    for name in [*tensors]:
+        tensors[f"transformer.{name}"] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_without("model.norm.weight"), r"do not fit\. Stacks in MXFP4: 4; missing in the files: model\.norm\.weight; not in"),
+        (_with("more", 2), r"missing in the files: none; not in the model: more\."),
+        (_without(f"{FIRST}_scales"), rf"MXFP4: 3; missing in the files: {FIRST}; not in the model: {FIRST}_blocks"),
+        (_of_other_models, r"MXFP4: 0; missing in the files: .* and \d+ others; not in the model: transformer\."),
+        (_with("model.norm.weight", 5), r"'model\.norm\.weight' has the shape \(5,\) in the files and \(32,\) in the model"),
+        (_with(f"{FIRST}_blocks", 8, 128, 2, 16), r"gate_up_proj_blocks is torch\.uint8 of shape \(8, 128, 2, 16\)"),
+        (_with(f"{FIRST}_scales", 8, 1), r"gate_up_proj_scales is .* Expected torch\.uint8 of shape \(8, 128, 1\)"),
+        (_with(f"{FIRST}_scales", 8, 128, 1, dtype=torch.float32), r"gate_up_proj_scales is torch\.float32 of shape"),
+    ],
+    ids=["missing", "extra", "no scales", "other names", "shape", "shape of blocks", "shape of scales", "dtype"],
+)  # fmt: skip
+def test_files_of_another_model(change: Callable[[dict[str, Tensor]], Any], said: str, tmp_path: Path) -> None:
+    tensors = files_of(dense())
+    change(tensors)
+    with pytest.raises(ValueError, match=said):
+        sp_lightning.load_mxfp4(empty(), write(tmp_path, tensors))
+
+
+def test_a_folder_without_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"No \*\.safetensors in "):
+        sp_lightning.load_mxfp4(empty(), tmp_path)
+
+
+def test_buffers_without_values(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(dense().config, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"inv_freq.* have no values, and are not in the files\. Build the model in"):
+        sp_lightning.load_mxfp4(model, write(tmp_path, files_of(dense())))
+
+
+def test_torchao_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = empty(), write(tmp_path, files_of(dense()))
+    monkeypatch.setitem(sys.modules, "torchao.prototype", None)
+    with pytest.raises(ImportError, match="pip install torchao"):
+        sp_lightning.load_mxfp4(model, folder)
