@@ -263,8 +263,7 @@ class _BoundCall:
         )
         self._unbind()
         for group in {weight._of: None for weight in compiled.names}:
-            if not group.layer.state.attached:
-                self._attach_masters(group)
+            self._attach_masters(group)
         restart_trace(why)
 
     def _unbind(self) -> None:

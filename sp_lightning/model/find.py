@@ -160,7 +160,7 @@ def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
         if (type(parameter) is nn.Parameter or isinstance(parameter, FakeTensor))
         and parameter.dtype is torch.float32
         and all(type(child) in _CAST and child not in excluded for child, _ in where)
-        and all(child not in compiled or (key == "weight" and parameter.dim() > 1) for child, key in where)
+        and all(child not in compiled or key == "weight" for child, key in where)
     }
 
 

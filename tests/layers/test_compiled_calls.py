@@ -409,6 +409,90 @@ def test_a_master_that_is_on_the_device_already() -> None:
     equal(compiled(lambda: ReadBefore(Linears(Block))), vectors())
 
 
+class WritesBefore(nn.Module):
+    """Writes a master on the device, in evaluation, before the compiled part reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            self.part.inner.weight.mul_(0.5)
+        return self.part(x)
+
+
+def parts_compiled(block: Callable[[], nn.Module]) -> Callable[[], Any]:
+    def make() -> Any:
+        module = of(block)()
+        for each in module.net.blocks:
+            each.part.compile(backend="aot_eager")
+        return module
+
+    return make
+
+
+def test_a_master_that_was_written_on_the_device() -> None:
+    equal(parts_compiled(WritesBefore), vectors(), val=vectors(2), max_epochs=2)
+
+
+class CallsPart(Module):
+    """Calls a compiled part of a block from outside, so that the block's layer is not uploaded for a call."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(self.net.blocks[1].part(batch))
+
+
+def test_a_compiled_part_that_is_called_from_outside_its_layer() -> None:
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x)
+
+    def make() -> Any:
+        module = CallsPart(Linears(Holds))
+        for each in module.net.blocks:
+            each.part.compile(backend="aot_eager")
+        return module
+
+    equal(make, vectors())
+
+
+class CallsCompiled(Linears):
+    """Compiled code calls compiled blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.compile(super().forward, backend="aot_eager")(x)
+
+
+def test_compiled_blocks_inside_a_compiled_function() -> None:
+    equal(compiled(lambda: Module(CallsCompiled(Block))), vectors())
+
+
+class Nested(nn.Module):
+    """A compiled block calls another compiled module between two graphs, and then reads one of its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.own = Block(), nn.Linear(16, 16, bias=False)
+        self.part.compile(backend="aot_eager")
+
+    @torch.compiler.disable
+    def between(self, x: Tensor) -> Tensor:
+        return self.part(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.between(torch.tanh(x))
+        return x + self.own(x) * self.own.weight.mean()
+
+
+def test_a_compiled_block_calls_another_compiled_module() -> None:
+    both(compiled(of(Nested)), vectors(), expect="another function")
+
+
 class Meets(Block):
     """Two threads call the block at once; each waits for the other in the middle of it."""
 
@@ -450,16 +534,19 @@ def test_two_threads_call_a_compiled_block_at_once() -> None:
 
 def test_after_a_call_no_weight_has_a_cast_or_attributes_that_are_not_its_own() -> None:
     seen: list[dict[str, Any]] = []
+    kinds: set[str] = set()
 
     class Looks(Module):
         def loss(self, batch: Any) -> Tensor:
             loss = super().loss(batch)
             seen.extend(vars(block.inner.weight) for block in self.net.blocks)
+            kinds.update(type(block.inner.weight).__name__ for block in self.net.blocks)
             return loss
 
     fit(compiled(lambda: with_attribute(0.5, Looks)), vectors(1), superpipeline(k=1), **MIXED)
     assert seen
     assert not any("_bound_cast" in each or "factor" in each for each in seen)
+    assert "CompiledStandIn" not in kinds
 
 
 # ---------------------------------------------------------------------- compile_blocks

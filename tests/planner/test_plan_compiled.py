@@ -11,7 +11,9 @@ import pytest
 import transformers
 
 from sp_lightning.__main__ import main
+from sp_lightning.model.found import Found, Layer
 from sp_lightning.planner.dry_run import FUSED, Cost, Work
+from sp_lightning.planner.estimate import _layers_of
 
 SIZES = {
     "hidden_size": 64,
@@ -69,6 +71,12 @@ def test_the_answer_proposes_compiled_blocks_where_they_help(
     assert float(proposed[1]) == pytest.approx(json.loads(capsys.readouterr().out)["windows"][0]["seconds"], rel=0.01)
     main([*computing, "--compile-blocks"])
     assert "only fewer operations or a faster GPU help" in capsys.readouterr().out
+
+
+def test_layers_are_blocks_or_parts_of_blocks_or_hold_parts_of_blocks() -> None:
+    names = ["embed", "blocks.0", "blocks.1.inner", "blocks.1.experts", "blocks.10", "head"]
+    found = Found(tuple(Layer(name, ()) for name in names), Layer("residents", ()), {}, {}, ())
+    assert _layers_of(["blocks.0.attention", "blocks.1"], found) == {1, 2, 3}
 
 
 def test_only_layers_that_are_compiled_are_faster() -> None:
