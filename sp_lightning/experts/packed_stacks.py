@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sp_lightning.experts.stacks import stacks_in
 from sp_lightning.torch_compat.modes import no_inference_mode
-from sp_lightning.torch_compat.private import FakeTensor, tree_leaves, tree_map_only, writes_arguments
+from sp_lightning.torch_compat.private import FakeTensor, make_wrapper, tree_leaves, tree_map_only, writes_arguments
 
 _AT_ONCE = 2**25
 """About as many values are quantised at once: torchao makes several temporary tensors in float32."""
@@ -65,14 +65,17 @@ class PackedStack(Tensor):
         shape, strides = [*first, rows, columns], [*([rows * columns] * len(first)), columns, 1]
         if transposed:
             shape[-2:], strides[-2:] = shape[:-3:-1], strides[:-3:-1]
-        made: PackedStack = torch.Tensor._make_wrapper_subclass(
+        made: PackedStack = make_wrapper(
             cls, shape, strides=strides, dtype=dtype, device=values.device, requires_grad=False
         )
         made.values, made.scales, made.factors = values, scales, factors
         made.flipped, made.transposed = flipped, transposed
         return made
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.DisableTorchFunctionSubclass():  # results are not made packed tensors
+            return func(*args, **(kwargs or {}))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         parts = ["values", "scales"] if self.factors is None else ["values", "scales", "factors"]
@@ -174,12 +177,9 @@ class PackedStack(Tensor):
 
 
 def _writes_packed(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns True if a function writes a packed tensor."""
-    if not writes_arguments(func):
-        return False
-    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    written = [named.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
-    return any(isinstance(each, PackedStack) for each in tree_leaves(written))
+    """Returns True if a function writes a packed tensor: its first argument, one of a list there, or ``out=``."""
+    written = (*args[:1], kwargs.get("out"))
+    return writes_arguments(func) and any(isinstance(each, PackedStack) for each in tree_leaves(written))
 
 
 def _unpickled(
