@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from sp_lightning.experts.stacks import stacks_in
 from sp_lightning.torch_compat.modes import no_inference_mode
-from sp_lightning.torch_compat.private import FakeTensor, make_wrapper, tree_leaves, tree_map_only, writes_arguments
+from sp_lightning.torch_compat.private import (
+    FakeTensor,
+    make_wrapper,
+    to_copy_operator,
+    tree_leaves,
+    tree_map_only,
+    writes_arguments,
+)
 
 _AT_ONCE = 2**25
 """About as many values are quantised at once: torchao makes several temporary tensors in float32."""
@@ -158,7 +165,7 @@ class PackedStack(Tensor):
             func is _aten.transpose.int and {each % self.dim() for each in args[1:]} == last
         ):
             return self._each(lambda part: part, transposed=not self.transposed)
-        if func is _aten._to_copy.default and not {*kwargs} - {"dtype", "device", "non_blocking"}:
+        if func.overloadpacket is to_copy_operator and not {*kwargs} - {"dtype", "device", "non_blocking"}:
             device = kwargs.get("device")
             return self._each(lambda part: part.to(device, copy=True), dtype=kwargs.get("dtype"))
         if func is _aten.copy_.default and self._has_layout_of(args[1]):
