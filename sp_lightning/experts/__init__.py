@@ -2,9 +2,11 @@
 
 **What it adds.** Stacked experts (one parameter for all experts of a module, ``stacks``): ``expert_rows`` uploads the experts
 that a router has chosen, and ``expert_cache`` keeps experts on the device. Embeddings: ``embedding_rows`` uploads the rows that
-a batch looks up. Experts that are modules of their own belong to the core.
+a batch looks up. Experts that are modules of their own belong to the core. Stacks in 4 bits: ``packed_stacks`` quantises and
+dequantises, ``mxfp4`` loads them from files; both work with every strategy.
 
-**Where it enters.** No option. :func:`~sp_lightning.registry.row_finder` returns the
+**Where it enters.** ``pack_experts`` and ``load_mxfp4`` are public functions. There is no option:
+:func:`~sp_lightning.registry.row_finder` returns the
 :class:`~sp_lightning.model.rows.RowFinder` of ``finder``. The search for layers asks it which modules have rows, and the engine
 lets it replace the :class:`~sp_lightning.layers.layer.AllRows` of their layers. Other layers keep ``AllRows``.
 
