@@ -361,12 +361,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "--accumulate-grad-batches. Lower one of them or --length, or give more data"
             )
         steps = options.steps or max(1, int(options.epochs * len(training) / step_size))
-        # Plain Lightning saves the packed experts, too. torch.load does not know their class yet.
-        done = (
-            torch.load(options.resume, mmap=True, weights_only=not options.experts)["global_step"]
-            if options.resume
-            else 0
-        )
+        done = torch.load(options.resume, mmap=True)["global_step"] if options.resume else 0
         if done >= steps:
             raise ValueError(f"--resume {options.resume}: has {done} of {steps} steps. For example: --steps {2 * done}")
     except (ValueError, OSError) as error:

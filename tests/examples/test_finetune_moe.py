@@ -221,7 +221,7 @@ def test_experts_in_mxfp4_keep_the_values_of_their_files(
     options = finetune_moe.parse([*arguments, "--length", "16", "--no-gradient-checkpointing"])
     loaded = finetune_moe.load_model(options, finetune_moe.read_config(options)[0])
     packed = [p for p in loaded.parameters() if isinstance(p, PackedStack)]
-    assert [type(each.inner).__name__ for each in packed] == ["MXTensor"] * 4
+    assert [each.format for each in packed] == ["mxfp4"] * 4
     run(folder, "ours", *arguments)
     said = losses(capsys)
     run(folder, "plain", *arguments, "--strategy", "auto")
