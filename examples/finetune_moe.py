@@ -3,6 +3,8 @@
     python examples/finetune_moe.py                                  # a small model on small data, without downloads
     python examples/finetune_moe.py --model Qwen/Qwen3-30B-A3B --data my.jsonl --length 4096 --batch-size 1 \\
         --accumulate-grad-batches 8 --lora 16                        # adapters of attention, on a 24 GB card
+    python examples/finetune_moe.py --model openai/gpt-oss-20b --data my.jsonl --length 4096 --batch-size 1 \\
+        --experts 4bit --lora 16 --lora-experts                      # adapters of attention and of experts in 4 bits
     python examples/finetune_moe.py --resume runs/finetune_moe/last.ckpt    # continue an interrupted run
     python examples/finetune_moe.py --strategy auto                  # plain Lightning, for comparison
 
@@ -10,7 +12,9 @@ Rows of ``--data`` are ``{"prompt": "...", "completion": "..."}`` (only the comp
 ``{"text": "..."}``. For conversations and hub datasets, copy ``read_rows`` and ``encode`` of ``finetune_llm.py``.
 
 The router's auxiliary loss is added to the loss, so that all experts stay in use. With ``--lora``, routers and experts
-are frozen. If a batch is routed to few experts, only their weights are uploaded.
+are frozen. If a batch is routed to few experts, only their weights are uploaded. With ``--experts 4bit``, they are in CPU
+memory in 4 bits and are uploaded so. Models with experts in MXFP4 (gpt-oss) keep the values of their files, others are
+quantised to NVFP4. ``--lora-experts`` adds adapters to the experts (not yet run on a GPU, as 4 bits).
 
 Time and memory of the second command on a 24 GB card, *estimated* for 100 TFLOP/s and 25 GB/s over PCIe. Adapters of
 experts are not included:
@@ -48,6 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 2e-5 with --model, else 2e-3)")
     add("--aux", type=float, help="factor of the router's auxiliary loss; 0 is off (default: the model's own)")
     add("--lora", type=int, metavar="RANK", help="train LoRA adapters (PEFT) of attention only, for example 16")
+    add("--lora-experts", action="store_true", help="with --lora: adapters of the experts, too")
+    add("--experts", choices=["4bit"], help="with --lora: the frozen experts in 4 bits (needs torchao)")
     add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
     add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
     add("--strategy", default="superpipeline", choices=["superpipeline", "auto"], help="auto is plain (%(default)s)")
@@ -67,6 +73,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    for name, given in (("--lora-experts", options.lora_experts), ("--experts 4bit", options.experts)):
+        if given and not options.lora:
+            parser.error(f"{name}: only adapters can be trained then. For example: {name} --lora 16")
     if options.aux is not None and options.aux < 0:
         parser.error(f"--aux {options.aux}: expected 0 or more. For example: --aux 0.001")
     data, model = options.data, options.model
@@ -102,6 +111,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
+import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 
 IGNORED = -100  # a label that does not count in the loss
@@ -246,7 +256,10 @@ def read_config(options: argparse.Namespace) -> tuple[Any, Any]:
         config.router_aux_loss_coef = options.aux
     if options.lora:
         with torch.device("meta"):
-            attention_layers(AutoModelForCausalLM.from_config(config))
+            empty = AutoModelForCausalLM.from_config(config)
+            if options.experts:
+                sp_lightning.pack_experts(empty)
+            add_adapters(empty, options)
     return config, tokenizer
 
 
@@ -259,24 +272,60 @@ def attention_layers(model: Any) -> list[str]:
     return found
 
 
+def expert_stacks(model: Any) -> list[str]:
+    """The parameters that hold all experts of a block."""
+    found = [
+        name for name, _ in model.named_parameters() if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]
+    if not found:
+        raise ValueError(f"--lora-experts: {type(model).__name__} has no experts.gate_up_proj and experts.down_proj")
+    return found
+
+
+def add_adapters(model: Any, options: argparse.Namespace) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    stacks = expert_stacks(model) if options.lora_experts else None
+    size = {"r": options.lora, "lora_alpha": 2 * options.lora}
+    targets = {"target_modules": attention_layers(model), "target_parameters": stacks}
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **targets, **size))
+
+
 def load_model(options: argparse.Namespace, config: Any) -> Any:
     """The model on the CPU. The strategy copies layers to the GPU when they are needed."""
     # bf16-mixed computes in bfloat16. Weights that are trained stay in float32, frozen ones need no more than bfloat16.
     half = options.precision == "bf16-true" or (options.precision == "bf16-mixed" and options.lora)
     dtype = torch.bfloat16 if half else torch.float32
-    if options.model is None or Path(options.model).is_file():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # random weights
+    quantised = getattr(config, "quantization_config", None) or {}
+    random = options.model is None or Path(options.model).is_file()
+    if options.experts and not random and quantised.get("quant_method") == "mxfp4":
+        model = load_mxfp4(options.model, config, dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=dtype)
+        if random:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(options.model, config=config, dtype=dtype)
+        if options.experts:
+            sp_lightning.pack_experts(model)  # before adapters are added
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if options.lora:
-        from peft import LoraConfig, get_peft_model
-
-        size = {"r": options.lora, "lora_alpha": 2 * options.lora}
-        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=attention_layers(model), **size)
-        model = get_peft_model(model, lora)
+        model = add_adapters(model, options)
     return model.train()  # from_pretrained returns it in evaluation mode, and Lightning keeps the mode
+
+
+def load_mxfp4(model: str, config: Any, dtype: torch.dtype) -> Any:
+    """A model whose experts stay in 4 bits, as in its files. from_pretrained would dequantise them."""
+    from accelerate import init_empty_weights
+    from huggingface_hub import snapshot_download
+
+    folder = (
+        model if Path(model).is_dir() else snapshot_download(model, allow_patterns=["*.json", "model*.safetensors"])
+    )
+    with init_empty_weights():
+        loaded = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    sp_lightning.load_mxfp4(loaded, folder)
+    return loaded
 
 
 # ---------------------------------------------------------------------- the run

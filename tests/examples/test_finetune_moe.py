@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from examples import finetune_moe
+from sp_lightning.experts.packed_stacks import PackedStack
+from tests.support.mxfp4 import dense, files_of, write
 from tests.support.tiers import first
 
 TINY: dict[str, Any] = {
@@ -155,6 +159,75 @@ def test_lora_trains_attention_only(folder: Path, precision: str) -> None:
     assert any(bool(adapters[0][name].any()) for name in adapters[0] if "lora_B" in name)
 
 
+def pretrained(folder: Path, tokenizer: Any) -> str:
+    """A folder with a small model, as adapters need one to be saved with."""
+    torch.manual_seed(3)
+    config = Qwen3MoeConfig(**TINY, eos_token_id=tokenizer.eos_token_id)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    return str(folder / "base")
+
+
+EXPERTS = [["--experts", "4bit"], ["--lora-experts"], ["--experts", "4bit", "--lora-experts"]]
+
+
+@pytest.mark.parametrize("more", first(EXPERTS, EXPERTS[-1], why="one of the two options"), ids=" ".join)
+def test_adapters_beside_experts_in_4_bits_and_adapters_of_experts(
+    more: list[str], folder: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["--model", pretrained(folder, tokenizer)]
+    arguments = [*base, "--lora", "4", "--steps", "4", "--precision", "bf16-mixed", *more]
+    ours = run(folder, "ours", *arguments)
+    said = losses(capsys)
+    plain = run(folder, "plain", *arguments, "--strategy", "auto")
+    assert said == losses(capsys)
+    adapters = [load_file(each / "adapter" / "adapter_model.safetensors") for each in (ours, plain)]
+    assert_same(*adapters)
+    assert any("self_attn" in name for name in adapters[0])
+    of_experts = [bool(values.any()) for name, values in adapters[0].items() if "experts" in name and "lora_B" in name]
+    assert of_experts == [True] * 4 * ("--lora-experts" in more)  # two stacks in each of two blocks
+    saved = [torch.load(each / "last.ckpt", weights_only=True)["state_dict"] for each in (ours, plain)]
+    assert {name for name in saved[1] if "lora_" in name} == {*saved[0]}
+    packed = [type(value).__name__ for value in saved[1].values()].count("PackedStack")
+    assert packed == 4 * ("--experts" in more)
+
+
+@pytest.mark.rest("a checkpoint resumes in the tests of packed experts")
+@pytest.mark.parametrize("strategy", ["superpipeline", "auto"])
+def test_a_run_with_packed_experts_resumes(
+    strategy: str, folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = ["--model", pretrained(folder, tokenizer), "--lora", "4", "--experts", "4bit", "--lora-experts"]
+    arguments = [*base, "--strategy", strategy, "--steps"]
+    # The schedule of the first part is that of the whole run.
+    monkeypatch.setattr(finetune_moe, "cosine_with_warmup", lambda optimizer, *_: LambdaLR(optimizer, lambda _: 1.0))
+    whole = run(folder, "whole", *arguments, "6")
+    last = run(folder, "part", *arguments, "4") / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 4
+    part = run(folder, "part", *arguments, "6", "--resume", str(last))
+    assert_same(*(load_file(each / "adapter" / "adapter_model.safetensors") for each in (whole, part)))
+
+
+def test_experts_in_mxfp4_keep_the_values_of_their_files(
+    folder: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder with a config and files like those of gpt-oss."""
+    model = folder / "gpt-oss"
+    write(model, files_of(dense(vocab_size=1024)))
+    config = dense(vocab_size=1024).config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (model / "config.json").write_text(json.dumps(config, default=str))
+    tokenizer.save_pretrained(model)
+    arguments = ["--model", str(model), "--lora", "4", "--experts", "4bit", "--steps", "2", "--precision", "bf16-mixed"]
+    options = finetune_moe.parse([*arguments, "--length", "16", "--no-gradient-checkpointing"])
+    loaded = finetune_moe.load_model(options, finetune_moe.read_config(options)[0])
+    packed = [p for p in loaded.parameters() if isinstance(p, PackedStack)]
+    assert [each.format for each in packed] == ["mxfp4"] * 4
+    run(folder, "ours", *arguments)
+    said = losses(capsys)
+    run(folder, "plain", *arguments, "--strategy", "auto")
+    assert said == losses(capsys)
+
+
 def test_only_the_completion_counts(tokenizer: Any) -> None:
     tokens, labels = finetune_moe.encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer)
     assert tokenizer.decode(tokens) == "2 + 2 = 4<|end|>"
@@ -176,6 +249,14 @@ def test_only_the_completion_counts(tokenizer: Any) -> None:
         (["--length", "65"], "reads at most 64 tokens. For example: --length 64"),
         (["--steps", "0"], "--steps 0: expected a number above 0"),
         (["--aux", "-1"], "--aux -1.0: expected 0 or more"),
+        (
+            ["--lora-experts"],
+            "--lora-experts: only adapters can be trained then. For example: --lora-experts --lora 16",
+        ),
+        (["--experts", "4bit"], "--experts 4bit: only adapters can be trained then"),
+        (["--experts", "4bit", "--lora", "4", "--model", "odd.json"], "has 24 inputs. Expected a multiple of 16"),
+        (["--experts", "4bit", "--lora", "4", "--model", "llama.json", "--aux", "0"], "has no stacked experts to pack"),
+        (["--lora-experts", "--lora", "4", "--model", "llama.json", "--aux", "0"], "has no experts.gate_up_proj"),
         (["--resume", "no.ckpt"], "--resume no.ckpt: not found"),
         (
             ["--resume", "other.ckpt"],
@@ -197,6 +278,7 @@ def test_errors_in_the_input_are_reported_before_any_work(
     monkeypatch.chdir(folder)
     Path("columns.jsonl").write_text('{"text": "fine"}\n{"question": "Why?"}\n')
     Path("broken.jsonl").write_text("not json\n")
+    Path("odd.json").write_text(json.dumps(TINY | {"moe_intermediate_size": 24}))
     Path("short.jsonl").write_text('{"text": "short"}\n')
     state = {"state_dict": {"net.weight": torch.ones(2)}, "optimizer_states": [{"param_groups": [{"params": [0]}]}]}
     torch.save({"epoch": 0, "global_step": 1, **state}, "other.ckpt")

@@ -16,6 +16,7 @@ import yaml
 from torch.utils.data import DataLoader
 
 from sp_lightning.__main__ import main
+from tests.support import mxfp4
 from tests.support.models import llama, tokens
 from tests.support.pages import ROOT, blocks
 from tests.support.runs import loader
@@ -70,7 +71,7 @@ def test_python_code_runs(
 ) -> None:
     """All blocks of a page in one namespace, which has the reader's ``model``: a small Llama with its data.
 
-    If the page has the log line that shows that it works, the log has it.
+    If the page has the log line that shows that it works, the log has it. If it loads gpt-oss, there is a small one.
     """
 
     def train_dataloader() -> DataLoader[Any]:
@@ -78,6 +79,9 @@ def test_python_code_runs(
 
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO, logger="lightning.pytorch.superpipeline")
+    if "gpt-oss-20b" in "".join(blocks(page, "python")):
+        gpt_oss = mxfp4.dense()
+        gpt_oss.config.save_pretrained(mxfp4.write(tmp_path / "gpt-oss-20b", mxfp4.files_of(gpt_oss)))
     namespace: dict[str, Any] = {"model": llama()}
     namespace["model"].train_dataloader = train_dataloader
     for block in blocks(page, "python"):

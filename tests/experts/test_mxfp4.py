@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ import accelerate
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -21,47 +19,13 @@ import sp_lightning
 from sp_lightning.experts.packed_stacks import PackedStack, named_stacks
 from sp_lightning.model.wrapped import parts
 from tests.support import stacked
+from tests.support.mxfp4 import dense, files_of, write
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.tiers import first
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 FIRST = f"model.layers.0.{STACKS[0]}"
-
-
-def dense(dtype: torch.dtype = torch.bfloat16, *, tied: bool = False) -> Any:
-    torch.manual_seed(0)
-    return stacked.transformer("gpt-oss", intermediate_size=64, tie_word_embeddings=tied).net.to(dtype)
-
-
-def files_of(model: Any) -> dict[str, Tensor]:
-    """The tensors of a checkpoint like gpt-oss's: random experts in MXFP4, the other weights of the model."""
-    tensors = {name: value.clone() for name, value in model.state_dict().items() if "experts.gate" not in name}
-    if model.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
-    generator = torch.Generator().manual_seed(3)
-    for name, owner, key in named_stacks(model):
-        experts, inputs, out = getattr(owner, key).shape
-        tensors.pop(name, None)
-        shape = (experts, out, inputs // 32)
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
-        tensors[f"{name}_scales"] = torch.randint(115, 124, shape, dtype=torch.uint8, generator=generator)
-        tensors[f"{name}_bias"] = torch.randn(experts, out, generator=generator).bfloat16()
-    return tensors
-
-
-def write(folder: Path, tensors: dict[str, Tensor], shards: int = 1) -> Path:
-    folder.mkdir(exist_ok=True)
-    if shards == 1:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        return folder
-    names = sorted(tensors)  # so that blocks and scales of a stack are in different files
-    files = {name: f"model-{number % shards:05}.safetensors" for number, name in enumerate(names)}
-    for file in {*files.values()}:
-        save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    save_file({"unused": torch.ones(1)}, folder / "other.safetensors")
-    return folder
 
 
 def empty(dtype: torch.dtype = torch.bfloat16, *, tied: bool = False) -> Any:
@@ -180,8 +144,8 @@ def test_buffers_without_values(tmp_path: Path) -> None:
         sp_lightning.load_mxfp4(model, write(tmp_path, files_of(dense())))
 
 
-def test_torchao_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchao_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = empty(), write(tmp_path, files_of(dense()))
     monkeypatch.setitem(sys.modules, "torchao.prototype", None)
-    with pytest.raises(ImportError, match="pip install torchao"):
-        sp_lightning.load_mxfp4(model, folder)
+    sp_lightning.load_mxfp4(model, folder)
+    assert isinstance(model.get_parameter(FIRST), PackedStack)
