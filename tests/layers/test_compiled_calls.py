@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch._dynamo
+import transformers
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from sp_lightning.layers import compiled_calls
@@ -20,7 +22,17 @@ from sp_lightning.torch_compat.private import is_compiled
 from tests.equality.cases import CASES
 from tests.support.mixed import MIXED
 from tests.support.models import Module, Stack, lora, tokens, vectors
-from tests.support.runs import Batches, Outcome, assert_same, fit, fused, superpipeline
+from tests.support.runs import (
+    Batches,
+    Outcome,
+    assert_equal,
+    assert_same,
+    fit,
+    fused,
+    loader,
+    superpipeline,
+    trainer_for,
+)
 from tests.support.tiers import first
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*non-leaf|.*Dynamo:UserWarning")
@@ -547,6 +559,40 @@ def test_after_a_call_no_weight_has_a_cast_or_attributes_that_are_not_its_own() 
     assert seen
     assert not any("_bound_cast" in each or "factor" in each for each in seen)
     assert "CompiledStandIn" not in kinds
+
+
+class Generates(LightningModule):
+    """Generates tokens in prediction, with a cache of keys and values of growing or of fixed size."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        self.net = transformers.LlamaForCausalLM(config).eval()
+        self.options = options
+        compile_blocks(self.net, backend="aot_eager", dynamic=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.net.generate(
+            batch, max_new_tokens=6, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+            **self.options,
+        )  # fmt: skip
+        return found.sequences, torch.stack(found.logits)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["growing", "static"])
+def test_tokens_are_generated_with_compiled_blocks(options: dict[str, Any]) -> None:
+    found = []
+    batches = [torch.arange(1, 2 * length + 1).view(2, length) for length in (5, 7)]
+    for strategy in ("auto", superpipeline(k=1)):
+        forget()
+        found.append(trainer_for(strategy, **MIXED).predict(Generates(**options), loader(batches)))
+        found.append(graphs())
+    assert_equal(found[2], found[0], "tokens and logits")
+    assert found[3] == found[1], "streaming made another graph"
 
 
 # ---------------------------------------------------------------------- compile_blocks
