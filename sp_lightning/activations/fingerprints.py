@@ -1,4 +1,7 @@
-"""Compares the tensors that autograd saves in the two runs of a forward, bit by bit, without a wait of the host.
+"""Compares the tensors that autograd saves in the two runs of a forward, bit by bit.
+
+The host does not wait for this, with one exception: one run has saved the 16-bit cast of a weight in the layer's slot, and the
+other run has saved autocast's own cast. The two are then compared on the host.
 
 Backward follows the graph of the first run and computes with the tensors of the second run. If the two runs save the same bits,
 backward computes the same as without a second run. If not, gradients are wrong. The tensors of the first run are freed before the
@@ -56,7 +59,8 @@ class Fingerprint(NamedTuple):
         kind: its class, dtype, shape and strides.
         sums: sums over its memory, or a copy of it if it is small; each flat, ``uint8``. Empty for a weight.
         place: the place of a weight, which no run may write; empty for other tensors.
-        cast_in: for a weight's 16-bit cast, the bytes of its layer on the host, and the offset of the cast; otherwise None.
+        cast_in: for a weight's 16-bit cast, the layer's block on the host, and the offset of the cast in it in bytes; otherwise
+            None.
     """
 
     kind: tuple[Any, ...]
@@ -209,7 +213,7 @@ def may_be_unwritten(tensor: Tensor) -> bool:
 
 
 def _values(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Returns a copy of a small tensor's memory, and sums over that of a larger one; each flat, ``uint8``."""
+    """Returns a copy of a tensor's memory if the tensor is small. Otherwise returns sums over it. Both are flat ``uint8``."""
     if tensor.nbytes <= _SMALL:
         return (flat_bytes(tensor.detach().clone()),)
     return _sums(tensor.detach())
@@ -241,7 +245,7 @@ def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
 def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
     """Compares two runs up to the last tensor of the second one, with one kernel for each device.
 
-    If one run has saved a weight's cast, and the other one autocast's own cast of it, their values are compared on the host.
+    The host waits only to compare a weight's cast with autocast's own cast (see :meth:`Fingerprint.with_sums`).
 
     Returns:
         For each device a tensor of shape ``(1,)``, ``uint8``: 1 if the runs differ there, else 0.
@@ -263,6 +267,7 @@ def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
 
 
 def _on_the_host(fingerprint: Fingerprint) -> Fingerprint:
+    """Returns a fingerprint with its sums in host memory. The host waits for them."""
     return fingerprint._replace(sums=tuple(each.cpu() for each in fingerprint.sums))
 
 

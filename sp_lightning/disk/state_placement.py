@@ -84,8 +84,8 @@ def _fewest(sizes: Mapping[str, int]) -> tuple[int, list[str]]:
 def place_state(sizes: Mapping[str, int], room: int | None, given: int | float | None = None) -> StatePlacement:
     """Keeps as much state in memory as fits, and puts the rest on the disk.
 
-    The largest layers' state goes to memory first. The staging buffers can then be smaller, because only state that is on the
-    disk passes through them.
+    It starts with the layers that have the most state. Then the state on the disk is that of smaller layers, and the staging
+    buffers, through which it passes, can be smaller.
 
     Args:
         sizes: bytes of the state of each layer.

@@ -178,9 +178,12 @@ class SavedTensors(Part):
                     return self._pack_weight(tensor)
                 if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, OffloadedWrapper):
                     plain = [part for _, part in parts("", tensor)]
-                    if any(_address(part) in slots for part in plain):
+                    if any(self._in_slot(part) for part in plain):
                         return _Wrapped([pack(part) for part in plain], builder(tensor))
-            address = _address(tensor)
+            try:
+                address = tensor.untyped_storage().data_ptr()
+            except (RuntimeError, NotImplementedError):  # sparse, fake and transformed tensors have no memory
+                address = 0
             slot = slots.get(address)
             if slot is not None and slot.layer is not None and not (tensor.is_conj() or tensor.is_neg()):
                 return self._pack(slot.layer, tensor)
@@ -192,6 +195,12 @@ class SavedTensors(Part):
 
         _our_packs.add(pack)
         return saved_tensors_hooks(pack, self._unpack)
+
+    def _in_slot(self, tensor: Tensor) -> bool:
+        try:
+            return tensor.untyped_storage().data_ptr() in self.residency.slots.by_address
+        except (RuntimeError, NotImplementedError):
+            return False
 
     @never_compiled  # dynamo would read versions only once, when it traces the graph (torch 2.10)
     def _pack(self, layer: StreamedLayer, tensor: Tensor) -> _Packed:
@@ -290,14 +299,6 @@ class SavedTensors(Part):
         if was_unused:  # the backward of this layer begins
             backward.make_room((layer,))
         return saved
-
-
-def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage; 0 if it has no memory, as sparse, fake and transformed tensors."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 def _is_of_frozen_weight(leaf: Tensor) -> bool:

@@ -33,7 +33,9 @@ from sp_lightning.observe.messages import say_once
 from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import (
+    forward_hooks,
     forward_pre_hooks,
+    global_forward_hooks,
     global_forward_pre_hooks,
     gradient_hooks,
     transforms_active,
@@ -149,11 +151,16 @@ class ExpertRows(AllRows):
             self._say("a parametrization reads all of them")
             return None
         reading = how_it_reads(experts)
-        hooked = bool(global_forward_pre_hooks) or any(forward_pre_hooks(each) for each in (*around, experts))
-        if reading is not StackReading.UNKNOWN and not hooked:
-            return reading
-        self.fall_back(_HOOKED if hooked else "it is not known how its forward reads them")
-        return None
+        why = "" if reading is not StackReading.UNKNOWN else "it is not known how its forward reads them"
+        if global_forward_pre_hooks or any(forward_pre_hooks(each) for each in (*around, experts)):
+            why = _HOOKED
+        # Hooks inside PEFT's outermost module find the adapted stack, which is a plain tensor, and may read all of it.
+        if around and (global_forward_hooks or any(forward_hooks(each) for each in (*around[1:], experts))):
+            why = "a forward hook, on it or on all modules, may read all of them; put the hook on the block"
+        if why:
+            self.fall_back(why)
+            return None
+        return reading
 
     def _read_indices(self, arguments: Sequence[Any]) -> Rows:
         """Returns the experts whose indices a call takes; None if the indices are not clear, or if there are many."""
@@ -296,7 +303,11 @@ class ExpertRows(AllRows):
         return self._may_compute(_Call(call.rows, trusted=trusted), use, args, kwargs)
 
     def computed(self, func: Callable[..., Any], output: Any) -> None:
-        """Sets the experts of an adapted stack to zero that are not in the slot, because a graph may save and compare them."""
+        """Sets the experts of an adapted stack to zero that no token is routed to.
+
+        They were computed from any values, because these experts need not be in the slot. The call reads none of them, but
+        autograd saves the whole stack, and "recompute" compares what both runs save.
+        """
         call = self._call()
         if self.present is None or call is None or call.rows is None or getattr(func, "__name__", "") != _ADAPTED:
             return
@@ -362,8 +373,10 @@ class ExpertRows(AllRows):
         span, rows = replace(self.layer.planned.spans[index], offset=0), sorted(self.present)
         with no_inference_mode():
             whole = part(self.layer.block.weight_bytes(index).clone(), span)
-            for row in rows:  # row by row, because torch indexes no tensors of some 8-bit dtypes
-                whole[row].copy_(value[row])
+            target, source = whole, value
+            if whole.itemsize == 1:  # torch indexes no tensors of some 8-bit dtypes
+                target, source = whole.view(torch.uint8), value.view(torch.uint8)
+            target[rows] = source[rows].to("cpu")
         return whole
 
     def read_whole(self) -> None:

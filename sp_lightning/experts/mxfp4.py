@@ -32,7 +32,8 @@ def load_mxfp4(model: nn.Module, folder: str | Path) -> None:
 
     Raises:
         ImportError: safetensors is missing.
-        ValueError: there are no such files, or the files and the model have different parameters.
+        ValueError: the folder has no such files, the names or shapes of parameters in the files are not those of the model, or
+            the model has buffers without values.
     """
     from safetensors import safe_open  # transformers depends on it
 

@@ -9,12 +9,13 @@ value, because it computes step by step in float32; :meth:`PackedStack.dequantiz
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.experts.stacks import stacks_in
+from sp_lightning.plan.choices import Packing
 from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.private import (
     FakeTensor,
@@ -31,17 +32,17 @@ _BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 """By format, the number of values with a common scale. They follow each other along the inputs of a linear layer."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of 4 bits (E2M1), of both formats: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec"""
-Format = Literal["nvfp4", "mxfp4"]
 _aten = torch.ops.aten
 
 
 class PackedStack(Tensor):
     """Matrices in 4 bits: an operation on them computes with the dequantised ones. They cannot be trained.
 
-    ``copy_`` from a packed tensor of the same format and layout (``load_state_dict``) is the only write.
-
     ``stack[i]``, ``detach``, ``clone``, ``to``, and a transposition of the last two dimensions give a packed tensor. Autograd
     keeps the packed tensor for backward, too.
+
+    The only write is ``copy_`` from a packed tensor of the same format and layout, as ``load_state_dict`` calls it. A view
+    (``stack[i]``, or a transposed stack) cannot be written. So Superpipeline need not look for writes after each use of a view.
 
     Args:
         values: ``uint8`` of shape ``(experts, out, in / 2)`` or ``(out, in / 2)``: two values in each byte, the first one in the
@@ -52,18 +53,26 @@ class PackedStack(Tensor):
         flipped: True if the dequantised weight is contiguous with the shape ``(…, in, out)``, as in gpt-oss.
         transposed: True if this tensor is the transposed weight.
         dtype: the dtype of the dequantised weight.
+        read_only: True for a view.
     """
 
-    read_only = True
     values: Tensor  # type: ignore[assignment]
     scales: Tensor
     factors: Tensor | None
     flipped: bool
     transposed: bool
+    read_only: bool
 
     @staticmethod
     def __new__(
-        cls, values: Tensor, scales: Tensor, factors: Tensor | None, flipped: bool, transposed: bool, dtype: torch.dtype
+        cls,
+        values: Tensor,
+        scales: Tensor,
+        factors: Tensor | None,
+        flipped: bool,
+        transposed: bool,
+        dtype: torch.dtype,
+        read_only: bool = False,
     ) -> PackedStack:
         *first, rows, columns = values.shape
         columns *= 2
@@ -76,7 +85,7 @@ class PackedStack(Tensor):
             cls, shape, strides=strides, dtype=dtype, device=values.device, requires_grad=False
         )
         made.values, made.scales, made.factors = values, scales, factors
-        made.flipped, made.transposed = flipped, transposed
+        made.flipped, made.transposed, made.read_only = flipped, transposed, read_only
         return made
 
     @classmethod
@@ -86,7 +95,7 @@ class PackedStack(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         parts = ["values", "scales"] if self.factors is None else ["values", "scales", "factors"]
-        return parts, (self.flipped, self.transposed, self.dtype)
+        return parts, (self.flipped, self.transposed, self.dtype, self.read_only)
 
     @staticmethod
     def __tensor_unflatten__(tensors: dict[str, Any], context: Any, size: Any, stride: Any) -> PackedStack:
@@ -121,12 +130,25 @@ class PackedStack(Tensor):
             dense = dense.transpose(-1, -2).contiguous()
         return dense.transpose(-1, -2) if self.transposed else dense
 
-    def _each(self, function: Any, *, transposed: bool | None = None, dtype: torch.dtype | None = None) -> PackedStack:
+    def _each(
+        self,
+        function: Any,
+        *,
+        transposed: bool | None = None,
+        dtype: torch.dtype | None = None,
+        read_only: bool = False,
+    ) -> PackedStack:
         """Returns a packed tensor whose plain tensors are the results of a function."""
         factors = None if self.factors is None else function(self.factors)
         transposed = self.transposed if transposed is None else transposed
         return PackedStack(
-            function(self.values), function(self.scales), factors, self.flipped, transposed, dtype or self.dtype
+            function(self.values),
+            function(self.scales),
+            factors,
+            self.flipped,
+            transposed,
+            dtype or self.dtype,
+            read_only,
         )
 
     @classmethod
@@ -142,8 +164,9 @@ class PackedStack(Tensor):
                 return packed
         if _writes_packed(func, args, kwargs):
             if func is _aten.copy_.default and isinstance(args[1], PackedStack):
+                view = ", and no view: copy into the whole parameter" * args[0].read_only
                 raise NotImplementedError(
-                    f"Copying into {first!r} from {args[1]!r}. Expected the same format and layout."
+                    f"Copying into {first!r} from {args[1]!r}. Expected the same format and layout{view}."
                 )
             raise NotImplementedError(
                 f"{func} would write a weight in 4 bits (PackedStack), which cannot be written or trained. Train adapters "
@@ -155,20 +178,20 @@ class PackedStack(Tensor):
     def _packed(self, func: Any, args: Any, kwargs: Any) -> PackedStack | None:
         """Returns the result of a function that leaves the weight packed; None if it needs the values."""
         if func in (_aten.detach.default, _aten.alias.default):
-            return self._each(Tensor.detach)
+            return self._each(Tensor.detach, read_only=self.read_only)
         if func is _aten.clone.default:
             return self._each(Tensor.clone)
         if func is _aten.select.int and self.dim() == 3 and args[1] in (0, -3):
-            return self._each(lambda part: part[args[2]])
+            return self._each(lambda part: part[args[2]], read_only=True)
         last = {self.dim() - 2, self.dim() - 1}
         if func is _aten.t.default or (
             func is _aten.transpose.int and {each % self.dim() for each in args[1:]} == last
         ):
-            return self._each(lambda part: part, transposed=not self.transposed)
+            return self._each(lambda part: part, transposed=not self.transposed, read_only=True)
         if func.overloadpacket is to_copy_operator and not {*kwargs} - {"dtype", "device", "non_blocking"}:
             device = kwargs.get("device")
             return self._each(lambda part: part.to(device, copy=True), dtype=kwargs.get("dtype"))
-        if func is _aten.copy_.default and self._has_layout_of(args[1]):
+        if func is _aten.copy_.default and not self.read_only and self._has_layout_of(args[1]):
             for part in self.__tensor_flatten__()[0]:
                 getattr(self, part).copy_(getattr(args[1], part))
             return self
@@ -205,7 +228,7 @@ def _unpickled(
 torch.serialization.add_safe_globals([PackedStack, _unpickled])  # checkpoints are loaded with weights_only=True
 
 
-def pack_experts(module: nn.Module, format: Format = "nvfp4") -> list[str]:  # noqa: A002
+def pack_experts(module: nn.Module, format: Packing = "nvfp4") -> list[str]:  # noqa: A002
     """Quantises the stacked experts of a model to 4 bits, and freezes them. It works with every strategy.
 
     Call it before adapters are added::
@@ -225,7 +248,8 @@ def pack_experts(module: nn.Module, format: Format = "nvfp4") -> list[str]:  # n
 
     Raises:
         ImportError: torchao is missing.
-        ValueError: there are no stacked experts, or the inputs of one are not a multiple of 16 (of 32 for ``"mxfp4"``).
+        ValueError: the format is unknown; the module has no stacked experts that are not packed; or a matrix has a number of
+            inputs that is not a multiple of 16 (``"nvfp4"``) or 32 (``"mxfp4"``).
     """
     if format not in _BLOCKS:
         raise ValueError(f'Got format={format!r}. Expected "nvfp4" or "mxfp4".')

@@ -1,4 +1,4 @@
-"""Steps layers on the GPU: uploads what an update needs, runs the optimizer's own code on the GPU, and downloads the result.
+"""Steps layers on the GPU: uploads weights, gradients and state, runs the optimizer's own code, and downloads the results.
 
 Weights and optimizer state are in host memory that transfers read and write. For its update, a layer's weights, gradients and
 state are uploaded to one of two slots, so that the next layer's upload and the last layer's download overlap with the step. The

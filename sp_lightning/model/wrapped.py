@@ -24,6 +24,7 @@ from sp_lightning.torch_compat.private import (
     writes_arguments,
 )
 
+# A stand-in is frozen, as its parameter is. (A device parameter answers ``requires_grad`` itself, so METADATA does not have it.)
 _METADATA = METADATA | {Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
 _Untouched = torch.DisableTorchFunctionSubclass
 
@@ -119,9 +120,11 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     writes = writes_arguments(func)
     if func is Tensor.__getitem__ and (row := _row(args[0], args[1], result)) is not None:
         return row
-    # A wrapped result may share memory. A class with the attribute ``read_only`` refuses writes.
+    # A wrapped result may share memory. If it has an attribute ``read_only`` that is True, it refuses writes itself.
     leaves = tree_leaves(result)
-    returns_wrapped = any(is_traceable_wrapper_subclass(each) and not hasattr(each, "read_only") for each in leaves)
+    returns_wrapped = any(
+        is_traceable_wrapper_subclass(each) and not getattr(each, "read_only", False) for each in leaves
+    )
     for each, made, version in wholes:
         if writes or returns_wrapped or made._version != version:
             each._expose()

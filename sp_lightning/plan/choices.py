@@ -14,6 +14,8 @@ Overlap = Literal["auto", "off", "forward", "backward"]
 OptimizerOn = Literal["cpu", "gpu", "auto"]
 Transfer = Literal["auto", "full", "sharded"]
 Fused = bool | Literal["auto"]
+Packing = Literal["nvfp4", "mxfp4"]
+"""The format of stacked experts in 4 bits."""
 
 _OFFLOADED = "Weights, gradients and optimizer state are always offloaded. Leave it out."
 _K = "Use k, the number of layers in GPU memory at once: k=2."

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
-from sp_lightning.plan.choices import HABITS, Mode, Share
+from sp_lightning.plan.choices import HABITS, Mode, Packing, Share
 from sp_lightning.plan.choices import Overlap as AskedOverlap
 from sp_lightning.plan.units import exact_bytes, parse_bytes
 from sp_lightning.registry import is_installed, needed_for
@@ -236,7 +236,7 @@ class Question(argparse.Namespace):
         bool, _option("gradient checkpointing, of models of transformers and diffusers", action="store_true")
     ]
     compile_blocks: Annotated[bool, _option(_COMPILED, action="store_true")]
-    pack_experts: Annotated[Literal["nvfp4", "mxfp4"] | None, _option(_PACKED, choices=("nvfp4", "mxfp4"))]
+    pack_experts: Annotated[Packing | None, _option(_PACKED, choices=get_args(Packing))]
     accumulate_grad_batches: Annotated[
         int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)
     ]

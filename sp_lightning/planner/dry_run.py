@@ -32,7 +32,6 @@ from sp_lightning.torch_compat.private import (
     cpu_attention_backward_operator,
     cpu_attention_operator,
     grouped_mm_operator,
-    is_traceable_wrapper_subclass,
     no_torch_functions,
     storage_id,
     to_copy_operator,
@@ -327,7 +326,7 @@ class _Trial(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":  # reads a tensor's device; the most frequent operator
             return args[0].device if func is torch.ops.prim.device.default else func(*args, **(kwargs or {}))
-        if any(is_traceable_wrapper_subclass(each) for each in _tensors((*args, *(kwargs or {}).values()))):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a quantised weight calls operators on its parts, which are counted
         with no_torch_functions():  # _Fused is only for calls of the model
             return self._count(func, args, kwargs or {})

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sp_lightning import registry
 from sp_lightning.activations.chunked_loss import chunk_loss
 from sp_lightning.activations.policy import FREEING, Call, peak_bytes
-from sp_lightning.experts.packed_stacks import pack_experts
 from sp_lightning.model.compile import expect_blocks, find_blocks
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
@@ -318,7 +318,7 @@ def estimate_model(question: Question) -> Estimate:
         if question.lora is not None:
             notes += _load_base(source, autocast)
         if packing := question.pack_experts or source.packed:
-            pack_experts(module, packing)
+            registry.public("pack_experts")(module, packing)
         if question.lora is not None:
             notes += add_adapters(module, question.lora)
         if autocast is None and dtype is not torch.float32:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.experts.packed_stacks import Format
 from sp_lightning.model.without_values import named_tensors
+from sp_lightning.plan.choices import Packing
 from sp_lightning.planner.arguments import EXPECTED, DefaultSize, Question, in_pixels
 from sp_lightning.planner.diffusion import (
     INDEX,
@@ -74,7 +74,7 @@ class ModelSource:
     generation: Callable[[int], tuple[Callable[[], None], Callable[[], None]]] | None = None
     images: bool = False
     stored: torch.dtype | None = None
-    packed: Format | None = None
+    packed: Packing | None = None
     notes: tuple[str, ...] = ()
     unit: str = ""
     loss: Callable[[Sequence[Tensor]], Tensor] | None = None
@@ -297,7 +297,7 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
     older = raw.pop("torch_dtype", None)  # its name before transformers 5
     stored = getattr(torch, str(raw.pop("dtype", None) or older), None)
     notes = tuple(_quantised(raw, file))
-    packed: Format | None = "mxfp4" if _quantisation(raw) == "mxfp4" else None
+    packed: Packing | None = "mxfp4" if _quantisation(raw) == "mxfp4" else None
     config = transformers.AutoConfig.for_model(**raw)
     kind = getattr(transformers, next(iter(raw.get("architectures") or []), ""), None)
     # Disables transformers' comparison of the numbers of image tokens and image features, which reads values.

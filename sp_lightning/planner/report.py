@@ -323,6 +323,16 @@ def _experts(estimate: Estimate, row: Row) -> list[str]:
     return lines
 
 
+def _less_computation(answer: Answer, now: float) -> str:
+    """Returns what makes a batch faster that takes ``now`` seconds, nearly all of them for computation."""
+    compiled = answer.estimate.asked(answer.question.but(compile_blocks=True)) if answer.estimate.blocks else None
+    if compiled is not None:
+        seconds = compiled.predict(answer.shown.plan, answer.shown.modes).seconds
+        if now - seconds >= LEAST_WAITING * now:
+            return f"with compiled blocks about {seconds:.3g} s (--compile-blocks)"
+    return "only fewer operations or a faster GPU help"
+
+
 def _faster(answer: Answer) -> str:
     """Returns a line on changes that make training faster."""
     row = answer.shown
@@ -330,14 +340,11 @@ def _faster(answer: Answer) -> str:
     plan = row.plan
     now = row.prediction.seconds
     what = max(waited, key=waited.__getitem__, default="")
-    better = "only fewer operations or a faster GPU help"
-    compiled = answer.estimate.asked(answer.question.but(compile_blocks=True)) if answer.estimate.blocks else None
-    if compiled is not None and now - (seconds := compiled.predict(plan, row.modes).seconds) >= LEAST_WAITING * now:
-        better = f"with compiled blocks about {seconds:.3g} s (--compile-blocks)"
-    why = f"the GPU computes {1 - row.waiting:.0%} of the time; {better}."
     if waited.get(what, 0) >= LEAST_WAITING * now:
         # Seconds, as in a run's message. The verdict has the share of the time.
         why = f"the GPU waits {waited[what]:.3g} of {now:.3g} s for {WAITED[what]}. {remedy(what, plan)}."
+    else:
+        why = f"the GPU computes {1 - row.waiting:.0%} of the time; {_less_computation(answer, now)}."
     sliced = answer.without_waits.get("whole uploads", now)
     if now - sliced >= LEAST_WAITING * now:
         why += f' transfer="sharded" takes {sliced:.3g} s.'

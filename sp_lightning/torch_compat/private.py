@@ -405,6 +405,8 @@ accumulation_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = a
 TENSOR_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 """Private attributes of a tensor whose read does not touch its memory."""
 
+forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_hooks")
+global_forward_hooks: dict[int, Callable[..., Any]] = torch.nn.modules.module._global_forward_hooks
 forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
 global_forward_pre_hooks: dict[int, Callable[..., Any]] = torch.nn.modules.module._global_forward_pre_hooks
 """The hooks of ``module.register_forward_pre_hook`` and of ``register_module_forward_pre_hook`` (all modules), by number."""
@@ -638,6 +640,8 @@ FEATURES = {
         "gradient_hooks": "tensor.register_hook on weights",
         "accumulation_hooks": "register_post_accumulate_grad_hook on weights",
         "TENSOR_METADATA": "attributes of weights that are not on the GPU",
+        "forward_hooks": "forward hooks on experts with adapters",
+        "global_forward_hooks": "forward hooks on experts with adapters",
         "forward_pre_hooks": "forward pre-hooks on experts; buffers",
         "global_forward_pre_hooks": "forward pre-hooks on experts",
         "loads_in_its_own_way": "loading checkpoints in parts",

@@ -199,7 +199,7 @@ def test_a_run_with_packed_experts_resumes(
 ) -> None:
     base = ["--model", pretrained(folder, tokenizer), "--lora", "4", "--experts", "4bit", "--lora-experts"]
     arguments = [*base, "--strategy", strategy, "--steps"]
-    # The schedule of the first part is that of the whole run.
+    # The learning rate is constant: the schedule of a run with fewer steps would be another one.
     monkeypatch.setattr(finetune_moe, "cosine_with_warmup", lambda optimizer, *_: LambdaLR(optimizer, lambda _: 1.0))
     whole = run(folder, "whole", *arguments, "6")
     last = run(folder, "part", *arguments, "4") / "last.ckpt"

@@ -118,6 +118,24 @@ def test_a_hook_that_may_route_otherwise_is_noticed_on_any_of_the_modules(around
     assert both(make, strategy) >= 3 * strategy.plan.stack_bytes
 
 
+@pytest.mark.parametrize("where", ["experts", "between", "outermost"])
+def test_a_forward_hook_may_read_all_experts(where: str) -> None:
+    """Inside PEFT's modules, it finds the stack with its adapter, in which other experts than those of the tokens were zero."""
+
+    def make() -> Any:
+        module = adapted()()
+        for experts, outer in adapting_modules(module).items():
+
+            def read(module: Any, args: Any, output: torch.Tensor, experts: Any = experts) -> torch.Tensor:
+                return output + 0.01 * (experts.gate_up_proj.square().mean() + experts.down_proj.square().mean())
+
+            on: Any = {"experts": experts, "between": outer.base_layer, "outermost": outer}[where]
+            on.register_forward_hook(read)
+        return module
+
+    both(make, superpipeline(k=1))
+
+
 def test_the_outermost_module_is_found() -> None:
     module = adapted()()
     found = adapting_modules(module)

@@ -163,7 +163,7 @@ def test_packed_experts_follow_the_dtype_of_their_module() -> None:
 
 
 def by_rows(strategy: Any, times: int) -> bool:
-    """True if fewer bytes of experts were uploaded than all experts have, in so many uploads of each layer."""
+    """Returns True if fewer bytes of experts were uploaded than ``times`` uploads of all experts have."""
     whole = times * sum(layer.nbytes for layer in strategy.plan.layers if layer.rows)
     return 0 < strategy.stats().expert_bytes < whole
 
@@ -268,6 +268,55 @@ def test_the_graph_holds_no_slot(case: str, activations: Any) -> None:
         ours = fit(make, stacked.tokens(1), strategy)
     assert_same(ours, fit(make, stacked.tokens(1)))
     assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "whole": lambda weight, other: weight.copy_(other),
+    "detached": lambda weight, other: weight.detach().copy_(other),
+    "data": lambda weight, other: weight.data.copy_(other),
+    "parts": lambda weight, other: weight.values.copy_(other.values),
+    "row": lambda weight, other: weight[1].copy_(other[1]),
+    "transposed": lambda weight, other: weight.mT.copy_(other.mT),
+    "detached row": lambda weight, other: weight.detach()[1].copy_(other[1]),
+}
+
+
+def written_in_evaluation(how: str, kind: str) -> Callable[[], stacked.Transformer]:
+    """Packed experts that a hook writes in each forward of an evaluation, while they are on the device."""
+
+    def make() -> stacked.Transformer:
+        module = adapted(packed(kind=kind))
+        experts = next(owner for _, owner, _ in named_stacks(module))
+        other = copy.deepcopy(experts.gate_up_proj)
+        other.values.copy_(other.values.flip(0))
+
+        def write(*_: Any) -> None:
+            if not torch.is_grad_enabled():
+                WRITES[how](experts.gate_up_proj, other)
+
+        next(m for m in module.modules() if type(m).__name__ == "Qwen3MoeDecoderLayer").register_forward_pre_hook(write)
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("how", first(["whole", "detached", "data", "parts"], "whole", "data", why="other writes"))
+def test_experts_that_were_written_on_the_device_are_copied_back(how: str, kind: str) -> None:
+    options: dict[str, Any] = {"val": stacked.tokens(2), "max_epochs": 2}
+    ours = fit(written_in_evaluation(how, kind), stacked.tokens(), superpipeline(k=1), **options)
+    assert_same(ours, fit(written_in_evaluation(how, kind), stacked.tokens(), **options))
+
+
+@pytest.mark.parametrize("how", ["row", "transposed", "detached row"])
+def test_a_view_of_experts_cannot_be_written(how: str) -> None:
+    """A streamed run lost such a write: no version and no hook shows it."""
+    said = "and no view: copy into the whole parameter"
+    weight: Any = experts_of(packed(kind="nvfp4").net)[0]
+    with pytest.raises(NotImplementedError, match=said):
+        WRITES[how](weight, weight.clone())
+    with pytest.raises(NotImplementedError, match=said):
+        fit(written_in_evaluation(how, "nvfp4"), stacked.tokens(1), superpipeline(k=1), val=stacked.tokens(1))
 
 
 # ---------------------------------------------------------------------- prediction and checkpoints
