@@ -316,13 +316,12 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 
 def load_mxfp4(model: str, config: Any, dtype: torch.dtype) -> Any:
     """A model whose experts stay in 4 bits, as in its files. from_pretrained would dequantise them."""
-    from accelerate import init_empty_weights
     from huggingface_hub import snapshot_download
 
     folder = (
         model if Path(model).is_dir() else snapshot_download(model, allow_patterns=["*.json", "model*.safetensors"])
     )
-    with init_empty_weights():
+    with torch.device("meta"):
         loaded = AutoModelForCausalLM.from_config(config, dtype=dtype)
     sp_lightning.load_mxfp4(loaded, folder)
     return loaded

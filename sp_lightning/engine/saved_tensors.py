@@ -25,8 +25,8 @@ from sp_lightning.engine.step import Part
 from sp_lightning.layers.casts import SavedValues
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.layers.layer import Kind, Rows, StreamedLayer
-from sp_lightning.model.wrapped import OffloadedWrapper, builder, parts
-from sp_lightning.torch_compat.modes import held, never_compiled, no_dispatch_modes
+from sp_lightning.model.wrapped import builder, parts
+from sp_lightning.torch_compat.modes import held, never_compiled
 from sp_lightning.torch_compat.private import (
     base_of,
     current_graph_task,
@@ -176,7 +176,7 @@ class SavedTensors(Part):
             if kind is not Tensor:
                 if issubclass(kind, DeviceParameter):
                     return self._pack_weight(tensor)
-                if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, OffloadedWrapper):
+                if is_traceable_wrapper_subclass(tensor):
                     plain = [part for _, part in parts("", tensor)]
                     if any(self._in_slot(part) for part in plain):
                         return _Wrapped([pack(part) for part in plain], builder(tensor))
@@ -238,8 +238,7 @@ class SavedTensors(Part):
         elif type(packed) is _Outer:
             return packed.unpack(packed.packed)
         elif type(packed) is _Wrapped:
-            with no_dispatch_modes():
-                return packed.build(iter([self._unpack(part) for part in packed.parts]))
+            return packed.build(iter([self._unpack(part) for part in packed.parts]))
         else:  # of SavedActivation
             tensor, expected, version = packed.load()
         if version != expected:

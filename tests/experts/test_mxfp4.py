@@ -30,7 +30,7 @@ FIRST = f"model.layers.0.{STACKS[0]}"
 
 def empty(dtype: torch.dtype = torch.bfloat16, *, tied: bool = False) -> Any:
     config = dense(tied=tied).config
-    with accelerate.init_empty_weights():
+    with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
@@ -73,6 +73,17 @@ def test_loads_what_transformers_loads(tmp_path: Path, shards: int, dtype: torch
             assert_equal(model(**batch).logits, reference(**batch).logits, "logits")
 
 
+def test_a_model_of_accelerate_and_a_part_of_a_model(tmp_path: Path) -> None:
+    tensors = files_of(dense())
+    with accelerate.init_empty_weights():
+        module = stacked.Transformer(AutoModelForCausalLM.from_config(dense().config, dtype=torch.bfloat16))
+    sp_lightning.load_mxfp4(module, write(tmp_path, tensors))
+    reference = expected(dense(), tensors)
+    for name, parameter in module.net.named_parameters():
+        value = parameter.dequantize() if isinstance(parameter, PackedStack) else parameter.detach()
+        assert_equal(value, reference.get_parameter(name).detach(), name)
+
+
 def test_the_loaded_model_is_trained(tmp_path: Path) -> None:
     folder = write(tmp_path, files_of(dense()))
 
@@ -106,6 +117,12 @@ def _with(name: str, *shape: int, dtype: torch.dtype = torch.uint8) -> Callable[
     return lambda tensors: tensors.update({name: torch.zeros(shape, dtype=dtype)})
 
 
+def _with_stack(name: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda tensors: tensors.update(
+        {f"{name}_{part}": tensors[f"{FIRST}_{part}"].clone() for part in ("blocks", "scales")}
+    )
+
+
 def _of_other_models(tensors: dict[str, Tensor]) -> None:
     for name in [*tensors]:
         tensors[f"transformer.{name}"] = tensors.pop(name)
@@ -114,16 +131,17 @@ def _of_other_models(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_without("model.norm.weight"), r"do not fit\. Stacks in MXFP4: 4; missing in the files: model\.norm\.weight; not in"),
-        (_with("more", 2), r"missing in the files: none; not in the model: more\."),
-        (_without(f"{FIRST}_scales"), rf"MXFP4: 3; missing in the files: {FIRST}; not in the model: {FIRST}_blocks"),
-        (_of_other_models, r"MXFP4: 0; missing in the files: .* and \d+ others; not in the model: transformer\."),
-        (_with("model.norm.weight", 5), r"'model\.norm\.weight' has the shape \(5,\) in the files and \(32,\) in the model"),
+        (_without("model.norm.weight"), r"='.*' does not fit Gpt.*\. It lacks 'model\.norm\.weight' of shape \(32,\)\."),
+        (_with("more", 2), r"The module has no 'more' of shape \(2,\)\."),
+        (_without(f"{FIRST}_scales"), rf"It lacks '{FIRST}' of .* The module has no '{FIRST}_blocks'"),
+        (_of_other_models, r"It lacks .* and \d+ more\. The module has no 'transformer\..* and \d+ more\."),
+        (_with("model.norm.weight", 5), r"It lacks 'model\.norm\.weight' .* no 'model\.norm\.weight' of shape \(5,\)"),
+        (_with_stack("model.layers.7.x"), r"has model\.layers\.7\.x_blocks, and Gpt.* has no stacked experts of the name"),
         (_with(f"{FIRST}_blocks", 8, 128, 2, 16), r"gate_up_proj_blocks is torch\.uint8 of shape \(8, 128, 2, 16\)"),
         (_with(f"{FIRST}_scales", 8, 1), r"gate_up_proj_scales is .* Expected torch\.uint8 of shape \(8, 128, 1\)"),
         (_with(f"{FIRST}_scales", 8, 128, 1, dtype=torch.float32), r"gate_up_proj_scales is torch\.float32 of shape"),
     ],
-    ids=["missing", "extra", "no scales", "other names", "shape", "shape of blocks", "shape of scales", "dtype"],
+    ids=["missing", "extra", "no scales", "other names", "shape", "no such stack", "shape of blocks", "shape of scales", "dtype"],
 )  # fmt: skip
 def test_files_of_another_model(change: Callable[[dict[str, Tensor]], Any], said: str, tmp_path: Path) -> None:
     tensors = files_of(dense())
@@ -133,14 +151,19 @@ def test_files_of_another_model(change: Callable[[dict[str, Tensor]], Any], said
 
 
 def test_a_folder_without_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"No \*\.safetensors in "):
+    with pytest.raises(ValueError, match=r"load_mxfp4='.*': expected model\.safetensors"):
         sp_lightning.load_mxfp4(empty(), tmp_path)
 
 
+def test_files_without_experts_in_mxfp4(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no experts in MXFP4: expected NAME_blocks"):
+        sp_lightning.load_mxfp4(empty(), write(tmp_path, {"model.norm.weight": torch.ones(32)}))
+
+
 def test_buffers_without_values(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(dense().config, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"inv_freq.* have no values, and are not in the files\. Build the model in"):
+    model = empty()
+    model.register_buffer("mine", torch.empty(2, device="meta"), persistent=False)
+    with pytest.raises(ValueError, match="Buffer 'mine' is on the meta device"):
         sp_lightning.load_mxfp4(model, write(tmp_path, files_of(dense())))
 
 

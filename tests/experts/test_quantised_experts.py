@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import Tensor
 from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig, PerTensor, quantize_
 
@@ -34,6 +35,26 @@ def adapted(dtype: torch.dtype = torch.float32) -> stacked.Transformer:
     module = quantised(dtype)
     module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     return module
+
+
+def parametrised() -> stacked.Transformer:
+    """Stacks that bitsandbytes has quantised: a parametrization dequantises a whole stack when it is read."""
+    module = stacked.transformer("qwen3")
+    for experts in [each for each in module.net.modules() if "Experts" in type(each).__name__]:
+        for key in ("gate_up_proj", "down_proj"):
+            replace_parameter_4bit(experts, key)
+    module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return module
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_experts_in_4_bits_of_bitsandbytes(activations: str) -> None:
+    strategy = superpipeline(k=1, activations=activations)
+    with poisoned():
+        ours = fit(parametrised, stacked.tokens(), strategy)
+    assert_same(ours, fit(parametrised, stacked.tokens()))
+    stacks = sum(span.nbytes for layer in strategy.plan.layers for span in layer.spans if "original" in span.name)
+    assert stacks == 2 * EXPERTS * 3 * 24 * 32 // 2, "the packed bytes are part of the blocks"
 
 
 def whole_bytes(strategy: Any, times: int) -> int:
