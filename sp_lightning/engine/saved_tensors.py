@@ -197,6 +197,7 @@ class SavedTensors(Part):
         return saved_tensors_hooks(pack, self._unpack)
 
     def _in_slot(self, tensor: Tensor) -> bool:
+        """Returns True if the memory of a plain tensor is in a slot."""
         try:
             return tensor.untyped_storage().data_ptr() in self.residency.slots.by_address
         except (RuntimeError, NotImplementedError):

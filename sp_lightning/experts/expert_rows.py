@@ -309,8 +309,9 @@ class ExpertRows(AllRows):
         autograd saves the whole stack, and "recompute" compares what both runs save.
         """
         call = self._call()
-        if self.present is None or call is None or call.rows is None or getattr(func, "__name__", "") != _ADAPTED:
+        if call is None or not call.trusted or getattr(func, "__name__", "") != _ADAPTED:
             return
+        assert call.rows is not None
         others = [row for row in range(self.count) if row not in call.rows]
         with torch.no_grad():
             output.detach().index_fill_(0, torch.tensor(others, device=output.device), 0.0)
@@ -373,10 +374,7 @@ class ExpertRows(AllRows):
         span, rows = replace(self.layer.planned.spans[index], offset=0), sorted(self.present)
         with no_inference_mode():
             whole = part(self.layer.block.weight_bytes(index).clone(), span)
-            target, source = whole, value
-            if whole.itemsize == 1:  # torch indexes no tensors of some 8-bit dtypes
-                target, source = whole.view(torch.uint8), value.view(torch.uint8)
-            target[rows] = source[rows].to("cpu")
+            whole[rows] = value[rows].to("cpu")
         return whole
 
     def read_whole(self) -> None:

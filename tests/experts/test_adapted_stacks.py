@@ -14,7 +14,7 @@ from sp_lightning.experts.stacks import adapting_modules, stacked_rows
 from sp_lightning.observe import messages
 from tests.support import stacked
 from tests.support.poison import poisoned
-from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.tiers import first
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -134,6 +134,41 @@ def test_a_forward_hook_may_read_all_experts(where: str) -> None:
         return module
 
     both(make, superpipeline(k=1))
+
+
+def test_a_forward_hook_on_all_modules_may_read_all_experts() -> None:
+    def read(module: Any, args: Any, output: Any) -> Any:
+        return output + 0.01 * module.gate_up_proj.square().mean() if "MoeExperts" in type(module).__name__ else None
+
+    handle = nn.modules.module.register_module_forward_hook(read)
+    try:
+        both(adapted(), superpipeline(k=1))
+    finally:
+        handle.remove()
+
+
+class AddsToAll(stacked.Stack):
+    """Adds to all experts what PEFT adds to them, and uses all of them."""
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        more = torch.baddbmm(self.inner, torch.ones(len(self.inner), 16, 1), torch.ones(len(self.inner), 1, 16))
+        return super().forward(x, indices, weights) + more.mean()
+
+
+class Adding(stacked.Router):
+    stack = AddsToAll
+
+
+def test_experts_of_a_users_own_that_all_are_used() -> None:
+    """All are in the slot since the first batch, so the operation runs although few rows are routed to."""
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(size, 16, generator=generator) for size in (9, 1, 1, 1)]
+
+    def predictions(strategy: Any) -> Any:
+        torch.manual_seed(5)
+        return trainer_for(strategy).predict(stacked.own(Adding), loader(batches))
+
+    assert_equal(predictions(superpipeline(k=8)), predictions("auto"), "predictions")
 
 
 def test_the_outermost_module_is_found() -> None:

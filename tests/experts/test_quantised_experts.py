@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bitsandbytes.nn.parametrize import replace_parameter_4bit
-from torch import Tensor
+from torch import Tensor, nn
 from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig, PerTensor, quantize_
 
 from sp_lightning.model.find import find_layers
@@ -160,6 +160,54 @@ class Writes(stacked.Transformer):
                 layer.mlp.experts.gate_up_proj.scale.mul_(0.9)
                 layer.mlp.experts.down_proj[1].scale.mul_(0.9)
         return super().loss(batch)
+
+
+class Centred(Tensor):
+    """A stack of which each function reads all experts."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        made: Any = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: Any, context: Any, size: Any, stride: Any) -> Any:
+        return Centred(tensors["inner"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return Centred(func(args[0].inner))
+        args = [each.inner - each.inner.mean() if isinstance(each, Centred) else each for each in args]
+        return func(*args, **(kwargs or {}))
+
+
+def centred() -> stacked.Transformer:
+    module = stacked.transformer("qwen3", "grouped_mm")
+    module.net.requires_grad_(False)
+    for experts in [each for each in module.net.modules() if "Experts" in type(each).__name__]:
+        for key in ("gate_up_proj", "down_proj"):
+            experts._parameters[key] = nn.Parameter(Centred(experts._parameters[key].detach()), requires_grad=False)  # type: ignore[union-attr]
+    module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return module
+
+
+def test_a_class_that_reads_all_experts_gets_all_of_them() -> None:
+    """Only of packed experts is it known that an operation on a stack leaves the values of other experts alone."""
+    with poisoned():
+        ours = fit(centred, stacked.tokens(), superpipeline(k=1))
+    assert_same(ours, fit(centred, stacked.tokens()))
 
 
 def test_writes_are_taken_back() -> None:
