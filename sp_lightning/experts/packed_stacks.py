@@ -188,7 +188,8 @@ class PackedStack(Tensor):
             func is _aten.transpose.int and {each % self.dim() for each in args[1:]} == last
         ):
             return self._each(lambda part: part, transposed=not self.transposed, read_only=True)
-        if func.overloadpacket is to_copy_operator and not {*kwargs} - {"dtype", "device", "non_blocking"}:
+        # Other arguments do not matter: a packed tensor is strided, and its parts keep their order.
+        if func.overloadpacket is to_copy_operator:
             device = kwargs.get("device")
             return self._each(lambda part: part.to(device, copy=True), dtype=kwargs.get("dtype"))
         if func is _aten.copy_.default and not self.read_only and self._has_layout_of(args[1]):

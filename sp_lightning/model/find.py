@@ -230,8 +230,7 @@ def _visits(
     for unit in units:
         if unit.module is not None:
             used = {owner[p] for p in unit.module.parameters() if p in owner}
-            called = callers.get(unit.module, unit.module) if unit.rows else unit.module
-            visits[called] = tuple(sorted(used if unit.expert else used - experts))
+            visits[callers.get(unit.module, unit.module)] = tuple(sorted(used if unit.expert else used - experts))
     return visits
 
 

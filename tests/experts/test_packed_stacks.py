@@ -148,6 +148,12 @@ def test_views_stay_packed(name: str) -> None:
         result = compute(weight)
         assert type(result) is Tensor
         assert_equal(result, compute(dense), "values")
+    for copied in (weight.clone(), weight.to(torch.bfloat16), weight.to("cpu", copy=True)):
+        assert copied.values.data_ptr() != weight.values.data_ptr()
+        assert not copied.read_only
+    moved = weight.to("meta")  # as to a GPU: with a layout among the arguments
+    assert isinstance(moved, PackedStack)
+    assert (moved.device.type, moved.values.device.type, moved.stride()) == ("meta", "meta", weight.stride())
     assert repr(weight) == f"PackedStack(mxfp4, {tuple(weight.shape)}, torch.float32)"
 
 
@@ -278,6 +284,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "row": lambda weight, other: weight[1].copy_(other[1]),
     "transposed": lambda weight, other: weight.mT.copy_(other.mT),
     "detached row": lambda weight, other: weight.detach()[1].copy_(other[1]),
+    "row, detached": lambda weight, other: weight[1].detach().copy_(other[1]),
 }
 
 
@@ -308,7 +315,7 @@ def test_experts_that_were_written_on_the_device_are_copied_back(how: str, kind:
     assert_same(ours, fit(written_in_evaluation(how, kind), stacked.tokens(), **options))
 
 
-@pytest.mark.parametrize("how", ["row", "transposed", "detached row"])
+@pytest.mark.parametrize("how", ["row", "transposed", "detached row", "row, detached"])
 def test_a_view_of_experts_cannot_be_written(how: str) -> None:
     """A streamed run lost such a write: no version and no hook shows it."""
     said = "and no view: copy into the whole parameter"

@@ -93,7 +93,14 @@ def test_each_model_of_vision_and_language_counts_or_says_what_it_does_not(
         pytest.param("qwen3-30b-a3b", (), marks=pytest.mark.rest("a model of 30 billion parameters")),
         *(
             pytest.param(shape, options, marks=pytest.mark.long("a model of many billions of parameters"))
-            for shape in ("qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "llama-3-70b")
+            for shape in (
+                "qwen3-30b-a3b",
+                "mixtral-8x7b",
+                "gpt-oss-20b",
+                "glm-4.5-air",
+                "deepseek-v2-lite",
+                "llama-3-70b",
+            )
             for options in ((), ("--generate", "4"))
             if (shape, options) != ("qwen3-30b-a3b", ())
         ),
