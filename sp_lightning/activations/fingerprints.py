@@ -253,7 +253,7 @@ def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
     found: list[Tensor] = []
     pairs: dict[torch.device, dict[tuple[int, int], tuple[Tensor, Tensor]]] = {}
     for one, other in zip(first.found, second.found, strict=False):
-        if one.kind == other.kind and bool(one.place) != bool(other.place):
+        if bool(one.place) != bool(other.place):
             one, other = (_on_the_host(each.with_sums()) for each in (one, other))
         if (one.kind, one.place) != (other.kind, other.place) or len(one.sums) != len(other.sums):
             return [torch.ones(1, dtype=torch.uint8)]

@@ -304,3 +304,31 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 def test_like_plain(name: str, precision: str) -> None:
     make, options = CASES[name]
     assert_like_plain(make, **options, precision=precision)
+
+
+class SetsToItself(nn.Module):
+    """Transposes its weight once, in evaluation, by a view of the weight's own memory; and sets it to itself each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.done = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.inner.weight
+        with torch.no_grad():
+            assert weight.set_(weight) is weight
+        if not (self.training or self.done):
+            self.done = True
+            weight.set_(weight, 0, weight.shape, weight.stride()[::-1])
+        return torch.tanh(self.inner(x))
+
+
+def test_a_weight_is_set_to_a_view_of_itself() -> None:
+    """``weight.set_(weight)`` writes nothing; parametrizations of torch call it so."""
+
+    def make() -> Module:
+        return Module(nn.Sequential(nn.Linear(16, 16), SetsToItself(), nn.Linear(16, 16)))
+
+    options: dict[str, Any] = {"val": vectors(1), "max_epochs": 2}
+    assert_same(fit(make, vectors(), superpipeline(k=1), **options), fit(make, vectors(), **options))
