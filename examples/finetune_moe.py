@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--every", type=int, help="steps between validations and checkpoints (default: a tenth of all)")
     add("--lr", type=float, help="peak learning rate (default: 2e-4 with --lora, 2e-5 with --model, else 2e-3)")
     add("--aux", type=float, help="factor of the router's auxiliary loss; 0 is off (default: the model's own)")
-    add("--lora", type=int, metavar="RANK", help="train LoRA adapters (PEFT) of attention only, for example 16")
+    add("--lora", type=int, metavar="RANK", help="train LoRA adapters (PEFT) of attention, for example 16")
     add("--lora-experts", action="store_true", help="with --lora: adapters of the experts, too")
     add("--experts", choices=["4bit"], help="with --lora: the frozen experts in 4 bits (needs torchao)")
     add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
