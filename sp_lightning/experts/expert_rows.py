@@ -312,9 +312,9 @@ class ExpertRows(AllRows):
         if call is None or not call.trusted or getattr(func, "__name__", "") != _ADAPTED:
             return
         assert call.rows is not None
-        others = [row for row in range(self.count) if row not in call.rows]
         with torch.no_grad():
-            output.detach().index_fill_(0, torch.tensor(others, device=output.device), 0.0)
+            for first, last in _runs([row for row in range(self.count) if row not in call.rows]):
+                output.detach()[first:last].zero_()
 
     def _may_compute(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         group = self.layer.parameters

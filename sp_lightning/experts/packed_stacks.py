@@ -10,6 +10,7 @@ each value, because it computes step by step in float32. :meth:`PackedStack.dequ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -120,13 +121,10 @@ class PackedStack(Tensor):
         scales = self.scales.float()
         if self.factors is not None:
             scales = self.factors * scales
-        # Values of 4 bits are exact in every dtype. They are multiplied in float32, and rounded once.
-        table = torch.tensor(_VALUES, dtype=self.dtype, device=self.device)
-        pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)  # by byte
-        values = pairs[self.values.int()].view(*scales.shape, -1)
-        dense = torch.empty_like(values)
-        torch.mul(values, scales.unsqueeze(-1), out=dense)
-        dense = dense.flatten(-2)
+        # torch multiplies in float32 and rounds once. Values of 4 bits are exact in every dtype.
+        make_pairs = _pairs.__wrapped__ if isinstance(self.values, FakeTensor) else _pairs
+        values = make_pairs(self.dtype, self.device)[self.values.int()].view(*scales.shape, -1)
+        dense = values.mul_(scales.unsqueeze(-1)).flatten(-2)
         if self.flipped:
             dense = dense.transpose(-1, -2).contiguous()
         return dense.transpose(-1, -2) if self.transposed else dense
@@ -206,6 +204,14 @@ class PackedStack(Tensor):
             other.flipped,
             other.transposed,
         )
+
+
+@cache
+def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns the two values of each byte, of shape ``(256, 2)``. Made once, because the host waits for the copy to a device."""
+    with no_inference_mode():
+        values = torch.tensor(_VALUES, dtype=dtype, device="cpu")
+        return torch.stack([values.repeat(16), values.repeat_interleave(16)], 1).to(device)
 
 
 def _writes_packed(func: Any, args: Any, kwargs: Any) -> bool:
