@@ -4,47 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
 
-from sp_lightning import pack_experts
 from sp_lightning.experts.stacks import adapting_modules, stacked_rows
 from sp_lightning.observe import messages
 from tests.support import stacked
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.tiers import first
-
-STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-SIZES = {"qwen3": {"moe_intermediate_size": 32}, "gpt-oss": {"intermediate_size": 64}}
-
-
-def adapted(
-    name: str = "qwen3",
-    implementation: str = "grouped_mm",
-    *,
-    targets: tuple[str, ...] = STACKS,
-    packed: bool = False,
-    dtype: torch.dtype = torch.float32,
-    adapters: int = 1,
-) -> Any:
-    def make() -> Any:
-        module = stacked.transformer(name, implementation, **SIZES[name])
-        module.net.to(dtype)
-        if packed:
-            pack_experts(module.net)
-        config = peft.LoraConfig(
-            r=2, target_modules=["q_proj"], target_parameters=list(targets), init_lora_weights=False
-        )
-        module.net = peft.get_peft_model(module.net, config)
-        for number in range(1, adapters):
-            module.net.add_adapter(f"other{number}", config)
-            module.net.base_model.set_adapter(["default", f"other{number}"])
-        return module
-
-    return make
 
 
 def both(make: Any, strategy: Any, **options: Any) -> int:
@@ -72,7 +41,7 @@ def both(make: Any, strategy: Any, **options: Any) -> int:
 )
 def test_few_experts_are_uploaded(name: str, implementation: str, activations: Any, packed: bool) -> None:
     strategy = superpipeline(k=1, activations=activations)
-    sent = both(adapted(name, implementation, packed=packed), strategy)
+    sent = both(stacked.adapted(name, implementation, packed=packed), strategy)
     uses = 2 * 3 if activations == "recompute" else 3  # backward needs no stack
     assert 0 < sent < 0.8 * uses * strategy.plan.stack_bytes
 
@@ -81,14 +50,16 @@ def test_few_experts_are_uploaded(name: str, implementation: str, activations: A
 @pytest.mark.parametrize("packed", [False, True])
 def test_mixed_precision_and_recompute(packed: bool, dtype: torch.dtype) -> None:
     """Code reads adapters whole in mixed precision, so the second run finds float32 weights on the device."""
-    both(adapted(packed=packed, dtype=dtype), superpipeline(k=1, activations="recompute"), precision="bf16-mixed")
+    both(
+        stacked.adapted(packed=packed, dtype=dtype), superpipeline(k=1, activations="recompute"), precision="bf16-mixed"
+    )
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_adapters_on_routers(activations: Any) -> None:
     """``target_parameters`` of any parameter raised an error with "recompute"."""
     strategy = superpipeline(k=1, activations=activations)
-    sent = both(adapted(targets=("mlp.gate.weight",)), strategy)
+    sent = both(stacked.adapted(targets=("mlp.gate.weight",)), strategy)
     assert 0 < sent < 6 * strategy.plan.stack_bytes
 
 
@@ -99,7 +70,7 @@ def test_all_experts_are_uploaded_where_the_result_is_not_known_to_be_read_by_ex
     monkeypatch.setattr(messages, "_SAID", set())
     caplog.set_level("INFO", "lightning.pytorch")
     strategy = superpipeline(k=1)
-    sent = both(adapted(implementation=implementation, adapters=adapters), strategy)
+    sent = both(stacked.adapted(implementation=implementation, adapters=adapters), strategy)
     assert sent >= 3 * strategy.plan.stack_bytes
     said = [record.message for record in caplog.records if "all experts of" in record.message]
     assert len(said) == 1, "once for all layers"
@@ -109,7 +80,7 @@ def test_all_experts_are_uploaded_where_the_result_is_not_known_to_be_read_by_ex
 @pytest.mark.parametrize("around", [True, False])
 def test_a_hook_that_may_route_otherwise_is_noticed_on_any_of_the_modules(around: bool) -> None:
     def make() -> Any:
-        module = adapted()()
+        module = stacked.adapted()()
         for experts, outer in adapting_modules(module).items():
             (outer if around else experts).register_forward_pre_hook(lambda _, args: args)
         return module
@@ -123,7 +94,7 @@ def test_a_forward_hook_may_read_all_experts(where: str) -> None:
     """Inside PEFT's modules, it finds the stack with its adapter, in which other experts than those of the tokens were zero."""
 
     def make() -> Any:
-        module = adapted()()
+        module = stacked.adapted()()
         for experts, outer in adapting_modules(module).items():
 
             def read(module: Any, args: Any, output: torch.Tensor, experts: Any = experts) -> torch.Tensor:
@@ -142,7 +113,7 @@ def test_a_forward_hook_on_all_modules_may_read_all_experts() -> None:
 
     handle = nn.modules.module.register_module_forward_hook(read)
     try:
-        both(adapted(), superpipeline(k=1))
+        both(stacked.adapted(), superpipeline(k=1))
     finally:
         handle.remove()
 
@@ -172,7 +143,7 @@ def test_experts_of_a_users_own_that_all_are_used() -> None:
 
 
 def test_the_outermost_module_is_found() -> None:
-    module = adapted()()
+    module = stacked.adapted()()
     found = adapting_modules(module)
     assert [stacked_rows(each) for each in found] == [stacked.EXPERTS] * 2
     names = {each: name for name, each in module.named_modules()}

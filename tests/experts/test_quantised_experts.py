@@ -165,20 +165,20 @@ class Writes(stacked.Transformer):
 class Centred(Tensor):
     """A stack of which each function reads all experts."""
 
-    inner: Tensor
+    stack: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        made: Any = Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
-        made.inner = inner
+    def __new__(cls, stack: Tensor) -> Any:
+        made: Any = Tensor._make_wrapper_subclass(cls, stack.shape, strides=stack.stride(), dtype=stack.dtype)
+        made.stack = stack
         return made
 
     def __tensor_flatten__(self) -> Any:
-        return ["inner"], None
+        return ["stack"], None
 
     @staticmethod
     def __tensor_unflatten__(tensors: Any, context: Any, size: Any, stride: Any) -> Any:
-        return Centred(tensors["inner"])
+        return Centred(tensors["stack"])
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,8 +188,8 @@ class Centred(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
-            return Centred(func(args[0].inner))
-        args = [each.inner - each.inner.mean() if isinstance(each, Centred) else each for each in args]
+            return Centred(func(args[0].stack))
+        args = [each.stack - each.stack.mean() if isinstance(each, Centred) else each for each in args]
         return func(*args, **(kwargs or {}))
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
+import peft
 import torch
 import transformers
 from torch import Tensor, nn
 
+from sp_lightning import pack_experts
 from tests.support.models import Module, Transformer
 
 EXPERTS = 8
@@ -56,6 +59,48 @@ def transformer(name: str, implementation: str = "grouped_mm", **more: Any) -> T
     net = getattr(transformers, f"{kind}ForCausalLM")(config)
     net.set_experts_implementation(implementation)
     return Transformer(net)
+
+
+# ---------------------------------------------------------------------- adapters on stacked experts
+
+ADAPTED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+WIDER = {"qwen3": {"moe_intermediate_size": 32}, "gpt-oss": {"intermediate_size": 64}}
+"""Models with adapters, and sizes that 4-bit formats accept: rows of whole blocks."""
+
+
+def adapted(
+    name: str = "qwen3",
+    implementation: str = "grouped_mm",
+    *,
+    targets: tuple[str, ...] = ADAPTED,
+    packed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    adapters: int = 1,
+) -> Callable[[], Transformer]:
+    """Makes small models with PEFT's adapters on their stacked experts.
+
+    Args:
+        targets: ends of the names of the adapted parameters (``target_parameters``).
+        packed: True if the experts below the adapters are packed in 4 bits.
+        dtype: of all other weights but those of adapters.
+        adapters: how many are active.
+    """
+
+    def make() -> Transformer:
+        module = transformer(name, implementation, **WIDER[name])
+        module.net.to(dtype)
+        if packed:
+            pack_experts(module.net)
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj"], target_parameters=list(targets), init_lora_weights=False
+        )
+        module.net = peft.get_peft_model(module.net, config)
+        for number in range(1, adapters):
+            module.net.add_adapter(f"other{number}", config)
+            module.net.base_model.set_adapter(["default", f"other{number}"])
+        return module
+
+    return make
 
 
 # ---------------------------------------------------------------------- experts of a user's own
