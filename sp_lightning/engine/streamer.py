@@ -326,7 +326,7 @@ class Streamer:
         self.plan = plan
 
     def changed(self) -> bool:
-        """Returns True if the user has replaced or renamed modules or parameters, or given a parameter another dtype or shape."""
+        """Returns True if user code has replaced, renamed or compiled modules, or replaced parameters, their dtypes or shapes."""
         self._access.calls.refuse_interrupted()
         watch(self._backward)  # other code may have restored the function that this has replaced
         return self._swap.changed()

@@ -40,7 +40,7 @@ from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import OffloadedWrapper, parts
 from sp_lightning.torch_compat.modes import never_compiled
-from sp_lightning.torch_compat.private import is_view, tree_leaves, tree_map_only
+from sp_lightning.torch_compat.private import compiled_call, is_view, tree_leaves, tree_map_only
 
 _Exchange = tuple[nn.Module, bool, str, Any, Any]
 """A module, True if its ``__setattr__`` is to be called, the attribute's name, the host parameter, the device parameter."""
@@ -101,7 +101,9 @@ class ParameterSwap:
         )
         self._wrapped = list(wrapped)
         # For changed(). It is called before each batch, so it compares lists that were made here, without calls of Python.
-        self._children = [(each, dict(each._modules), len(each._parameters)) for each in self._modules]
+        self._children = [
+            (each, dict(each._modules), len(each._parameters), compiled_call(each)) for each in self._modules
+        ]
         named = [(each, name, p) for each in self._modules for name, p in each._parameters.items()]
         self._named = [(each, name, p, p.dtype, p.shape, p.stride()) for each, name, p in named if p is not None]
         self._missing = [
@@ -158,11 +160,16 @@ class ParameterSwap:
         return self._role.used
 
     def changed(self) -> bool:
-        """Returns True if modules or parameters were replaced or renamed, or a parameter has another dtype, shape or strides."""
+        """Returns True if modules or parameters were replaced or renamed, or a parameter has another dtype, shape or strides.
+
+        Also if a module has been compiled: its graph needs other casts.
+        """
         # Updates may be under way. This reads neither weights nor gradients, so it need not wait for the updates.
         with DisableTorchFunctionSubclass():
-            for module, children, count in self._children:
+            for module, children, count, compiled in self._children:
                 if module._modules != children or len(module._parameters) != count:
+                    return True
+                if compiled_call(module) is not compiled:
                     return True
             for module, name, p, dtype, shape, stride in self._named:
                 if module._parameters.get(name) is not p or p.dtype is not dtype or p.shape != shape:

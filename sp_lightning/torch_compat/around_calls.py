@@ -25,8 +25,10 @@ from sp_lightning.torch_compat.private import (
     comptime,
     first_traced,
     frame_compiler,
+    set_traced,
     starts_graph_with_hooks,
     trace_only_inlined,
+    traces_only_forward,
 )
 
 Around = Callable[..., Any]
@@ -50,7 +52,10 @@ class _ModuleCall(Patch):
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:  # args[0] is the module: a parameter of its own would cost time
             if is_dynamo_compiling():
-                comptime(_end_graph)
+                hooks = True
+                comptime(_begin_call)
+                if not hooks:
+                    return args[0].forward(*args[1:], **kwargs)
             elif id(args[0]) in ours:
                 return around(function, *args, **kwargs)
             return function(*args, **kwargs)
@@ -64,14 +69,20 @@ class _ModuleCall(Patch):
         return wrapper
 
 
-def _end_graph(context: Any) -> None:
-    """Breaks the graph if the module is surrounded. Runs while Dynamo traces the call.
+def _begin_call(context: Any) -> None:
+    """Breaks the graph if the module is surrounded, and has Dynamo trace only ``forward`` where it does so without the patch.
 
-    A graph from before the run does not test ``_around`` when it runs again, and need not: during a run the weights have other
-    types, and every graph has guards on the types of its weights.
+    Runs while Dynamo traces the call. A graph from before the run does not test ``_around`` when it runs again, and need not:
+    during a run the weights have other types, and every graph has guards on the types of its weights.
+
+    Since torch 2.14, Dynamo skips ``nn.Module._call_impl`` for modules without hooks. Traced, it would add guards on hooks, which
+    graphs do not have unless ``skip_nnmodule_hook_guards`` is off. Hooks that are added later would take effect only here.
     """
-    if id(first_traced(context, "args")) in _around:
+    module = first_traced(context, "args")
+    if id(module) in _around:
         context.graph_break(NOT_IN_GRAPHS)
+    if module is not None and traces_only_forward(module):
+        set_traced(context, "hooks", False)
 
 
 @trace_only_inlined

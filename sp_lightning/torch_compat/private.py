@@ -23,11 +23,13 @@ from torch import Tensor, autograd, jit, nn, overrides, serialization
 from torch._dynamo import comptime as compile_time
 from torch._dynamo import convert_frame, decorators, eval_frame, exc
 from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.variables import ConstantVariable
 from torch._functorch import pyfunctorch
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import batchnorm
+from torch.nn.modules import module as module_globals
 from torch.optim import Optimizer, adagrad, adam, sgd
 from torch.optim import optimizer as optimizers
 from torch.utils import _python_dispatch, _pytree, checkpoint
@@ -406,9 +408,9 @@ TENSOR_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 """Private attributes of a tensor whose read does not touch its memory."""
 
 forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_hooks")
-global_forward_hooks: dict[int, Callable[..., Any]] = torch.nn.modules.module._global_forward_hooks
+global_forward_hooks: dict[int, Callable[..., Any]] = module_globals._global_forward_hooks
 forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
-global_forward_pre_hooks: dict[int, Callable[..., Any]] = torch.nn.modules.module._global_forward_pre_hooks
+global_forward_pre_hooks: dict[int, Callable[..., Any]] = module_globals._global_forward_pre_hooks
 """The hooks of ``module.register_forward_pre_hook`` and of ``register_module_forward_pre_hook`` (all modules), by number."""
 
 
@@ -460,6 +462,8 @@ def run_first_after_step(optimizer: Optimizer, handle: RemovableHandle) -> None:
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute in which ``module.compile()`` stores the compiled call. It has no public name."""
+compiled_call: Callable[[nn.Module], object] = attrgetter(COMPILED_CALL)
+"""Returns that call; None if the module is not compiled."""
 
 SCRIPTING = (jit._recursive, "create_script_module")
 """The function with which ``torch.jit.script`` converts a module. torch has no hook that runs before it."""
@@ -519,6 +523,25 @@ def first_traced(context: Any, name: str) -> Any:
     """Returns the first object of a tuple, a local of the frame that called :data:`comptime`; None if only the graph has it."""
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
     return getattr(variable.items[0], "value", None)
+
+
+def set_traced(context: Any, name: str, value: bool) -> None:
+    """Sets a local of the frame that called :data:`comptime`. The graph gets no guard on it."""
+    translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    translator.symbolic_locals[name] = ConstantVariable.create(value)
+
+
+_HOOKS = ("backward_hooks", "backward_pre_hooks", "forward_hooks", "forward_pre_hooks")
+
+
+def traces_only_forward(module: nn.Module) -> bool:
+    """Returns True if ``torch.compile`` traces only ``forward`` at a call of the module, and puts no guard on its hooks.
+
+    That is so if there are no hooks, and the call is torch's own. It matters since torch 2.14.
+    """
+    hooked = any(getattr(module, f"_{kind}") or getattr(module_globals, f"_global_{kind}") for kind in _HOOKS)
+    unchanged = type(module).__call__ is nn.Module.__call__ and type(module)._call_impl is nn.Module._call_impl
+    return torch._dynamo.config.skip_nnmodule_hook_guards and unchanged and not hooked and "forward" not in vars(module)
 
 
 def traced_tensor(context: Any, name: str) -> Tensor:
@@ -652,6 +675,7 @@ FEATURES = {
         "remove_global_step_hooks": "hooks of every optimizer's step",
         "run_first_after_step": "hooks after an optimizer's step",
         "COMPILED_CALL": "module.compile()",
+        "compiled_call": "module.compile()",
         "frame_compiler": "torch.compile",
         "default_device_is_set": "torch.set_default_device beside updates in the background",
         "is_compiled": "torch.compile",
@@ -700,6 +724,8 @@ FEATURES = {
         "trace_only_inlined": "torch.compile",
         "comptime": "torch.compile",
         "first_traced": "torch.compile",
+        "set_traced": "torch.compile of modules inside which hooks are registered later",
+        "traces_only_forward": "torch.compile of modules inside which hooks are registered later",
         "traced_tensor": "compiled blocks in bf16-mixed and 16-mixed",
         "trace_of": "compiled blocks in bf16-mixed and 16-mixed",
         "restart_trace": "compiled blocks in bf16-mixed and 16-mixed",

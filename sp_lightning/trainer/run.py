@@ -233,15 +233,18 @@ class Run:
     def renew(self) -> None:
         """Adapts the engine to changes of the module by user code since the last batch. Called before each batch.
 
-        If parameters or modules were exchanged, the engine is built again. If layers were unfrozen, the window gets smaller.
+        If parameters or modules were exchanged, or modules compiled, the engine is built again. If layers were unfrozen, the
+        window gets smaller.
         """
         self.steps.open()  # other code may have removed hooks on optimizers
         for pair in self._overlapping:
             pair.refuse_trained()
         changed = self.engine.changed()
         if changed:
-            self._log.debug("Superpipeline: parameters or modules have been exchanged; the layers are absorbed again.")
-            self.group.barrier("an exchange of parameters or modules, or of their dtypes")
+            self._log.debug(
+                "Superpipeline: parameters or modules were exchanged or compiled; the layers are absorbed again."
+            )
+            self.group.barrier("an exchange of parameters or modules, of their dtypes, or a compilation")
             self.finish_updates()
             self._end_engine()
             self._build()

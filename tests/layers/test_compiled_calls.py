@@ -22,6 +22,7 @@ from sp_lightning.torch_compat.private import is_compiled
 from tests.equality.cases import CASES
 from tests.support.mixed import MIXED
 from tests.support.models import Module, Stack, lora, tokens, vectors
+from tests.support.nets import Does
 from tests.support.runs import (
     Batches,
     Outcome,
@@ -594,6 +595,47 @@ def test_tokens_are_generated_with_compiled_blocks(cache: str) -> None:
         found.append(graphs())
     assert_equal(found[2], found[0], "tokens and logits")
     assert found[3] == found[1], "streaming made another graph"
+
+
+# ---------------------------------------------------------------------- what changes during a run
+
+
+def compile_now(trainer: Any, module: Any) -> None:
+    compile_blocks(module, backend="aot_eager")
+
+
+def compile_in_second_epoch(trainer: Any, module: Any) -> None:
+    if trainer.current_epoch == 1:
+        compile_now(trainer, module)
+
+
+@pytest.mark.parametrize(
+    "late",
+    first(
+        [
+            {"on_fit_start": compile_now},
+            {"on_train_start": compile_now},
+            {"on_train_epoch_start": compile_in_second_epoch},
+        ],
+        {"on_train_epoch_start": compile_in_second_epoch},
+        why="earlier hooks",
+    ),
+)
+def test_blocks_that_are_compiled_during_a_run_get_other_casts(late: dict[str, Any]) -> None:
+    both(lambda: Module(Stack(16)), vectors(2), callbacks=[Does(**late)], max_epochs=2)
+
+
+def hook_on_one_block(trainer: Any, module: Any) -> None:
+    if trainer.current_epoch == 1:
+        module.net.blocks[1].inner.register_forward_hook(lambda module, args, out: 0.5 * out)
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_hook_inside_a_compiled_block_takes_effect_as_on_plain_lightning(skipped: bool) -> None:
+    """By default a graph has no guard on hooks inside it, and one that is registered later has no effect."""
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=skipped):
+        callback = Does(on_train_epoch_start=hook_on_one_block)
+        both(compiled(lambda: Module(Linears(Block))), vectors(2), callbacks=[callback], max_epochs=2)
 
 
 # ---------------------------------------------------------------------- compile_blocks
