@@ -45,7 +45,7 @@ def add_adapters(module: nn.Module, rank: int) -> list[str]:
     frozen = [(name, p) for name, p in module.named_parameters() if "expert" in name and not p.requires_grad]
     alike = Counter(re.sub(r"\d+", "*", name) for name, p in frozen if is_stack(p, len(p)))
     names = ", ".join(f"{name} ({count})" for name, count in alike.items())
-    note = "adapters of stacked experts and of their routers, which PEFT adds for some models, are not counted"
+    note = "adapters of stacked experts and of their routers are not counted; name a factory that adds them (target_parameters)"
     return [f"{note}: {names}"] if names else []
 
 

@@ -114,7 +114,7 @@ def test_stacked_experts_without_adapters_are_named(tmp_path: Path, capsys: pyte
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     found = plan(capsys, str(tmp_path), "--tokens", "8", "--lora", "4", "--k", "1")
     names = ", ".join(f"model.layers.*.mlp.experts.{name} (2)" for name in ("gate_up_proj", "down_proj"))
-    said = "adapters of stacked experts and of their routers, which PEFT adds for some models, are not counted"
+    said = "adapters of stacked experts and of their routers are not counted; name a factory that adds them (target_parameters)"
     assert f"{said}: {names}" in found["notes"]
 
 
