@@ -448,7 +448,7 @@ REFUSED: dict[str, tuple[Any, Any, list[Any], str]] = {
         InAnotherOrder,
         SGD,
         [],
-        "to a step of SGD of 'layers.1.0.weight' and others, batch 0",  # either rank may be the first to notice
+        "a step of SGD of 'layers.1.0.weight' and others, batch 0",  # either rank may be the first to notice
     ),
     "a parameter of nobody's": (Hides, SGD, [], "that the module does not have"),
     "different weights before an optimizer of users": (

@@ -110,8 +110,8 @@ UNEVEN = Batches(2, 3)
 EVEN = Batches(4, 4)
 Case = tuple[type[Net], Batches, Callable[[], list[Callback]], tuple[str, ...]]
 CASES: dict[str, Case] = {
-    "rank 1 has a batch more": (Net, UNEVEN, list, ("rank 0 to the end of its run", "batch 1 of epoch 0")),
-    "rank 0 has a batch more": (Net, Batches(3, 2), list, ("rank 1 to the end of its run", "batch 1 of epoch 0")),
+    "rank 1 has a batch more": (Net, UNEVEN, list, ("rank 0 the end of its run", "batch 1 of epoch 0")),
+    "rank 0 has a batch more": (Net, Batches(3, 2), list, ("rank 1 the end of its run", "batch 1 of epoch 0")),
     "a batch more before a checkpoint": (
         Net, UNEVEN, lambda: [ModelCheckpoint(every_n_epochs=1)],
         ("disagree", "Lightning's sum over ranks, batch 1", "the beginning of the next batch, batch 1"),
@@ -126,8 +126,8 @@ CASES: dict[str, Case] = {
         Net, EVEN, lambda: [OnOneRank(to_double, 0)], ("disagree", EXCHANGE, "batch 1 of epoch 0"),
     ),
     "rank 1 has no loss": (NoLoss, EVEN, list, ("Skipping the `training_step` by returning None",)),
-    "rank 1 skips an epoch": (SkipsAnEpoch, EVEN, list, ("rank 1 to the end of its run", BACKWARD)),
-    "rank 1 stops": (Net, EVEN, lambda: [OnOneRank(stop)], ("rank 1 to the end of its run", "batch 1 of epoch 0")),
+    "rank 1 skips an epoch": (SkipsAnEpoch, EVEN, list, ("rank 1 the end of its run", BACKWARD)),
+    "rank 1 stops": (Net, EVEN, lambda: [OnOneRank(stop)], ("rank 1 the end of its run", "batch 1 of epoch 0")),
     "rank 0 saves": (
         Net, EVEN, lambda: [OnOneRank(save, 0)], ("disagree", "Lightning's barrier 'Trainer.save_checkpoint'", BACKWARD),
     ),

@@ -92,15 +92,16 @@ def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "t").mkdir()
     for name in ("a", "b"):
         (tmp_path / "t" / f"{name}.py").touch()
-    seconds.FILE.write_text("# Seconds\n1.00 t/a.py::x[1, 2]\n2.00 t/b.py::y\n")
-    quick, slow, other = Item("t/a.py::z"), Item("t/a.py::x[1, 2]"), Item("t/b.py::y", "rest")
-    seconds.move_down([quick, slow, other], whole=True)  # type: ignore[list-item]
-    assert [quick.marks, slow.marks, other.marks] == [[], ["rest"], ["rest", "long"]]
+    seconds.FILE.write_text("# Seconds\n4.00 t/a.py::w\n1.00 t/a.py::x[1, 2]\n2.00 t/b.py::y\n")
+    quick, slow, slowest = Item("t/a.py::z"), Item("t/a.py::x[1, 2]"), Item("t/a.py::w")
+    other = Item("t/b.py::y", "rest")
+    seconds.move_down([quick, slow, slowest, other], whole=True)  # type: ignore[list-item]
+    assert [quick.marks, slow.marks, slowest.marks, other.marks] == [[], ["rest"], ["long"], ["rest", "long"]]
     monkeypatch.setattr(seconds, "gone", [])
     seconds.move_down([quick], whole=False)  # type: ignore[list-item]
     assert not seconds.gone
     seconds.move_down([quick], whole=True)  # type: ignore[list-item]
-    assert seconds.gone == ["t/a.py::x[1, 2]"]
+    assert seconds.gone == ["t/a.py::w", "t/a.py::x[1, 2]"]
     (tmp_path / "t" / "b.py").unlink()  # no test of a removed file is collected
     seconds.move_down([quick], whole=False)  # type: ignore[list-item]
     assert seconds.gone == ["t/b.py::y"]

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "seconds.txt"
-LATER = {"": (0.5, "rest"), "rest": (1.1, "long")}
-"""By the tier of a test (its mark), from how many seconds on it runs in the next one, and that one's mark."""
+LATER = {"": {"rest": 0.5, "long": 2.0}, "rest": {"long": 0.8}}
+"""By the tier of a test (its mark): the later tiers, and from how many seconds on it runs in each."""
 STAY = ("test_gpu_script.py::test_what_has_run", "test_gpu_script.py::test_tests_on_the_list", "test_fuzz.py::")
 """These stay in their tier: a dry run of the GPU script, and the fuzz test, which the gate runs again."""
 _HEAD = "# Seconds of tests that run a tier later than their marks say: tests/support/seconds.py\n"
@@ -45,8 +45,9 @@ def move_down(items: Sequence[pytest.Item], *, whole: bool) -> None:
         if (took := seconds.get(item.nodeid)) is not None:
             seen.add(item.nodeid)
             tier = "long" if item.get_closest_marker("long") else "rest" if item.get_closest_marker("rest") else ""
-            if tier in LATER and took >= LATER[tier][0]:
-                item.add_marker(getattr(pytest.mark, LATER[tier][1])(f"takes {took:g} seconds"))
+            later = [mark for mark, least in LATER.get(tier, {}).items() if took >= least]
+            if later:
+                item.add_marker(getattr(pytest.mark, later[-1])(f"takes {took:g} seconds"))
     collected = {item.nodeid.split("::")[0] for item in items}
     missing = ((name, name.split("::")[0]) for name in seconds.keys() - seen)
     gone[:] = sorted(name for name, file in missing if (whole and file in collected) or not (ROOT / file).exists())
@@ -68,7 +69,7 @@ def read(logs: Iterable[str], tiers: Mapping[str, str], before: Mapping[str, flo
         found[name] = before[name]
 
     def moves(name: str) -> bool:
-        least, _ = LATER.get(tiers.get(name, "long"), (float("inf"), ""))
+        least = min(LATER.get(tiers.get(name, "long"), {}).values(), default=float("inf"))
         return found[name] >= least and not any(stays in name for stays in STAY)
 
     return {name: found[name] for name in sorted(found) if moves(name)}
