@@ -207,6 +207,18 @@ class Access(Part):
         """Returns True if autograd would now save tensors as they are: the engine's saved-tensor hooks are not active."""
         return torch.is_grad_enabled() and not packs()
 
+    def refuse_over(self, name: str) -> None:
+        """Raises an error for the use of a device parameter if the run is over.
+
+        Raises:
+            RuntimeError: the run is over.
+        """
+        if self._closed:
+            raise RuntimeError(
+                f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
+                f"it from its module: dict(module.named_parameters())[{name!r}]."
+            )
+
     @contextmanager
     def operation_on(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
         """A context for one operation on device parameters, or on their ``casts``: their layers are attached.
@@ -214,12 +226,7 @@ class Access(Part):
         Raises:
             RuntimeError: the run is over, or the running backward has updated a layer already.
         """
-        if self._closed:
-            name = parameters[0]._of.spans[parameters[0]._index].name
-            raise RuntimeError(
-                f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
-                f"it from its module: dict(module.named_parameters())[{name!r}]."
-            )
+        self.refuse_over(parameters[0]._of.spans[parameters[0]._index].name)
         wanted: set[StreamedLayer] = {parameter._of.layer for parameter in parameters}
         residents = self.residents.layer in wanted
         layers = sorted(wanted - {self.residents.layer}, key=lambda layer: layer.index)

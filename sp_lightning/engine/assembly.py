@@ -89,18 +89,22 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
     made = {}
     for host in found.wrapped:
         members = [where[id(part)] for _, part in parts("", host)]
+        (group, index), (part_name, _) = members[0], next(parts("", host))
+        name = group.spans[index].name.removesuffix(part_name)
         data = iter([group.stand_in_data[index] for group, index in members])
         made[host] = stand_in(
-            host, data, partial(_bring, members), partial(_expose, members), members[0][0].layer.rows.computed
+            host, data, partial(_bring, name, members), partial(_expose, members), members[0][0].layer.rows.computed
         )
     return made
 
 
-def _bring(members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _bring(name: str, members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Returns the plain tensors of a wrapped parameter on the device. As long as they are referenced, slots are not reused."""
-    if members[0][0].layer.rows.may_compute_with_wrapped(use, args, kwargs):
+    group, _ = members[0]
+    group.engine.refuse_over(name)
+    if group.layer.rows.may_compute_with_wrapped(use, args, kwargs):
         return [group.alias(index) for group, index in members]
-    with members[0][0].engine.operation_on([group.all[index] for group, index in members]):
+    with group.engine.operation_on([group.all[index] for group, index in members]):
         return [group.alias(index) for group, index in members]
 
 

@@ -10,7 +10,7 @@ each value, because it computes step by step in float32. :meth:`PackedStack.dequ
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,8 +32,11 @@ _AT_ONCE = 2**25
 """About as many values are quantised at once: torchao makes several temporary tensors in float32."""
 _BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 """By format, the number of values with a common scale. They follow each other along the inputs of a linear layer."""
+_QUANTISED = (torch.float32, torch.bfloat16)
+"""The dtypes that torchao quantises."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of 4 bits (E2M1), of both formats: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec"""
+_KEEPING = (None, torch.preserve_format)
 _aten = torch.ops.aten
 
 
@@ -106,7 +109,29 @@ class PackedStack(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the plain tensors. Wrapper subclasses cannot be loaded with a callable map_location, as Lightning does."""
         context = (self.flipped, self.transposed, self.dtype)
-        return _unpickled, (self.values, self.scales, self.factors, *context, isinstance(self, nn.Parameter))
+        scales = self.scales.view(torch.uint8)  # pickle does not know their dtype
+        return _unpickled, (self.values, scales, self.factors, *context, isinstance(self, nn.Parameter))
+
+    @property
+    def data(self) -> Any:
+        """As of any tensor. What is assigned has to be packed alike, because torch does not assign the packed values."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        if not self._has_layout_of(other):
+            raise NotImplementedError(
+                f"Assigning {type(other).__name__} to the .data of {self!r}. Expected the same format and layout. Assign another "
+                "parameter instead: module.weight = nn.Parameter(…)."
+            )
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # its dtype
+        self.values, self.scales, self.factors = other.values, other.scales, other.factors
+
+    def share_memory_(self) -> PackedStack:
+        """Moves the packed values and scales to shared memory."""
+        for part in self.__tensor_flatten__()[0]:
+            getattr(self, part).share_memory_()
+        return self
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PackedStack({self.format}, {tuple(self.shape)}, {self.dtype})"
@@ -122,7 +147,7 @@ class PackedStack(Tensor):
         if self.factors is not None:
             scales = self.factors * scales
         # torch multiplies in float32 and rounds once. Values of 4 bits are exact in every dtype.
-        make_pairs = _pairs.__wrapped__ if isinstance(self.values, FakeTensor) else _pairs
+        make_pairs = _pairs if type(self.values) is Tensor else _pairs.__wrapped__  # tracers have tensors of their own
         values = make_pairs(self.dtype, self.device)[self.values.int()].view(*scales.shape, -1)
         dense = values.mul_(scales.unsqueeze(-1)).flatten(-2)
         if self.flipped:
@@ -164,12 +189,15 @@ class PackedStack(Tensor):
         if _writes_packed(func, args, kwargs):
             if func is _aten.copy_.default and isinstance(args[1], PackedStack):
                 view = ", and no view: copy into the whole parameter" * args[0].read_only
+                remedy = ""
+                if args[1].format != args[0].format:
+                    remedy = f' Pack the model as the other one: pack_experts(model, "{args[1].format}").'
                 raise NotImplementedError(
-                    f"Copying into {first!r} from {args[1]!r}. Expected the same format and layout{view}."
+                    f"Copying into {first!r} from {args[1]!r}. Expected the same format and layout{view}.{remedy}"
                 )
             raise NotImplementedError(
-                f"{func} would write a weight in 4 bits (PackedStack), which cannot be written or trained. Train adapters "
-                "beside it; or assign another parameter."
+                f"{func} would write a weight in 4 bits (PackedStack). It cannot be trained, averaged, or merged with adapters. "
+                "Train adapters beside it and keep them; weight.dequantize() has its values, for another parameter."
             )
         args, kwargs = tree_map_only(PackedStack, PackedStack.dequantize, (args, kwargs))
         return func(*args, **kwargs)
@@ -178,8 +206,10 @@ class PackedStack(Tensor):
         """Returns the result of a function that leaves the weight packed; None if it needs the values."""
         if func in (_aten.detach.default, _aten.alias.default):
             return self._each(Tensor.detach, read_only=self.read_only)
-        if func is _aten.clone.default:
+        if func is _aten.clone.default and (kwargs.get("memory_format") in _KEEPING or self.is_contiguous()):
             return self._each(Tensor.clone)
+        if func is _aten.empty_like.default and kwargs.get("device") not in (None, self.device):  # Module.to_empty
+            return self._each(partial(torch.empty_like, device=kwargs["device"]))
         if func is _aten.select.int and self.dim() == 3 and args[1] in (0, -3):
             return self._each(lambda part: part[args[2]], read_only=True)
         last = {self.dim() - 2, self.dim() - 1}
@@ -229,6 +259,7 @@ def _unpickled(
     dtype: torch.dtype,
     is_parameter: bool,
 ) -> Tensor:
+    scales = scales.view(torch.float8_e8m0fnu if factors is None else torch.float8_e4m3fn)
     made = PackedStack(values, scales, factors, flipped, transposed, dtype)
     return nn.Parameter(made, requires_grad=False) if is_parameter else made
 
@@ -256,35 +287,57 @@ def pack_experts(module: nn.Module, format: Packing = "nvfp4") -> list[str]:  # 
 
     Raises:
         ImportError: torchao is missing.
-        ValueError: the format is unknown; the module has no stacked experts that are not packed; or a matrix has a number of
-            inputs that is not a multiple of 16 (``"nvfp4"``) or 32 (``"mxfp4"``).
+        ValueError: the format is unknown; the module has no stacked experts, or they are packed already; a matrix has a number of
+            inputs that is not a multiple of 16 (``"nvfp4"``) or 32 (``"mxfp4"``); or a value is not finite. Except for the last
+            case, nothing is changed then.
     """
     if format not in _BLOCKS:
         raise ValueError(f'Got format={format!r}. Expected "nvfp4" or "mxfp4".')
-    quantise = _quantise_nvfp4 if format == "nvfp4" else _quantise_mxfp4
-    made: list[str] = []
-    for name, owner, key in [*named_stacks(module)]:
+    stacks = _stacks_to_pack(module, format)
+    made: dict[Any, nn.Parameter] = {}  # by the weight: two modules may have the same
+    for name, owner, key in stacks:
         weight: Any = owner._parameters[key]
-        if isinstance(weight, PackedStack):
-            continue
-        flipped = is_flipped(owner)
-        dense = weight.detach().transpose(1, 2) if flipped else weight.detach()
-        if dense.shape[-1] % _BLOCKS[format]:
-            raise ValueError(
-                f"{name!r} has {dense.shape[-1]} inputs. Expected a multiple of {_BLOCKS[format]} for format={format!r}."
-            )
-        count = _experts_at_once(dense)
-        pieces = [quantise(dense[begin : begin + count].contiguous()) for begin in range(0, len(dense), count)]
-        values, scales, *factors = map(_joined, zip(*pieces, strict=True))
-        packed = PackedStack(values, scales, factors[0] if factors else None, flipped, False, weight.dtype)
-        owner._parameters[key] = nn.Parameter(packed, requires_grad=False)
-        made.append(name)
-    if not made:
+        if weight not in made:
+            made[weight] = _quantise(name, weight.detach(), format, flipped=is_flipped(owner))
+        owner._parameters[key] = made[weight]
+    return [name for name, _, _ in stacks]
+
+
+def _stacks_to_pack(module: nn.Module, format: Packing) -> list[tuple[str, nn.Module, str]]:  # noqa: A002
+    """Returns the name, module and attribute of each stack that is not packed. The errors are those of :func:`pack_experts`."""
+    all_stacks = [*named_stacks(module)]
+    found = [each for each in all_stacks if not isinstance(each[1]._parameters[each[2]], PackedStack)]
+    if not found:
         raise ValueError(
-            f"{type(module).__name__} has no stacked experts to pack: expected modules of experts whose parameters have "
+            f"The stacked experts of {type(module).__name__} are packed already ({all_stacks[0][0]!r} …)."
+            if all_stacks
+            else f"{type(module).__name__} has no stacked experts to pack: expected modules of experts whose parameters have "
             "three dimensions, as in transformers 5 (Qwen3MoeExperts)."
         )
-    return made
+    for name, owner, key in found:
+        inputs = owner._parameters[key].shape[1 if is_flipped(owner) else 2]  # type: ignore[union-attr]
+        if inputs % _BLOCKS[format]:
+            other = ' "nvfp4" takes multiples of 16.' if format == "mxfp4" and not inputs % _BLOCKS["nvfp4"] else ""
+            raise ValueError(
+                f"{name!r} has {inputs} inputs. Expected a multiple of {_BLOCKS[format]} for format={format!r}.{other}"
+            )
+    return found
+
+
+def _quantise(name: str, stack: Tensor, format: Packing, *, flipped: bool) -> nn.Parameter:  # noqa: A002
+    """Returns a stack in 4 bits. Quantises some experts at a time."""
+    quantise = _quantise_nvfp4 if format == "nvfp4" else _quantise_mxfp4
+    dense = stack.transpose(1, 2) if flipped else stack
+    count = _experts_at_once(dense)
+    pieces = []
+    for begin in range(0, len(dense), count):
+        piece = dense[begin : begin + count].contiguous()
+        if _has_values(piece) and not piece.isfinite().all():
+            raise ValueError(f"{name!r} has values that are not finite, which 4 bits cannot hold.")
+        pieces.append(quantise(piece if piece.dtype in _QUANTISED else piece.float()))
+    values, scales, *factors = map(_joined, zip(*pieces, strict=True))
+    packed = PackedStack(values, scales, factors[0] if factors else None, flipped, False, stack.dtype)
+    return nn.Parameter(packed, requires_grad=False)
 
 
 def named_stacks(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -303,9 +356,14 @@ def is_flipped(owner: nn.Module) -> bool:
 
 def _experts_at_once(stack: Tensor) -> int:
     """Returns how many experts of a stack are quantised at once."""
-    if isinstance(stack, FakeTensor):
-        return len(stack)  # without memory (``plan``)
+    if not _has_values(stack):
+        return len(stack)
     return max(1, _AT_ONCE // (stack.shape[-1] * stack.shape[-2]))
+
+
+def _has_values(stack: Tensor) -> bool:
+    """Returns True if a stack has memory. Those of ``plan`` and on the meta device have none."""
+    return not (stack.is_meta or isinstance(stack, FakeTensor))
 
 
 def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
@@ -323,7 +381,8 @@ def _torchao(name: str) -> Any:
 
 def _quantise_nvfp4(stack: Tensor) -> tuple[Tensor, ...]:
     module = _torchao("nvfp4_tensor")
-    factors = module.per_tensor_amax_to_scale(stack.abs().amax(dim=(1, 2), keepdim=True).float())
+    largest = stack.abs().amax(dim=(1, 2), keepdim=True).float()
+    factors = module.per_tensor_amax_to_scale(torch.where(largest == 0, 1.0, largest))  # zeros would be divided by zero
     made = module.NVFP4Tensor.to_nvfp4(stack, per_tensor_scale=factors)
     return made.qdata, made.scale, factors
 

@@ -58,6 +58,9 @@ class EngineCallbacks(Protocol):
     def copied(self, layer: Any, index: int) -> Tensor | None:
         """Returns a copy of a weight that may have been written on the device; None if the host has the present values."""
 
+    def refuse_over(self, name: str) -> None:
+        """Raises an error for the use of a device parameter, of this name, if the run is over."""
+
     def operation_on(
         self, parameters: Sequence[DeviceParameter], *, casts: bool = False
     ) -> AbstractContextManager[None]:

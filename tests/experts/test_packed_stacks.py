@@ -130,6 +130,8 @@ def test_views_stay_packed(name: str) -> None:
         lambda w: w.mT,
         lambda w: w.detach(),
         lambda w: w.clone(),
+        lambda w: w.mT.clone(),
+        lambda w: w.contiguous(),
         lambda w: w.to("cpu", torch.bfloat16),
     ]
     for view in views:
@@ -142,6 +144,8 @@ def test_views_stay_packed(name: str) -> None:
         lambda w: w[1:3],
         lambda w: w.transpose(0, 1),
         lambda w: w + 1,
+        lambda w: w.mT.contiguous().view(-1),
+        lambda w: torch.empty_like(w).fill_(1),
         lambda w: torch.baddbmm(w, torch.ones(8, w.shape[1], 2), torch.ones(8, 2, w.shape[2])),
     ]
     for compute in others:
@@ -155,6 +159,85 @@ def test_views_stay_packed(name: str) -> None:
     assert isinstance(moved, PackedStack)
     assert (moved.device.type, moved.values.device.type, moved.stride()) == ("meta", "meta", weight.stride())
     assert repr(weight) == f"PackedStack(mxfp4, {tuple(weight.shape)}, torch.float32)"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_expert_of_zeros_stays_zero(kind: Any) -> None:
+    net = stacked.transformer("qwen3", **SIZES["qwen3"]).net
+    with torch.no_grad():
+        net.model.layers[0].mlp.experts.down_proj[3] = 0
+    sp_lightning.pack_experts(net, kind)
+    values = experts_of(net)[1].dequantize()
+    assert not values[3].any()
+    assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_dtypes_that_torchao_does_not_quantise(dtype: torch.dtype, kind: Any) -> None:
+    torch.manual_seed(0)
+    expected = experts_of(packed(kind=kind))
+    torch.manual_seed(0)
+    found = experts_of(packed(kind=kind, dtype=torch.float64))
+    assert_equal([each.values for each in found], [each.values for each in expected], "values")
+    assert {each.dtype for each in experts_of(packed(kind=kind, dtype=dtype))} == {dtype}
+
+
+def test_shared_stacks_stay_shared() -> None:
+    net = stacked.transformer("qwen3", **SIZES["qwen3"]).net
+    first, second = (layer.mlp.experts for layer in net.model.layers)
+    second.down_proj = first.down_proj
+    assert len(sp_lightning.pack_experts(net)) == 4
+    assert second.down_proj is first.down_proj
+
+
+def test_packed_experts_move_to_shared_memory() -> None:
+    net = packed().net.share_memory()
+    assert all(part.is_shared() for each in experts_of(net) for _, part in parts("", each))
+
+
+def test_data_is_assigned_whole_or_not_at_all() -> None:
+    weight, other = experts_of(packed())[0], experts_of(packed(dtype=torch.bfloat16))[0]
+    weight.data = other
+    assert weight.dtype is torch.bfloat16
+    assert_equal(weight.dequantize(), other.dequantize(), "values")
+    for wrong in (weight.dequantize(), experts_of(packed(kind="nvfp4"))[0]):
+        with pytest.raises(NotImplementedError, match=r"\.data of PackedStack.*Expected the same format and layout"):
+            weight.data = wrong
+
+
+@pytest.mark.filterwarnings("ignore:.*non-leaf|.*Dynamo:UserWarning")
+@pytest.mark.rest("compiles for some seconds")
+def test_blocks_are_compiled_whole() -> None:
+    """A compiler traces with tensors of its own: nothing of a trace is kept for other models."""
+    packed_stacks._pairs.cache_clear()
+
+    def make(*, compiles: bool = True) -> stacked.Transformer:
+        module = adapted(packed())
+        for block in module.net.base_model.model.model.layers if compiles else ():
+            block.compile(backend="aot_eager")
+        return module
+
+    torch._dynamo.reset()
+    ours = fit(make, stacked.tokens(), superpipeline(k=1))
+    torch._dynamo.reset()
+    assert_same(ours, fit(make, stacked.tokens()))
+    fit(lambda: make(compiles=False), stacked.tokens(1))
+
+
+def test_a_packed_weight_of_a_run_that_is_over_is_named() -> None:
+    kept: list[Any] = []
+
+    class Keeps(stacked.Transformer):
+        def loss(self, batch: Any) -> Tensor:
+            kept.extend(experts_of(self.net))
+            return super().loss(batch)
+
+    fit(lambda: Keeps(adapted(packed()).net), stacked.tokens(1), superpipeline(k=1))
+    with pytest.raises(
+        RuntimeError, match=r"layers.0.mlp.experts.gate_up_proj' was taken within a step of a run that is over"
+    ):
+        kept[0].sum()
 
 
 def test_packed_experts_follow_the_dtype_of_their_module() -> None:
@@ -421,6 +504,13 @@ def test_state_dicts_are_loaded(assign: bool) -> None:
 # ---------------------------------------------------------------------- errors
 
 
+def with_infinity() -> nn.Module:
+    net = stacked.transformer("qwen3", **SIZES["qwen3"]).net
+    with torch.no_grad():
+        net.model.layers[1].mlp.experts.down_proj[2, 1, 1] = float("inf")
+    return net
+
+
 @pytest.mark.parametrize(
     ("module", "kind", "said"),
     [
@@ -428,13 +518,23 @@ def test_state_dicts_are_loaded(assign: bool) -> None:
         (lambda: nn.Linear(32, 32), "nvfp4", "Linear has no stacked experts to pack"),
         (lambda: stacked.transformer("qwen3").net, "mxfp4", r"down_proj' has 24 inputs. Expected a multiple of 32"),
         (lambda: stacked.transformer("qwen3").net, "nvfp4", r"down_proj' has 24 inputs. Expected a multiple of 16"),
-        (lambda: packed().net, "nvfp4", "has no stacked experts to pack"),
+        (
+            lambda: stacked.transformer("qwen3", moe_intermediate_size=48).net,
+            "mxfp4",
+            'of 32.*"nvfp4" takes multiples of 16',
+        ),
+        (lambda: packed().net, "nvfp4", "Qwen3MoeForCausalLM are packed already.*gate_up_proj"),
+        (with_infinity, "nvfp4", r"layers.1.*down_proj' has values that are not finite"),
     ],
-    ids=["format", "no experts", "32 inputs", "16 inputs", "packed before"],
+    ids=["format", "no experts", "32 inputs", "16 inputs", "48 inputs", "packed before", "infinite"],
 )
 def test_what_cannot_be_packed(module: Callable[[], nn.Module], kind: Any, said: str) -> None:
+    net = module()
+    before = dict(net.named_parameters())
     with pytest.raises(ValueError, match=said):
-        sp_lightning.pack_experts(module(), kind)
+        sp_lightning.pack_experts(net, kind)
+    if "finite" not in said:  # else some stacks are packed before
+        assert all(each is before[name] for name, each in net.named_parameters())
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -457,9 +557,9 @@ def test_packed_experts_cannot_be_written() -> None:
         lambda: torch._foreach_mul_([torch.ones(2), weight], 2),
     ]
     for write in writes:
-        with pytest.raises(NotImplementedError, match="cannot be written or trained"):
+        with pytest.raises(NotImplementedError, match="cannot be trained, averaged, or merged"):
             write()
-    with pytest.raises(NotImplementedError, match="cannot be written or trained"):
+    with pytest.raises(NotImplementedError, match="cannot be trained, averaged, or merged"):
         weight.copy_(weight.dequantize())
     others = [experts_of(packed(kind="nvfp4"))[0], experts_of(packed("gpt-oss"))[0], weight.mT]
     for other in others:
@@ -477,5 +577,5 @@ def test_packed_experts_cannot_be_trained() -> None:
 
     with pytest.raises(ValueError, match=r"gate_up_proj' is of class PackedStack.* Freeze it"):
         fit(make, stacked.tokens(), superpipeline(k=1))
-    with pytest.raises(NotImplementedError, match=r"which cannot be written or trained\. Train adapters"):
+    with pytest.raises(NotImplementedError, match=r"It cannot be trained, averaged, or merged"):
         fit(make, stacked.tokens())

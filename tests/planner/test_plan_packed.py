@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
+import sp_lightning
 from sp_lightning.__main__ import main
 from tests.support.answers import plan
 
@@ -50,6 +52,26 @@ def test_packing_is_an_option(kind: str, nbytes: float, tmp_path: Path, capsys: 
     )
     assert packed["pack_experts"] == kind
     assert f'sp_lightning.pack_experts(model, "{kind}")' in packed["verdict"]
+
+
+def test_a_factory_that_packs_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
+    real, meta = (
+        plan(capsys, f"{__name__}:{make.__name__}", "--tokens", "8", "--k", "1") for make in (packed, packed_on_meta)
+    )
+    assert meta["host_parts"]["weights"] == real["host_parts"]["weights"]
+
+
+def packed() -> Any:
+    config = transformers.GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **SIZES)
+    net = transformers.GptOssForCausalLM(config)
+    sp_lightning.pack_experts(net)
+    net.lm_head.requires_grad_(True)
+    return net
+
+
+def packed_on_meta() -> Any:
+    with torch.device("meta"):
+        return packed()
 
 
 def test_dequantisation_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pyte
     log = (
         "1.00s call     t/a.py::x[1, 2]\n0.60s setup    t/a.py::y\n0.30s call     t/a.py::y\n0.10s call     t/a.py::z\n"
     )
-    log += "1.00s call     t/b.py::x\n2.00s call     t/b.py::y\n9.00s call     t/c.py::x\n"
+    log += "0.70s call     t/b.py::x\n2.00s call     t/b.py::y\n9.00s call     t/c.py::x\n"
     tiers = {
         "t/a.py::x[1, 2]": "",
         "t/a.py::y": "",
