@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from torch import nn
@@ -45,7 +45,9 @@ def compile_blocks(module: nn.Module, **options: Any) -> list[str]:
 
 def find_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Returns the names and modules that :func:`compile_blocks` compiles."""
-    return [each for name, block in _blocks(module, "") for each in _without_experts(block, name, row_finder())]
+    finder = row_finder()
+    callers = set(finder.callers(module).values())  # adapters of experts, whose own modules are not called
+    return [each for name, block in _blocks(module, "") for each in _without_experts(block, name, finder, callers)]
 
 
 def expect_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -74,13 +76,15 @@ def _blocks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _blocks(child, full)
 
 
-def _without_experts(module: nn.Module, name: str, finder: RowFinder) -> Iterator[tuple[str, nn.Module]]:
+def _without_experts(
+    module: nn.Module, name: str, finder: RowFinder, callers: Set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
     """Yields a module if it has no experts, and otherwise its largest parts that have none."""
-    if finder.stacked(module) or are_experts(name, module):
+    if module in callers or finder.stacked(module) or are_experts(name, module):
         return
     if not any(True for _ in experts_in(module, name, finder)):
         yield name, module
         return
     for key, child in module.named_children():
         if any(True for _ in child.parameters()):
-            yield from _without_experts(child, join_names(name, key), finder)
+            yield from _without_experts(child, join_names(name, key), finder, callers)
