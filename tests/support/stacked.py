@@ -15,6 +15,8 @@ from sp_lightning import pack_experts
 from tests.support.models import Module, Transformer
 
 EXPERTS = 8
+READS_ADDRESSES = torch.__version__.startswith("2.10.")
+"""True if transformers' ``grouped_mm`` looks at the addresses of stacks on a CPU. Then all experts are uploaded."""
 
 
 def tokens(count: int = 3, length: int = 2) -> list[Any]:
