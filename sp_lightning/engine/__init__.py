@@ -53,9 +53,11 @@ transition. Every test checks the table::
 
 - *lock* and *release* surround each use of a layer. Between the two, no other layer may overwrite the slot.
 - Layers are RESTING only in inference, if every layer of their ring has a slot. Then nothing is copied any more.
-- A released layer keeps its slot. It is evicted when another layer is fetched into the slot, or when its copy is out of date.
-  ``Prefetch.next`` chooses the slot for a prefetch, ``Slots.find`` for a fetch on demand: an empty slot, else the slot whose
-  layer is used again last.
+- A released layer keeps its slot. It is *evicted* when another layer is fetched into the slot, when its copy is out of date, or
+  when slots are freed. Masters and tables are evicted at each release.
+- ``Prefetch.next`` chooses the slot for a prefetch, ``Slots.find`` for a fetch on demand: an empty slot, else the slot whose
+  layer is used again last. The host never waits for a slot: the upload stream does, and if all slots are in use, a fetch on
+  demand allocates another one.
 - HELD protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
 
 **The parts**, from below. Each part imports only parts above it in this list:

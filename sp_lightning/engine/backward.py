@@ -72,7 +72,7 @@ class Backward(Part):
         self._nested = False  # True if a graph task has run inside another one
         self._announced = False  # True if the running backward is the one of the loss
         self._accumulates = False  # True if gradients are accumulated; torch.autograd.grad only returns them
-        # The weights that gradients have arrived for in nested and manual backwards, with the depths of their graph tasks.
+        # For each gradient of a nested or manual backward: the depth of its graph task, and the name of its weight.
         self._given: list[tuple[int, str]] = []
         self._closed = False
         # For a step that updates layers in backward: by layer, the calls in forward whose graphs are alive.

@@ -139,7 +139,7 @@ class LayerwiseStep:
         clipping: clips the gradients.
         begun: the layers whose updates of this step have begun during backward.
         tried: True if a step has tested which layers backward uses after their gradients are complete.
-        needed: these uses, in words.
+        needed: a text for each use of a layer in backward after its gradients were complete.
         clip_value: as the argument; None if no layer is updated in backward.
     """
 

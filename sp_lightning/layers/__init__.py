@@ -5,8 +5,8 @@
 - ``slots``: the device memory, and the transfers into it from a :class:`~sp_lightning.layers.slots.BlockSource`. ``prefetch``
   chooses the next transfer, ``uploads`` issues the copies.
 - ``parameter_group``, ``device_parameter``: the parameters that modules hold in a step. ``swap`` puts them into the modules, with
-  the ``buffers`` that belong to them. ``bound_weights`` makes them views of slots and stand-ins. ``roles`` are classes that host
-  parameters have for some time.
+  the ``buffers`` that belong to them. ``bound_weights`` makes them views of slots and stand-ins. ``roles``: classes that
+  host parameters have for a while, so that code of this package runs when they are used.
 - ``write_guard``: records that user code may write weights without a change of a version counter. ``write_back`` copies written
   weights to the host. ``writes`` compares digests.
 - ``residents``: the weights outside all layers, which are on the device during a step.

@@ -86,7 +86,7 @@ class BoundWeights(SlotUsers):
     # ------------------------------------------------------------------ a use begins
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Copies weights to the host that were written in memory outside the layer's slot (``param.data = other``)."""
+        """Copies to the host all weights that were written outside the layer's slot (``param.data = other``)."""
         for member in layer.family:
             self._writes.take_back_replaced(member)
 
@@ -114,7 +114,7 @@ class BoundWeights(SlotUsers):
             layer.casts.offer(views[len(group.all) :])
 
     def before_renewal(self, layer: StreamedLayer) -> None:
-        """Copies weights to the host that were written on the device.
+        """Copies to the host all weights that were written on the device.
 
         Raises:
             RuntimeError: a weight was given other memory on the host, or was written on the host and on the device.

@@ -1,8 +1,8 @@
 """A streamed layer: parameters that are uploaded together, with their host memory and their slot on the device.
 
 A layer has a :class:`Slot` while it is on the device, and always rows and casts. Most layers have :class:`AllRows` and
-:class:`NoCasts`, which do nothing. ``host_casts`` has other casts, and a capability may give layers other rows
-(:class:`~sp_lightning.model.rows.RowFinder`).
+:class:`NoCasts`, which do nothing. Layers with masters have those of ``host_casts`` instead, and a capability may replace
+``AllRows`` (:class:`~sp_lightning.model.rows.RowFinder`).
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def add_on_device(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def stored(parameter: nn.Parameter) -> Tensor | None:
-    """Returns the tensor in ``param.grad`` without widening it. Waits for a running update of the parameter."""
+    """Returns the tensor in ``param.grad`` without widening it. During an update, the parameter's class waits for its end."""
     found: Tensor | None = _tensor_grad.__get__(parameter)
     return found
 

@@ -111,8 +111,8 @@ class ParameterGroup:
 
     Attributes:
         layer, engine: the layer, and the engine that fetches it; :meth:`connect` sets the engine.
-        by_rows: True if only rows of some parameters may be on the device. These parameters are always stand-ins
-            (:meth:`notice_uses_of`).
+        by_rows: True if only rows of some parameters may be on the device. These parameters keep the class of
+            stand-ins also while they are views of the slot (:meth:`notice_uses_of`).
         compute: runs an operation that needs only rows of a stand-in; None if the layer is uploaded whole. It takes the stand-in
             and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
         shared: True if several threads use the parameters.

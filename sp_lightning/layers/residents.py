@@ -91,7 +91,7 @@ class Residents:
             self.refresh()
 
     def take_back_writes(self) -> None:
-        """Copies weights to the host that were written on the device."""
+        """Copies to the host all weights that were written on the device."""
         written, replaced = self._writes.take_back_slot(self._slot)
         if replaced:
             # User code has given a parameter other memory on the device (param.data = other). A graph that has saved a view

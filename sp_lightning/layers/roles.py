@@ -62,9 +62,9 @@ class ParameterRole(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Returns a copy without roles: an ordinary parameter of the user's class."""
-        kind: Any = type(self)  # read once, because another thread may take the role at any time
+        kind: Any = type(self)  # read once, because another thread may remove the role at any time
         roles = kind.roles if issubclass(kind, ParameterRole) else ()
-        if any(role.is_foreign() for role in roles):  # this thread must not take the roles
+        if any(role.is_foreign() for role in roles):  # this thread must not remove the roles
             return kind.users.__deepcopy__(self, memo)
         with left([self], roles):
             return copy.deepcopy(self, memo)

@@ -144,10 +144,10 @@ class ParameterSwap:
         self.on_device = False  # set last, so that a call that was interrupted is repeated
 
     def watch_captured(self, watch: bool) -> None:
-        """Gives host parameters their role in a step, or takes it.
+        """Adds the role that host parameters have in a step, or removes it.
 
         Args:
-            watch: True to give it. Without the role each use is an ordinary one: by an optimizer, or between steps.
+            watch: True to add it. Without the role each use is an ordinary one: by an optimizer, or between steps.
         """
         if watch:
             take_all(self._captured, self._role)

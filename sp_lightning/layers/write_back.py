@@ -68,13 +68,13 @@ class WriteBack:
         Args:
             layer: the layer.
             written: the index and the value of each weight.
-            replaced: the indices of weights that were given other memory. Views of the host's keep their old values.
+            replaced: the indices of weights that were given other memory. Views of their memory on the host keep the old values.
         """
         group = layer.parameters
         for index, value in written:
             self._wait_for_update(layer)
             value = layer.rows.completed(index, value, self._slots.by_address)
-            # The blocking copy in write() implies this wait. On a device where write() copies nothing, it is needed.
+            # On a GPU the copy in write() blocks, and so implies this wait. On other devices it is needed.
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
             if group.version_once_fetched(index) != group.version(index):  # the host's weight was written, too

@@ -33,9 +33,10 @@ def refuse_cuda_graphs(module: nn.Module) -> None:
 
 
 def tunes_products(module: nn.Module) -> bool:
-    """Returns True if a module is compiled with kernels of the compiler's own for products (``mode="max-autotune…"``).
+    """Returns True if a module is compiled with the compiler's own kernels for matrix products (``mode="max-autotune…"``).
 
-    These may write a product's gradient in float32 without rounding it to 16 bits. With casts, the gradient would be rounded.
+    They may write a matrix product's gradient in float32 without rounding it to 16 bits. If casts were uploaded, it would be
+    rounded.
     """
     return _is_compiled_with(module, "max_autotune", "max_autotune_gemm")
 

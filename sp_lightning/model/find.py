@@ -81,7 +81,8 @@ def find_layers(
             returns names or modules. None: chosen automatically.
         keep_on_gpu: names or glob patterns of modules or parameters that stay on the device.
         autocast: the dtype of autocast in steps; None without autocast.
-        whole_blocks: whether a block is one layer with its experts that are modules. A recomputed block needs them all.
+        whole_blocks: whether a block is one layer with its experts, if these are modules of their own (experts that are stacked
+            in one tensor stay apart). A recomputed block needs them all.
 
     Raises:
         ValueError: a pattern matches nothing, layers overlap, or a parameter is not supported.
@@ -252,7 +253,7 @@ class _Walk:
         finder: finds stacked experts.
         chosen: the modules that ``layers=`` chose.
         whole: the modules that are moved whole. They have no units.
-        whole_blocks: whether a block is one unit with its experts that are modules.
+        whole_blocks: as in :func:`find_layers`.
 
     Attributes:
         above: the modules that were divided, in the order of the tree.
@@ -275,7 +276,7 @@ class _Walk:
         self._whole_blocks = whole_blocks
         self._owned: set[nn.Parameter] = set()
         self._seen: set[nn.Module] = set()
-        self._groups: set[nn.Module] = set()
+        self._groups: set[nn.Module] = set()  # blocks that a user grouped in nn.Sequential (`groups_in`), not divided
 
     def units(self, module: nn.Module, name: str, *, is_block: bool = False, is_expert: bool = False) -> Iterator[Unit]:
         """Yields the units of a module and its submodules, in the order of the tree.

@@ -45,7 +45,7 @@ queue_callback: Callable[[Callable[[], None]], None] = (
     # ``torch.autograd.graph.queue_callback`` is in torch 2.15 and not in 2.11.
     getattr(torch.autograd.graph, "queue_callback", None) or autograd.Variable._execution_engine.queue_callback
 )
-"""Queues a function that the engine calls at the end of the running backward pass. If the pass fails, the engine drops it."""
+"""Queues a function that autograd calls at the end of the running backward pass. If the pass fails, autograd drops it."""
 
 ENGINE_CALL = (autograd, "_engine_run_backward")
 """The function with which ``backward`` and ``autograd.grad`` run the engine. No public hook runs in the caller's thread after an
@@ -552,7 +552,7 @@ def traced_tensor(context: Any, name: str) -> Tensor:
 
 
 def trace_of(context: Any) -> Any:
-    """Returns an object that only this attempt of ``torch.compile`` to trace a graph has, for :data:`comptime`."""
+    """Returns an object that identifies this attempt of ``torch.compile`` to trace a graph: a new attempt has another one."""
     return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
 
 

@@ -82,7 +82,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def cause_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
-    """Returns the error that stopped ``torch.save``, which raises another one about the length of the file while handling it.
+    """Returns the first error of ``torch.save``. When a write fails, it raises a second one, about the length of the file.
 
     Args:
         error: the error that was caught.

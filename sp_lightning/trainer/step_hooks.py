@@ -41,8 +41,9 @@ class StepHooks:
     which Lightning also calls ``on_before_optimizer_step``. Its writes on the device are copied to the host before the optimizer
     writes the host's weights. Later they would overwrite the update.
 
-    Directly before the optimizer's own code, groups become fused, or the optimizer loses its groups because the background
-    updates their layers (see "Note: empty groups" in ``updates/__init__``). No other code sees such groups. The order of a step:
+    Just before the optimizer's own code, one of two things happens: groups get ``fused=True``; or the optimizer has no groups,
+    because the background thread updates their layers (see "Note: empty groups" in ``updates/__init__``). No other code sees
+    such groups. The order of a step:
 
     1. :meth:`before`, torch's first hook: prepares the engine, wraps the closure, and registers two hooks on this optimizer
     2. the user's hooks before the step

@@ -55,7 +55,7 @@ class StreamingStrategy(LoopStrategy):
     Args:
         k: layers usable on the GPU at once, at least 1. More is faster and takes more memory.
 
-            - ``"auto"``: two batches run with the smallest window, then the fastest one that fits (2 on the CPU).
+            - ``"auto"``: the first two batches run with the smallest window, later ones with the fastest that fits (CPU: 2).
 
         k_prime: layers moved per transfer, at least 1, or ``"auto"``.
         gpu_memory: GPU memory that the run may use for everything: bytes, a size (``"16GiB"``), or a fraction of the memory

@@ -70,6 +70,7 @@ class BackgroundUpdates:
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
+        # A class of this object's own, by which a parameter finds the updates that it waits for.
         self._waiting_role = type("PendingUpdate", (_PendingUpdate,), {"_updates": self})
         self.stepper = LayerStepper()
         self.landed_in_a_row = 0
@@ -78,7 +79,7 @@ class BackgroundUpdates:
         self.urgency: Mapping[StreamedLayer, int] = {}
         self._updated: list[str] = []  # the layers that the present step has updated, by name
         self.threads = OwnThreads()
-        _instances.add(self)
+        _instances.add(self)  # before a fork, all updates are waited for (_before_fork)
 
     @property
     def partially_updated(self) -> str | None:
@@ -106,8 +107,8 @@ class BackgroundUpdates:
 
         Args:
             layer: the layer. Its parameters have a waiting class until the update is done.
-            work: the update. It must not set ``param.grad``, because torch reads that in another thread without holding
-                a reference to it.
+            work: the update. It must not set ``param.grad``: another thread may be reading the old tensor, which torch would
+                then free.
             then: called once after the work, in the thread that waits for it, for example to free gradients.
         """
         blocks = [member.block for member in layer.family]  # the layer's, and its master weights'
@@ -335,8 +336,8 @@ class BackgroundUpdates:
     def note_late_uses(self, layer: StreamedLayer, needed: Callable[[str], None]) -> None:
         """Tests whether a layer could be updated now, in the middle of backward. Nothing is updated.
 
-        The layer's parameters get the waiting class, as if an update was under way. A use of them that would be an error after
-        an update is noted instead, and the parameters get their ordinary classes back.
+        The layer's parameters get the waiting class, as if an update was under way. If backward uses them again, which would be
+        an error after a real update, this is only recorded, and the parameters get their ordinary classes back.
 
         Args:
             layer: the layer, whose gradients are complete.

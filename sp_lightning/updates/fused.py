@@ -23,7 +23,7 @@ from sp_lightning.torch_compat.private import Kind, fused_sgd_step, tree_leaves
 
 
 def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fuse: bool) -> bool:
-    """Returns True if a group's step runs fused now. Gradients may have become sparse since the last step.
+    """Returns True if a group's step runs fused now. Ask before each step, because sparse gradients cannot be stepped fused.
 
     A fused step passes over host memory once, and is many times faster on the CPU. The optimizer cannot be constructed again as a
     fused one: with mixed precision, Lightning does not clip for optimizers that were constructed fused, because on a GPU they

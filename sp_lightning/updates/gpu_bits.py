@@ -78,7 +78,7 @@ class GpuBits:
 
     @property
     def whole(self) -> bool:
-        """True if all steps have the GPU's bits, and all norms that may be needed."""
+        """True if all steps, and all norms that may be needed, are bit-identical to the GPU's."""
         return False
 
     def sentences(self, *, automatic: bool, mixed: bool = False) -> list[str]:
