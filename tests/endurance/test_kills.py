@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import platform
 import random
@@ -28,6 +27,7 @@ from torch.optim import AdamW
 
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack
+from tests.support.ranks import fresh_processes
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.tiers import first
 
@@ -89,7 +89,7 @@ def kill(times: int, folder: Path, options: dict[str, Any], reference: Any, chan
     """
     outcome = Outcome()
     while True:
-        process = multiprocessing.get_context("fork").Process(target=_child, args=(folder, options))
+        process = fresh_processes().Process(target=_child, args=(folder, options))
         outcome.resumed += (folder / "last.ckpt").exists()
         process.start()
         if outcome.kills < times:
@@ -117,7 +117,7 @@ def undisturbed(folder: Path) -> Any:
     return torch.load(folder / "end.pt")
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:The dirpath has changed:UserWarning")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
 @pytest.mark.parametrize(
     "way",
     first(

@@ -27,7 +27,7 @@ _SECONDS = 120
 
 
 @cache
-def _context() -> Any:
+def fresh_processes() -> Any:
     """A server that has imported everything and computed nothing, so that a fork of it is quick and safe."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.warm"])
@@ -163,10 +163,10 @@ def start(number: Number, function: Callable[..., Any], *args: Any, **kwargs: An
     port, per_node = free_port(), number if isinstance(number, int) else number[1]
     processes, ends, orders = [], [], []
     for rank in range(total(number)):
-        here, there = _context().Pipe(duplex=False)
-        reads, writes = _context().Pipe(duplex=False)
+        here, there = fresh_processes().Pipe(duplex=False)
+        reads, writes = fresh_processes().Pipe(duplex=False)
         where = {"NODE_RANK": str(rank // per_node), "LOCAL_RANK": str(rank % per_node), "MASTER_PORT": str(port)}
-        process = _context().Process(target=_run, args=(there, reads, rank, where, function, args, kwargs))
+        process = fresh_processes().Process(target=_run, args=(there, reads, rank, where, function, args, kwargs))
         process.start()
         there.close()
         reads.close()
