@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sp_lightning.experts.stacks import adapting_modules, stacked_rows
+from sp_lightning.model.compile import compile_blocks
 from sp_lightning.observe import messages
 from tests.support import stacked
 from tests.support.poison import poisoned
@@ -151,3 +152,14 @@ def test_the_outermost_module_is_found() -> None:
         "layers.0.mlp.experts", "layers.1.mlp.experts"
     ]  # fmt: skip
     assert adapting_modules(nn.Linear(2, 2)) == {}
+
+
+def test_adapters_of_stacked_experts_are_not_compiled() -> None:
+    """They are not called: PEFT reads their weights."""
+    names = compile_blocks(stacked.adapted()(), backend="aot_eager")
+    assert {name.rpartition("layers.")[2][2:] for name in names} == {
+        "self_attn",
+        "mlp.gate",
+        "input_layernorm",
+        "post_attention_layernorm",
+    }

@@ -20,7 +20,6 @@ from sp_lightning.model.compile import compile_blocks
 from sp_lightning.model.find import find_layers
 from sp_lightning.torch_compat.private import is_compiled
 from tests.equality.cases import CASES
-from tests.support import stacked
 from tests.support.mixed import MIXED
 from tests.support.models import Module, Stack, lora, tokens, vectors
 from tests.support.nets import Does
@@ -649,17 +648,6 @@ def test_blocks_with_experts_are_compiled_without_them() -> None:
     assert not any("expert" in name for name in names)
     assert [name for name, module in net.named_modules() if is_compiled(module)] == names
     assert compile_blocks(net, backend="aot_eager") == names, "once more, nothing is compiled again"
-
-
-def test_adapters_of_stacked_experts_are_not_compiled() -> None:
-    """They are not called: PEFT reads their weights."""
-    names = compile_blocks(stacked.adapted()(), backend="aot_eager")
-    assert {name.rpartition("layers.")[2][2:] for name in names} == {
-        "self_attn",
-        "mlp.gate",
-        "input_layernorm",
-        "post_attention_layernorm",
-    }
 
 
 def test_compile_blocks_compiles_the_outermost_blocks() -> None:

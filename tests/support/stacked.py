@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from sp_lightning import pack_experts
+import sp_lightning
 from tests.support.models import Module, Transformer
 
 EXPERTS = 8
@@ -92,7 +92,7 @@ def adapted(
         module = transformer(name, implementation, **WIDER[name])
         module.net.to(dtype)
         if packed:
-            pack_experts(module.net)
+            sp_lightning.pack_experts(module.net)
         config = peft.LoraConfig(
             r=2, target_modules=["q_proj"], target_parameters=list(targets), init_lora_weights=False
         )
