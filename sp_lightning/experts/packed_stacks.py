@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.experts.stacks import stacks_in
+from sp_lightning.layers.device_parameter import tensor_data
 from sp_lightning.plan.choices import Packing
 from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.private import (
@@ -36,7 +37,8 @@ _QUANTISED = (torch.float32, torch.bfloat16)
 """The dtypes that torchao quantises."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of 4 bits (E2M1), of both formats: https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec"""
-_KEEPING = (None, torch.preserve_format)
+_SAME_STRIDES = (None, torch.preserve_format)
+"""Memory formats of ``clone`` that keep the strides."""
 _aten = torch.ops.aten
 
 
@@ -115,7 +117,7 @@ class PackedStack(Tensor):
     @property
     def data(self) -> Any:
         """As of any tensor. What is assigned has to be packed alike, because torch does not assign the packed values."""
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return tensor_data.__get__(self)
 
     @data.setter
     def data(self, other: Any) -> None:
@@ -124,7 +126,7 @@ class PackedStack(Tensor):
                 f"Assigning {type(other).__name__} to the .data of {self!r}. Expected the same format and layout. Assign another "
                 "parameter instead: module.weight = nn.Parameter(…)."
             )
-        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]  # its dtype
+        tensor_data.__set__(self, other)  # its dtype
         self.values, self.scales, self.factors = other.values, other.scales, other.factors
 
     def share_memory_(self) -> PackedStack:
@@ -206,7 +208,7 @@ class PackedStack(Tensor):
         """Returns the result of a function that leaves the weight packed; None if it needs the values."""
         if func in (_aten.detach.default, _aten.alias.default):
             return self._each(Tensor.detach, read_only=self.read_only)
-        if func is _aten.clone.default and (kwargs.get("memory_format") in _KEEPING or self.is_contiguous()):
+        if func is _aten.clone.default and (kwargs.get("memory_format") in _SAME_STRIDES or self.is_contiguous()):
             return self._each(Tensor.clone)
         if func is _aten.empty_like.default and kwargs.get("device") not in (None, self.device):  # Module.to_empty
             return self._each(partial(torch.empty_like, device=kwargs["device"]))
@@ -332,9 +334,10 @@ def _quantise(name: str, stack: Tensor, format: Packing, *, flipped: bool) -> nn
     pieces = []
     for begin in range(0, len(dense), count):
         piece = dense[begin : begin + count].contiguous()
+        piece = piece if piece.dtype in _QUANTISED else piece.float()
         if _has_values(piece) and not piece.isfinite().all():
             raise ValueError(f"{name!r} has values that are not finite, which 4 bits cannot hold.")
-        pieces.append(quantise(piece if piece.dtype in _QUANTISED else piece.float()))
+        pieces.append(quantise(piece))
     values, scales, *factors = map(_joined, zip(*pieces, strict=True))
     packed = PackedStack(values, scales, factors[0] if factors else None, flipped, False, stack.dtype)
     return nn.Parameter(packed, requires_grad=False)

@@ -313,9 +313,8 @@ class Gradients(GradientSink[_Drain]):
         if sparse_on_device:
             gradient = each_row_once(gradient)
         if sparse_on_device and own is None and first:
-            gradient = (
-                gradient.to_dense()
-            )  # no `own` memory: it is still referenced, or the weight has another dtype now
+            # There is no `own` memory: it is still referenced, or the weight has another dtype now.
+            gradient = gradient.to_dense()
         elif own is not None and own is not gradient and first:  # staged, so it is converted into its own memory
             with no_inference_mode():
                 if gradient.layout is torch.strided:

@@ -65,13 +65,20 @@ def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict
         residents: the parameters that ``keep_on_gpu=`` chose.
 
     Raises:
-        ValueError: a parameter is of an unsupported tensor subclass, and ``keep_on_gpu=`` does not name it.
+        ValueError: a parameter is of an unsupported tensor subclass, and ``keep_on_gpu=`` does not name it; or the weights of a
+            module are no parameters.
     """
     whole: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
     for name, child in module.named_modules():
         if child in inside:
             continue
+        if type(child).__name__ == "Mxfp4GptOssExperts":
+            raise ValueError(
+                f"{name!r} keeps its experts for transformers' MXFP4 kernels, outside of torch's parameters, so they cannot be "
+                "streamed. Load the model by sp_lightning.load_mxfp4(model, folder), which leaves them packed, or by "
+                "from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))."
+            )
         script = isinstance(child, torch.jit.ScriptModule)
         foreign = {key: p for key, p in child._parameters.items() if p is not None and _is_foreign(p)}
         for key, parameter in foreign.items():

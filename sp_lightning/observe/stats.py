@@ -196,9 +196,10 @@ WAITED = {
 
 def remedy(what: str, plan: Plan) -> str:
     """Returns advice against one cause of waits, a key of :data:`WAITED`: a sentence without its full stop."""
-    more = "" if plan.k >= len(plan.layers) else "a larger k or gpu_memory, or "
     if plan.stack_bytes:
         more = "a larger gpu_memory, in which experts stay for the next batches, or "
+    else:
+        more = "" if plan.k >= len(plan.layers) else "a larger k or gpu_memory, or "
     fewer_steps = "Use a larger batch or accumulate_grad_batches"
     return {
         "fetches": f"Use {more}more tokens or images per batch",

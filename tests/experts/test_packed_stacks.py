@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,7 @@ def test_views_stay_packed(name: str) -> None:
         lambda w: w.clone(),
         lambda w: w.mT.clone(),
         lambda w: w.contiguous(),
+        lambda w: w.clone(memory_format=torch.contiguous_format),
         lambda w: w.to("cpu", torch.bfloat16),
     ]
     for view in views:
@@ -471,8 +473,12 @@ def saved_and_loaded(value: Any) -> Any:
     return torch.load(file, weights_only=not isinstance(value, nn.Module), map_location=lambda storage, _: storage)
 
 
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded, pickled])
 def test_copies_and_files_of_a_module(copied: Callable[[Any], Any], kind: str) -> None:
     module = packed("gpt-oss", kind=kind).net
     other = copied(module)
@@ -564,8 +570,13 @@ def test_packed_experts_cannot_be_written() -> None:
         weight.copy_(weight.dequantize())
     others = [experts_of(packed(kind="nvfp4"))[0], experts_of(packed("gpt-oss"))[0], weight.mT]
     for other in others:
-        with pytest.raises(NotImplementedError, match=r"Copying into PackedStack.*Expected the same format and layout"):
+        with pytest.raises(
+            NotImplementedError, match=r"Copying into PackedStack.*Expected the same format and layout"
+        ) as raised:
             weight.copy_(other)
+        assert ('Pack the model as the other one: pack_experts(model, "nvfp4")' in str(raised.value)) is (
+            other.format == "nvfp4"
+        )
     assert_equal([part for _, part in parts("", weight)], before, "parts")
     assert_equal(torch.zeros(weight.shape).copy_(weight), weight.dequantize(), "values")
 

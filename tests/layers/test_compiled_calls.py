@@ -638,6 +638,52 @@ def test_a_hook_inside_a_compiled_block_takes_effect_as_on_plain_lightning(skipp
         both(compiled(lambda: Module(Linears(Block))), vectors(2), callbacks=[callback], max_epochs=2)
 
 
+class OwnCall(nn.Linear):
+    def __call__(self, *args: Any) -> Any:
+        return 2 * super().__call__(*args)
+
+
+class OwnCallImpl(nn.Linear):
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super()._call_impl(*args, **kwargs)
+
+
+def own_forward() -> nn.Module:
+    """The forward is the object's own. Then the graph has guards on hooks, on plain Lightning as well."""
+    block = Block()
+    forward = block.inner.forward
+    block.inner.forward = lambda x: 2 * forward(x)  # type: ignore[method-assign]
+    return block
+
+
+def with_inner(kind: type[nn.Linear]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        block = Block()
+        block.inner = kind(16, 32, bias=False)
+        return block
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "block", [with_inner(OwnCall), with_inner(OwnCallImpl), own_forward], ids=["call", "impl", "forward"]
+)
+def test_a_hook_on_a_module_with_a_call_of_its_own(block: Callable[[], nn.Module]) -> None:
+    callback = Does(on_train_epoch_start=hook_on_one_block)
+    both(compiled(lambda: Module(Linears(block))), vectors(2), callbacks=[callback], max_epochs=2)
+
+
+def test_hooks_of_all_modules_inside_a_compiled_block() -> None:
+    def halve(module: nn.Module, args: Any, out: Any) -> Any:
+        return 0.5 * out if isinstance(module, nn.Linear) else None
+
+    handle = nn.modules.module.register_module_forward_hook(halve)
+    try:
+        both(compiled(of(Block)), vectors(2))
+    finally:
+        handle.remove()
+
+
 # ---------------------------------------------------------------------- compile_blocks
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
+from tests.support import stacked
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
 from tests.support.starts import start
@@ -16,6 +18,15 @@ from tests.support.starts import start
 def test_lazy_modules() -> None:
     with pytest.raises(ValueError, match=r"'net\.1\.weight' has no shape yet.*Run one batch"):
         start(superpipeline(), Module(nn.Sequential(nn.Linear(16, 16), nn.LazyLinear(4))))
+
+
+def test_experts_of_transformers_mxfp4_kernels() -> None:
+    net = stacked.transformer("gpt-oss").net
+    net.model.layers[1].mlp.experts = Mxfp4GptOssExperts(net.config)
+    with pytest.raises(
+        ValueError, match=r"'net.model.layers.1.mlp.experts' keeps its experts .*kernels.*load_mxfp4\(model, folder"
+    ):
+        start(superpipeline(), stacked.Transformer(net))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
