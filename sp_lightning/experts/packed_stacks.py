@@ -116,7 +116,7 @@ class PackedStack(Tensor):
 
     @property
     def data(self) -> Any:
-        """As of any tensor. What is assigned has to be packed alike, because torch does not assign the packed values."""
+        """The data of a tensor. Only a tensor with the same packing can be assigned: torch does not assign packed values."""
         return tensor_data.__get__(self)
 
     @data.setter
@@ -296,7 +296,7 @@ def pack_experts(module: nn.Module, format: Packing = "nvfp4") -> list[str]:  # 
     if format not in _BLOCKS:
         raise ValueError(f'Got format={format!r}. Expected "nvfp4" or "mxfp4".')
     stacks = _stacks_to_pack(module, format)
-    made: dict[Any, nn.Parameter] = {}  # by the weight: two modules may have the same
+    made: dict[Any, nn.Parameter] = {}  # by weight, because two modules may share one
     for name, owner, key in stacks:
         weight: Any = owner._parameters[key]
         if weight not in made:

@@ -162,7 +162,7 @@ class ParameterSwap:
     def changed(self) -> bool:
         """Returns True if modules or parameters were replaced or renamed, or a parameter has another dtype, shape or strides.
 
-        Also if a module has been compiled: its graph needs other casts.
+        Also True if a module was compiled, because its graph needs other casts.
         """
         # Updates may be under way. This reads neither weights nor gradients, so it need not wait for the updates.
         with DisableTorchFunctionSubclass():

@@ -70,13 +70,13 @@ class _ModuleCall(Patch):
 
 
 def _begin_call(context: Any) -> None:
-    """Breaks the graph if the module is surrounded, and has Dynamo trace only ``forward`` where it does so without the patch.
+    """Breaks the graph if the module is surrounded. Otherwise Dynamo traces only ``forward`` where it would without the patch.
 
     Runs while Dynamo traces the call. A graph from before the run does not test ``_around`` when it runs again, and need not:
     during a run the weights have other types, and every graph has guards on the types of its weights.
 
-    Since torch 2.14, Dynamo skips ``nn.Module._call_impl`` for modules without hooks. Traced, it would add guards on hooks, which
-    graphs do not have unless ``skip_nnmodule_hook_guards`` is off. Hooks that are added later would take effect only here.
+    Since torch 2.14, Dynamo skips ``nn.Module._call_impl`` for modules without hooks. If it was traced, graphs would have guards
+    on hooks, which they do not have without the patch. A hook that is added later would then take effect only in a run.
     """
     module = first_traced(context, "args")
     if id(module) in _around:

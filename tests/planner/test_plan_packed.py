@@ -74,6 +74,12 @@ def packed_on_meta() -> Any:
         return packed()
 
 
+def test_more_memory_is_advised_for_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A larger k would not help: stacks are uploaded by rows, and have slots of their own."""
+    main(["plan", write(tmp_path), *OPTIONS, "--pcie", "0.001GB/s", "--gpu-memory", "1GiB"])
+    assert "Use a larger gpu_memory, in which experts stay for the next batches" in capsys.readouterr().out
+
+
 def test_dequantisation_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = (*OPTIONS, "--device-bandwidth", "0.001GB/s", "--pcie", "1000GB/s")
     dense, packed = (plan(capsys, write(tmp_path), *slow, *more) for more in ((), ("--pack-experts", "nvfp4")))
