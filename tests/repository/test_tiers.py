@@ -72,9 +72,9 @@ class Item:
 
 def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = (
-        "1.00s call     t/a.py::x[1, 2]\n0.60s setup    t/a.py::y\n0.30s call     t/a.py::y\n0.10s call     t/a.py::z\n"
+        "0.70s call     t/a.py::x[1, 2]\n0.30s setup    t/a.py::y\n0.30s call     t/a.py::y\n0.10s call     t/a.py::z\n"
     )
-    log += "0.70s call     t/b.py::x\n2.00s call     t/b.py::y\n9.00s call     t/c.py::x\n"
+    log += "0.40s call     t/b.py::x\n2.00s call     t/b.py::y\n9.00s call     t/c.py::x\n"
     tiers = {
         "t/a.py::x[1, 2]": "",
         "t/a.py::y": "",
@@ -84,7 +84,7 @@ def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pyte
         "t/c.py::x": "long",
     }
     found = seconds.read([log], tiers, {})
-    assert found == {"t/a.py::x[1, 2]": 1.0, "t/a.py::y": pytest.approx(0.9), "t/b.py::y": 2.0}
+    assert found == {"t/a.py::x[1, 2]": 0.7, "t/a.py::y": pytest.approx(0.6), "t/b.py::y": 2.0}
     before = {"t/a.py::y": 5.0, "t/d.py::x": 3.0, "t/d.py::gone": 3.0}  # of which the log has the first one
     assert seconds.read([log], {**tiers, "t/d.py::x": "rest"}, before) == {**found, "t/d.py::x": 3.0}
     monkeypatch.setattr(seconds, "ROOT", tmp_path)
@@ -92,7 +92,7 @@ def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "t").mkdir()
     for name in ("a", "b"):
         (tmp_path / "t" / f"{name}.py").touch()
-    seconds.FILE.write_text("# Seconds\n4.00 t/a.py::w\n1.00 t/a.py::x[1, 2]\n2.00 t/b.py::y\n")
+    seconds.FILE.write_text("# Seconds\n4.00 t/a.py::w\n0.70 t/a.py::x[1, 2]\n2.00 t/b.py::y\n")
     quick, slow, slowest = Item("t/a.py::z"), Item("t/a.py::x[1, 2]"), Item("t/a.py::w")
     other = Item("t/b.py::y", "rest")
     seconds.move_down([quick, slow, slowest, other], whole=True)  # type: ignore[list-item]
