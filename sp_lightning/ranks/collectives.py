@@ -1,19 +1,34 @@
-"""Collectives of torch.distributed that do not wait for a rank which has failed or has reached another collective."""
+"""Collectives of torch.distributed. One ends with an error when another rank has failed or has reached another collective.
+
+A *meeting* is a collective in which each rank says what it is about to do. All ranks have to say the same. Other collectives
+match by their order alone. Meetings guard them: ranks that have met do the same collectives until they meet again.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from time import sleep
+from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from sp_lightning.device.device import Wait
-from sp_lightning.ranks.rank_status import CHECK_SECONDS, RankError, RankStatus, in_words
+from sp_lightning.ranks.news import News, RankError
+from sp_lightning.ranks.rank_order import all_gather_single
+
+TIMEOUT: timedelta = default_pg_timeout
+"""How long a rank waits for another one that neither comes nor fails: the timeout of torch's process groups."""
+
+_TEXT = 504
+"""Bytes of the text that a rank says in a meeting. A longer text is cut."""
 
 
 class ProcessGroups(NamedTuple):
@@ -47,8 +62,8 @@ class Collectives:
         nodes, world: the numbers of nodes and of ranks.
         primary: whether this rank updates its node's weights (rank 0 of the node).
         first: whether this is rank 0 of all, whose buffers, log and files count.
-        meanwhile: called repeatedly while this rank waits for others.
-        sums: the number of backwards that have ended, each with a call of :meth:`largest` on all ranks.
+        failure: this rank's own error as text; empty if it has none.
+        place: where this rank is in the training, as text.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
@@ -59,14 +74,18 @@ class Collectives:
         self.node, self.rank = divmod(self.number, self.size)
         self.primary = self.rank == 0
         self.first = self.number == 0
-        self.sums = 0
-        self.meanwhile: Callable[[], None] = lambda: None
-        self._status: RankStatus | None = None
+        self.failure = ""
+        self.place = ""
+        self._last = "nothing"  # the last meeting of this rank
+        self._news: News | None = None
         self._groups: dict[str, ProcessGroups] = {"everybody": self._group([list(range(self.world))])}
         self._groups["node"] = self._groups["everybody"]
         if self.nodes > 1:
             self._groups["node"] = self._group(self._of_nodes)
             self._groups["peers"] = self._group([list(each) for each in zip(*self._of_nodes, strict=True)])
+        run = self._gather_objects(uuid4().hex, "the first collective")[0]
+        names = [self.called(each) for each in range(self.world)]
+        self._news = News(run, self.number, names, lambda: self._last)
 
     @property
     def _of_nodes(self) -> list[list[int]]:
@@ -76,15 +95,17 @@ class Collectives:
     def _group(self, parts: list[list[int]]) -> ProcessGroups:
         """Makes process groups, one for each part. Returns this rank's. Collective."""
         backends = ("gloo",) if self._on_host else ("gloo", None)
-        made: list[Any] = [dist.new_subgroups_by_enumeration(parts, backend=each)[0] for each in backends]
+        made: list[Any] = [
+            dist.new_subgroups_by_enumeration(parts, timeout=None if each is None else TIMEOUT, backend=each)[0]
+            for each in backends
+        ]
         return ProcessGroups(made[0], made[-1])
 
-    @property
-    def uploads(self) -> ProcessGroups:
-        """Another group of this node's ranks, for sharded uploads, which have their own order. The first use is collective."""
-        if "uploads" not in self._groups:
-            self._groups["uploads"] = self._group(self._of_nodes)
-        return self._groups["uploads"]
+    def group_of_thread(self, name: str) -> ProcessGroups:
+        """Returns another group of all ranks, for collectives of another thread. The first call with a name is collective."""
+        if name not in self._groups:
+            self._groups[name] = self._group([list(range(self.world))])
+        return self._groups[name]
 
     def end_groups(self) -> None:
         """Ends all groups, with their threads and connections. All ranks call it, but not at the same time."""
@@ -104,51 +125,65 @@ class Collectives:
         return self.called(self.number)
 
     @property
-    def status(self) -> RankStatus:
-        """The status of the node's ranks."""
-        assert self._status is not None
-        return self._status
+    def news(self) -> News:
+        """What ranks tell each other outside of collectives."""
+        assert self._news is not None
+        return self._news
 
-    # ------------------------------------------------------------------ barriers
+    # ------------------------------------------------------------------ meetings
 
-    def barrier(self, what: str, why: Wait | None = None, number: float = 0) -> None:
-        """Waits until all ranks of this node have called it.
+    def meet(
+        self, what: str, number: float = 0, *, why: Wait | None = None, group: ProcessGroups | None = None
+    ) -> list[float]:
+        """Waits until all ranks have called it. Their devices may still be busy.
 
         Args:
-            what: the name of the barrier.
+            what: what this rank does next, for errors. It must be the same on all ranks, and so must :attr:`place`.
+            number: a number for the other ranks. Integers are exact up to 2**53.
             why: the named wait, if it is one.
-            number: a number for the other ranks.
+            group: the group of another thread, which is at another place; None for the main group.
+
+        Returns:
+            The numbers of all ranks.
 
         Raises:
-            RankError: another rank has failed, or has reached another collective.
+            RankError: another rank has failed, or says something else.
         """
-        if self._status is None:  # a collective follows, which waits by itself
-            return
-        self._status.arrive(what, number)
-        self.until(self._status.all_have_arrived, why or what)
-        self._status.compare()
-
-    def barrier_of_all_nodes(self, what: str) -> None:
-        """Waits until all ranks of all nodes have called it. ``what`` and the errors are those of :meth:`barrier`."""
-        self.barrier(what)
-        if self.nodes > 1:
-            self._largest(torch.tensor([]), what)  # without values it only waits
-
-    def barrier_for(self, why: Wait) -> None:
-        """Waits until all ranks of this node have called it. Their devices may still be busy."""
-        self.barrier(f"a barrier ({why.value})", why)
+        text = what
+        if group is None:
+            text = self._last = f"{what}, {self.place}" if self.place else what
+        mine = struct.pack(f"d{_TEXT}s", number, text.encode())
+        everybody = torch.empty(self.world * len(mine), dtype=torch.uint8)
+        host = (group or self._groups["everybody"]).host
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        self._wait_for(all_gather_single(everybody, sent, group=host, async_op=True), why or what)
+        found = [struct.unpack(f"d{_TEXT}s", each.numpy().tobytes()) for each in everybody.chunk(self.world)]
+        for rank, (_, said) in enumerate(found):
+            if said != found[self.number][1]:
+                texts = [said.rstrip(b"\0").decode(errors="replace") for _, said in found]
+                raise RankError(
+                    f"Ranks disagree: {self.name} has reached {texts[self.number]}, and {self.called(rank)} {texts[rank]}. All "
+                    "ranks need the same number of batches, and whatever else they do together (steps, checkpoints, sums over "
+                    "ranks, exchanges of parameters or layers) all of them must do, in one order. It must not depend on the rank."
+                )
+        return [each for each, _ in found]
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
-        """Waits as :meth:`RankStatus.wait_until`, and calls :attr:`meanwhile`, for which others may wait."""
+        """Waits for a condition that a collective makes true.
 
-        def look() -> bool:
-            if reached():
-                return True
-            self.meanwhile()
-            return False
+        Raises:
+            RankError: another rank has failed.
+            RankInterrupt: another rank was interrupted.
+        """
+        turns = 0
+        while not reached():
+            turns += 1
+            sleep(0 if turns < 100 else min(turns * 1e-7, 1e-3))
+            if turns % 100 == 0 and (error := self._error(why)) is not None:
+                raise error
 
-        if self._status is not None:
-            self._status.wait_until(look, why)
+    def _error(self, why: Wait | str) -> BaseException | None:
+        return None if self._news is None else self._news.error(f"{self.name} waited for {in_words(why)}")
 
     # ------------------------------------------------------------------ objects
 
@@ -156,50 +191,38 @@ class Collectives:
         """Returns the primary's value on all ranks of the node."""
         values = [value]
         first = self.node * self.size
-        with self.together(f"memory for {name}", self.barrier):
+        with self.together(f"memory for {name}"):
             dist.broadcast_object_list(values, first, group=self._groups["node"].host)
         return values[0]
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
         """Returns the values of all ranks, in their order, on all of them."""
         values: list[Any] = [None] * self.world
-        with self.together(what, self.barrier_of_all_nodes):
+        with self.together(what):
             dist.all_gather_object(values, value, group=self._groups["everybody"].host)
         return values
 
     @contextmanager
-    def together(self, what: str, barrier: Callable[[str], None]) -> Iterator[None]:
-        """A context for a collective. It begins once all ranks have reached it.
+    def together(self, what: str) -> Iterator[None]:
+        """A context for a collective of all ranks. It begins with a meeting.
 
         Raises:
             RankError: another rank has failed during the collective, or has left it.
         """
-        barrier(what)
+        self.meet(what)
         try:
             yield
         except RuntimeError as error:
-            raise self.lost(what, error) from error
+            raise self._lost(what, error) from error
 
     # ------------------------------------------------------------------ tensors
 
-    def largest(self, values: Tensor) -> None:
+    def largest(self, values: Tensor, why: Wait | str) -> None:
         """Replaces integers in host memory by the maximum over all ranks, element by element."""
-        self.status.arrive("the end of a backward")
-        self._largest(values, Wait.SHOW_AFTER_LANDING)
-        self.sums += 1
-
-    def _largest(self, values: Tensor, why: Wait | str) -> None:
-        """Computes :meth:`largest`. Between nodes it also checks that all ranks have reached the same collectives before."""
-        history = 0 if self.nodes == 1 else self.status.history
-        words = torch.cat([values.to(torch.int64), torch.tensor([history, -history])])
+        words = values.to(torch.int64)
         group = self._groups["everybody"].host
         self._wait_for(dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True), why)
-        if words[-2] != -words[-1]:
-            raise RankError(
-                f"{self.name} and a rank of another node have made different calls before {in_words(why)}. All ranks must make "
-                "the same calls in the same order."
-            )
-        values.copy_(words[:-2])
+        values.copy_(words)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites tensors with those of rank 0. As in ddp, tensors of one device and dtype are sent together."""
@@ -210,7 +233,7 @@ class Collectives:
             host = self._on_host or device.type == "cpu"
             flat = torch.cat([tensor.reshape(-1) for tensor in each])
             group = self._groups["everybody"][not host]
-            self.status.arrive(f"the buffers of rank 0, {flat.nbytes} bytes")
+            self.meet(f"the buffers of rank 0, {flat.nbytes} bytes")
             self._wait_for(dist.broadcast(flat, 0, group=group, async_op=True), "the buffers of rank 0", host=host)
             if not self.first:
                 for tensor, value in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
@@ -224,7 +247,6 @@ class Collectives:
             sent: a tensor of the same size, a multiple of the number of ranks.
             what: the name of the data, for errors.
         """
-        self.status.arrive(what)
         group = self._groups["node"].device
         self._wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), what, host=self._on_host)
 
@@ -235,7 +257,7 @@ class Collectives:
 
     def gather_between_nodes(self, everybody: Tensor, own: Tensor, what: str) -> None:
         """Gathers the flat tensors of all peers, in the order of nodes (all-gather)."""
-        work = dist.all_gather_into_tensor(everybody, own, group=self._groups["peers"].device, async_op=True)
+        work = all_gather_single(everybody, own, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
     def gather(self, everybody: Tensor, group: ProcessGroups, what: str) -> None:
@@ -250,7 +272,7 @@ class Collectives:
             what: the name of the data, for errors.
         """
         own = everybody.chunk(self.size)[self.rank]
-        work = dist.all_gather_into_tensor(everybody, own, group=group.device, async_op=True)
+        work = all_gather_single(everybody, own, group=group.device, async_op=True)
         self._wait_for(work, what, host=self._on_host)
 
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
@@ -260,16 +282,33 @@ class Collectives:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self.lost(why, error) from error
+            raise self._lost(why, error) from error
 
-    def lost(self, why: Wait | str, error: BaseException) -> RankError:
-        """Returns the error to raise for a collective that another rank has left.
+    def _lost(self, why: Wait | str, error: BaseException) -> BaseException:
+        """Returns the error to raise for a collective that has failed, or has waited too long.
 
-        Raises:
-            RankError: the other rank has written its own error to the status memory within some seconds.
+        If another rank has failed, its own error is news within a moment. Otherwise a roll call finds the ranks that are missing.
         """
-        seconds = 0 if self._status is None else min(self.nodes, 3)
-        for _ in range(int(seconds / CHECK_SECONDS)):
-            self.status.check(in_words(why))
-            sleep(CHECK_SECONDS)
-        return RankError(f"{self.name} has lost the others while it waited for {in_words(why)}: {error}")
+        if self._news is None or not self._news.reads:
+            return RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}: {error}")
+        late = monotonic() + 1
+        while (found := self._error(why)) is None and monotonic() < late:
+            sleep(0.02)
+        if found is not None:
+            return found
+        places = self._news.places()
+        if not places:
+            said = f"No answer from {self.called(0)}, which has the store of torch.distributed"
+        elif missing := [name for each in range(self.world) if (name := self.called(each)) not in places]:
+            said = (
+                f"No answer from {', '.join(missing)}: the process stands still, or has ended. The system may have killed it "
+                "(out of memory, for example: see dmesg), or it has left trainer.fit earlier"
+            )
+        else:
+            said = "; ".join(f"{name} was last at {place}" for name, place in places.items())
+        return RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}. {said}. ({error})")
+
+
+def in_words(why: Wait | str) -> str:
+    """Returns the purpose of a wait, to stand after "waited for"."""
+    return f"this: {why.value}" if isinstance(why, Wait) else why

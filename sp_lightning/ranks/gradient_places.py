@@ -136,7 +136,7 @@ class GradientPlaces:
             staging: page-locks the memory.
         """
         largest = torch.tensor([count])
-        self._ranks.largest(largest)
+        self._ranks.largest(largest, "the number of layers that are updated in backward")
         moving = [family.pages for owner, family in self.families.items() if owner.kind is not Kind.RESIDENTS]
         self.slots = int(largest)
         self._slot_bytes = max(moving, default=0)

@@ -73,13 +73,13 @@ class RankGroup(Group):
         return RankSteps(engine)
 
     def note_place(self, place: str) -> None:
-        self.ranks.status.place = place
+        self.ranks.place = place
 
     def barrier(self, what: str) -> None:
-        self.ranks.barrier(what)
+        self.ranks.meet(what)
 
     def gather(self, number: int, what: str) -> list[int]:
-        return self.ranks.gather_numbers(number, what)
+        return self.ranks.of_node(number, what)
 
     def send_buffers(self, module: pl.LightningModule) -> None:
         self.ranks.broadcast([buffer for buffer in module.buffers() if buffer.numel()])

@@ -71,7 +71,7 @@ class RankPlacement(Placement):
         turns = RankTurns(lock, self._ranks, layers, source, step, self._gradients)
         if self._ranks.primary:
             turns.cast()
-        self._ranks.barrier_for(Wait.READ_AFTER_FILL)
+        self._ranks.meet("the first casts", why=Wait.READ_AFTER_FILL)
         return turns
 
 

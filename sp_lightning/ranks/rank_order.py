@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The all-gather of flat tensors. Newer versions of torch have renamed it."""
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -70,7 +73,7 @@ def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBuck
     for node, total in zip(received.view(-1, per_node, step).unbind(), sums, strict=True):
         sum_in_order(node.unbind(), total)
     sum_in_order(sums, own)
-    dist.all_gather_into_tensor(_bytes(sent), _bytes(own), group=group)
+    all_gather_single(_bytes(sent), _bytes(own), group=group)
     flat.copy_(sent[: flat.numel()])
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(flat)

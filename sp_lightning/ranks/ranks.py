@@ -1,11 +1,7 @@
 """The ranks: the processes that train one model together. Each has its own device; those of a node share one host store.
 
-Tensors are sent by ``torch.distributed``. All ranks reach the same collectives in the same order. The ranks of a
-node write their status (``rank_status``) to shared memory. A wait for other ranks ends with an error when the status shows that a
-rank has failed, or that it has reached another collective.
-
-Nodes are replicas: each has its own store, its own status memory, and a primary that updates its weights. Ranks of different
-nodes wait for each other in collectives of torch.distributed only.
+Everything they tell each other goes through torch.distributed: tensors and meetings through collectives (``collectives``),
+failures through its store (``news``). Nodes are replicas: each has its own host store, and a primary that updates its weights.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from contextlib import contextmanager
 from functools import reduce
 from operator import and_
 from typing import Any
-from uuid import uuid4
 
 import torch
 
@@ -24,7 +19,6 @@ from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.pages import create, supported
 from sp_lightning.ranks.collectives import Collectives
-from sp_lightning.ranks.rank_status import NodeNews, RankError, RankStatus, status_bytes
 from sp_lightning.ranks.shared_memory import SharedMemory, hand_out, receive
 
 
@@ -58,20 +52,6 @@ class Ranks(Collectives):
         super().__init__(device, per_node)
         self.over: bool = False
         self.closed = False
-        self._pids: dict[int, int] = {}
-        memory = self.share(status_bytes(self.size), "status")
-        names = [self.called(self.node * self.size + rank) for rank in range(self.size)]
-        self._news: NodeNews | None = None
-        self._status = RankStatus(
-            memory, self.rank, self._pids, names, lambda: self._news.failure if self._news else ""
-        )
-        if self.nodes > 1:
-            try:
-                name = self._gather_objects(uuid4().hex, "the first collective of all nodes")[0]
-                self._news = NodeNews(name, 0.2 * max(1, self.world // 32))
-            except BaseException as error:
-                self._status.fail(error)  # no other code has this object yet to announce the error
-                raise
         _open.append(self)
 
     # ------------------------------------------------------------------ memory
@@ -90,10 +70,10 @@ class Ranks(Collectives):
         with self._for_memory(nbytes, name):
             made = create(nbytes, f"superpipeline {name}") if self.primary else None
         if made is None:
-            descriptor, self._pids[0] = receive(self._broadcast_object(None, name), self.rank)
+            descriptor = receive(self._broadcast_object(None, name))
         else:
             descriptor = made
-            self._pids.update(hand_out(made, self.size - 1, lambda token: self._broadcast_object(token, name)))
+            hand_out(made, self.size - 1, lambda token: self._broadcast_object(token, name))
         try:
             with self._for_memory(nbytes, name):
                 return SharedMemory(descriptor, nbytes)
@@ -137,92 +117,67 @@ class Ranks(Collectives):
                     f"{first} on rank 0. {remedy}"
                 )
 
-    def gather_numbers(self, number: int, what: str) -> list[int]:
+    def of_node(self, number: int, what: str) -> list[int]:
         """Returns the numbers of all ranks of this node. Collective; the arguments are those of :meth:`same`."""
-        self.barrier(what, number=number)
-        return [int(self.status.number_of(rank)) for rank in range(self.size)]
+        first = self.node * self.size
+        return [int(each) for each in self.meet(what, number)[first : first + self.size]]
 
     def same(self, number: int, what: str) -> bool:
-        """Returns True if all ranks of all nodes have the same number. Collective.
+        """Returns True if all ranks have the same number. Collective.
 
         Args:
             number: this rank's number, from 0 to 2**53.
             what: the name of the collective, for errors.
         """
-        return len(set(self._gather_from_all(number, what))) == 1
+        return len(set(self.meet(what, number))) == 1
 
     def all_have(self, bits: int, what: str) -> int:
-        """Returns the bits that all ranks of all nodes have in common. Collective; the arguments are those of :meth:`same`."""
-        return reduce(and_, self._gather_from_all(bits, what))
-
-    def _gather_from_all(self, number: int, what: str) -> list[int]:
-        own = self.gather_numbers(number, what)
-        if self.nodes == 1:
-            return own
-        everybody = torch.zeros(self.world, dtype=torch.int64)
-        everybody[self.number] = number
-        self._largest(everybody, what)
-        return everybody.tolist()
+        """Returns the bits that all ranks have in common. Collective; the arguments are those of :meth:`same`."""
+        return reduce(and_, map(int, self.meet(what, bits)))
 
     # ------------------------------------------------------------------ the primary's turn
 
     def begin_turn(self, what: str) -> None:
-        """Begins the primary's turn. The primary waits for all other ranks.
+        """Begins the primary's turn. All ranks wait for each other.
 
         Args:
             what: the purpose of the turn. It must be the same on all ranks.
         """
-        self.status.arrive(what)
-        if self.primary:
-            self.until(self.status.all_have_arrived, Wait.STEP_AFTER_ARRIVAL)
-            self.status.compare()
+        self.meet(what, why=Wait.STEP_AFTER_ARRIVAL)
 
     def end_turn(self, number: float = 0.0) -> float:
-        """Ends the primary's turn, and returns the primary's number. The other ranks wait for the primary."""
-        self.status.arrive("the end of the primary's turn", number)
-        self.until(lambda: self.status.has_arrived(0), Wait.USE_AFTER_TURN)
-        return self.status.number_of(0)
+        """Ends the primary's turn, and returns the number that the primary of this node has given. All ranks wait for it."""
+        return self.meet("the end of the primary's turn", number, why=Wait.USE_AFTER_TURN)[self.node * self.size]
 
-    # ------------------------------------------------------------------ waits
-
-    @property
-    def failure(self) -> str:
-        """This rank's own error as text; empty if it has none."""
-        return self.status.failure
+    # ------------------------------------------------------------------ runs and failures
 
     def fail(self, error: BaseException) -> None:
-        """Announces an error of this rank, on its own node and on the others. Only the first error counts."""
-        if self.status.failure:
+        """Tells all ranks that this one has failed. Only the first error counts."""
+        if self.failure:
             return
-        self.status.fail(error)
-        if self._news is not None:
-            self._news.tell(f"{self.name}: {self.failure}")
-
-    def lost(self, why: Wait | str, error: BaseException) -> RankError:
-        """Returns the base class's error. The message also names other nodes that cannot be reached."""
-        found = super().lost(why, error)
-        return RankError(f"{found}; {self._news.lost}") if self._news is not None and self._news.lost else found
+        self.failure = f"{type(error).__name__}: {error}"
+        self.news.tell(error)
 
     def run_begins(self) -> None:
-        """Called when another run of the same processes begins."""
-        if self._news is not None and self.over:
-            self._news.begin()
+        """Called when a run of these processes begins."""
         self.over = False
+        self.news.begin()
 
     def run_ends(self) -> None:
-        """Called when this rank's run ends: it reaches no more collectives."""
+        """Called when this rank's run ends. All ranks that have not failed wait for each other."""
         self.over = True
-        if self._news is not None:
-            self._news.end()
-        self.status.run_ends()
+        self.place = ""
+        try:
+            if not self.failure:
+                self.meet("the end of its run")
+        finally:
+            self.news.end()
 
     def close(self) -> None:
         """Closes groups, files and threads. Not collective, but all ranks call it."""
         self.closed = True
         _open.remove(self)
-        if self._news is not None:
-            self._news.end()
-        self.status.close()
+        self.news.end()
         if not self.failure:  # otherwise other ranks may be in a collective
             self.end_groups()
 

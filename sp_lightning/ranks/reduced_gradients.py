@@ -273,7 +273,7 @@ class ReducedGradients(GradientSink[None]):
             complete = dict.fromkeys([*self._completed, *self._order])
             order = [indices[owner] for owner in sorted(complete, key=lambda owner: owner.expert)]
         words = torch.tensor([*came, *before, *order], dtype=torch.int32)
-        self._ranks.largest(words)
+        self._ranks.largest(words, Wait.SHOW_AFTER_LANDING)
         bits = words[: 2 * count].view(2, count).t().tolist()
         if any(before and not gradient for gradient, before in bits):
             unused = {place for (_, place), (gradient, _) in zip(places, bits, strict=True) if not gradient}
@@ -281,7 +281,7 @@ class ReducedGradients(GradientSink[None]):
                 for place, target, value in family.overwritten:
                     if place in unused:
                         target.copy_(value)
-            self._ranks.barrier_for(Wait.SHOW_AFTER_LANDING)
+            self._ranks.meet("gradients that no rank has", why=Wait.SHOW_AFTER_LANDING)
         owners = list(indices)
         self._order = [owners[index] for index in words[2 * count :].tolist()]
         return bits

@@ -12,10 +12,8 @@ import mmap
 import os
 import socket
 import struct
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 from uuid import uuid4
 from weakref import WeakSet
 from zlib import crc32
@@ -171,73 +169,46 @@ def _tensor(memory: mmap.mmap) -> Tensor:
 # The processes need no common file system, and the memory has no name that other users could find.
 
 
-def hand_out(descriptor: int, number: int, announce: Callable[[str], object]) -> dict[int, int]:
+def hand_out(descriptor: int, number: int, announce: Callable[[str], object]) -> None:
     """Sends the descriptor of memory to other processes.
 
     Args:
         descriptor: the descriptor.
         number: the number of processes to send it to.
         announce: sends them the token for :func:`receive`.
-
-    Returns:
-        The process ids by rank.
     """
-    processes: dict[int, int] = {}
+    sent = 0
     with socket.socket(socket.AF_UNIX) as server:
         token = f"superpipeline-{uuid4().hex}"
         server.bind(f"\0{token}")
         server.listen(number + 1)
         server.settimeout(_PATIENCE)
         announce(token)
-        while len(processes) < number:
+        while sent < number:
             connection, _ = server.accept()
             with connection:
-                process, user, _ = _peer(connection)
-                if user == os.getuid():
-                    rank = struct.unpack("q", connection.recv(8))[0]
-                    processes[rank] = process
+                if _user_of(connection) == os.getuid():
                     socket.send_fds(connection, [b"."], [descriptor])
-    return processes
+                    sent += 1
 
 
-def receive(token: str, rank: int) -> tuple[int, int]:
-    """Receives a descriptor from :func:`hand_out`. Returns it and the id of the sender.
+def receive(token: str) -> int:
+    """Receives a descriptor from :func:`hand_out`.
 
     Args:
         token: the token that the sender has announced.
-        rank: this process's rank.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_PATIENCE)
         connection.connect(f"\0{token}")
-        connection.sendall(struct.pack("q", rank))
-        process = _peer(connection)[0]
-        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    return descriptors[0], process
+        return socket.recv_fds(connection, 1, 1)[1][0]
 
 
 _PATIENCE = 60.0
 """Seconds that a rank has to send or receive a descriptor."""
 
 
-def _peer(connection: socket.socket) -> tuple[int, int, int]:
-    """Returns the ids of process, user and group at the other end of a connection, in this process's namespace."""
-    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-
-
-# ---------------------------------------------------------------------- memory order
-
-_lock = threading.Lock()
-
-
-def publish(words: Any, index: int, number: int) -> None:
-    """Writes a number for other processes. Who sees it also sees all earlier writes of this process, on any processor.
-
-    x86 keeps this order by itself, ARM does not. Python has no memory barrier, but locks order memory: earlier writes do not move
-    behind a release, later ones do not move before an acquisition, and a release and the next acquisition keep their order.
-    """
-    with _lock:
-        pass
-    with _lock:
-        pass
-    words[index] = number
+def _user_of(connection: socket.socket) -> int:
+    """Returns the id of the user at the other end of a connection."""
+    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user  # type: ignore[no-any-return]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -12,19 +11,17 @@ from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.ranks.block_memory import merge
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.reduced_gradients import ReducedGradients
-from sp_lightning.ranks.shared_memory import publish
 from sp_lightning.updates.background import BackgroundUpdates
 
 
 class SharedUpdates(BackgroundUpdates):
     """Updates in the background, of several ranks.
 
-    On every rank a layer's parameters wait until the primary has updated the layer. The primary then writes the number of updates
-    of the layer to shared memory.
+    On every rank a layer's parameters wait until the primary has updated the layer: all ranks meet after the update. A layer that
+    is updated in backward is submitted as soon as its gradients are summed. All ranks then meet before the update as well, once
+    their parts of the sum have landed, and they do not read the layer's weights any more.
 
-    A layer that is updated in backward is submitted as soon as its gradients are summed. Each rank then writes such a number once
-    its part of the sum has landed and it does not read the layer's weights any more. The primary waits for all ranks. Only the
-    background thread waits, and all ranks submit in the same order, so there is no deadlock.
+    The background threads meet in a process group of their own. All ranks submit the same layers in the same order.
 
     Args:
         layers: all layers.
@@ -39,16 +36,13 @@ class SharedUpdates(BackgroundUpdates):
         super().__init__(layers, device)
         self._ranks = ranks
         self._gradients = gradients
-        self._submitted: Counter[StreamedLayer] = Counter()
-        self._done = ranks.share(8 * len(layers), "updates").words("q")
-        self._landed = ranks.share(8 * len(layers) * ranks.size, "landings").words("q")
+        self._group = ranks.group_of_thread("updates")
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         common = ExitStack()
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)
-            self._submitted[layer] += 1
-            update = partial(self._update, layer, self._submitted[layer], self._gradients.landing(layer), work)
+            update = partial(self._update, layer, self._gradients.landing(layer), work)
             if self._ranks.primary:
                 # Until the update has been waited for, the layer's parameters and gradients are the shared ones.
                 for member in layer.family:
@@ -62,28 +56,21 @@ class SharedUpdates(BackgroundUpdates):
 
             super().submit(layer, update, after)
 
-    def _update(
-        self, layer: StreamedLayer, number: int, landing: Callable[[], None] | None, work: Callable[[], None]
-    ) -> None:
+    def _update(self, layer: StreamedLayer, landing: Callable[[], None] | None, work: Callable[[], None]) -> None:
         """Updates a layer on the primary, in backward after the parts of all ranks have landed. Other ranks wait for it."""
         ranks = self._ranks
-        landed = [rank * len(self._layers) + layer.index for rank in range(ranks.size)]  # the word of each rank
         try:
             if landing is not None:
                 landing()
-                publish(self._landed, landed[ranks.rank], number)
-            if not ranks.primary:
-                ranks.until(lambda: self._done[layer.index] >= number, Wait.READ_AFTER_SHARED_UPDATE)
-                return
-            if landing is not None:
-                ranks.until(lambda: all(self._landed[each] >= number for each in landed), Wait.UPDATE_AFTER_LANDING)
-                # Share what the primary's user code has written. Other ranks drop their writes in the step's turn.
-                merge(member.block.memory for member in layer.family)
-            work()
-            publish(self._done, layer.index, number)
-        except BaseException as error:
+                ranks.meet(f"an update of {layer.name!r}", why=Wait.UPDATE_AFTER_LANDING, group=self._group)
             if ranks.primary:
-                ranks.fail(error)
+                if landing is not None:
+                    # Share what the primary's user code has written. Other ranks drop their writes in the step's turn.
+                    merge(member.block.memory for member in layer.family)
+                work()
+            ranks.meet(f"the end of an update of {layer.name!r}", why=Wait.READ_AFTER_SHARED_UPDATE, group=self._group)
+        except BaseException as error:
+            ranks.fail(error)
             raise
 
     def limit_pending(self, most: int) -> None:

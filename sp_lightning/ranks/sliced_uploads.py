@@ -30,7 +30,7 @@ from sp_lightning.layers.layer import PendingUpload, StreamedLayer
 from sp_lightning.layers.uploads import Uploads
 from sp_lightning.observe.messages import say_once
 from sp_lightning.ranks.gather_log import AHEAD, GatherLog, gather_log_bytes
-from sp_lightning.ranks.rank_status import CHECK_SECONDS, LOST
+from sp_lightning.ranks.news import LOST
 from sp_lightning.ranks.ranks import Ranks
 
 
@@ -137,7 +137,7 @@ class SlicedUploads(Uploads):
 
     def _look(self) -> None:
         """The thread: issues gathers that other ranks wait for while the engine does not call :meth:`go_on`."""
-        while not self._over.wait(CHECK_SECONDS):
+        while not self._over.wait(0.05):
             try:
                 self._go_on_meanwhile()
             except Exception:  # the engine raises it at the next collective

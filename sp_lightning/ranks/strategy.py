@@ -61,9 +61,7 @@ class RankStrategy(_Base):
         ranks = self._connect()
         if self.lightning_module is not None:
             ranks.run_begins()
-            barrier_before_batches(
-                self.lightning_module.trainer, lambda: ranks.barrier("the beginning of the next batch")
-            )
+            barrier_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
 
     def _connect(self) -> Ranks:
         """Returns the connected processes. They are connected anew after a run that failed."""
@@ -98,7 +96,7 @@ class RankStrategy(_Base):
         if self._ranks is None:
             super().barrier(name, *args, **kwargs)
         elif not self._ranks.failure:
-            self._ranks.barrier_of_all_nodes(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
+            self._ranks.meet(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         with self._together("Lightning's broadcast"):
@@ -117,4 +115,4 @@ class RankStrategy(_Base):
         ranks = self._ranks
         if ranks is None or ranks.failure or group not in (None, dist.group.WORLD):
             return nullcontext()
-        return ranks.together(what, ranks.barrier_of_all_nodes)
+        return ranks.together(what)

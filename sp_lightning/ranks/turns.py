@@ -109,10 +109,10 @@ class RankTurns(Turns):
     def merge(self) -> None:
         """Shares the primary's weights with all ranks, without a turn. Collective."""
         self._prepare()
-        self.ranks.barrier_for(Wait.STEP_AFTER_ARRIVAL)
+        self.ranks.begin_turn("an exchange of weights")
         if self._merge_weights() and self.ranks.primary:
             self.cast()
-        self.ranks.barrier_for(Wait.USE_AFTER_TURN)
+        self.ranks.end_turn()
 
     @contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:

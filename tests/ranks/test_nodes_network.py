@@ -35,9 +35,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import sp_lightning
-from sp_lightning.ranks import rank_status
+from sp_lightning.ranks import collectives
 
-rank_status._TIMEOUT = timedelta(seconds=8)
+collectives.TIMEOUT = timedelta(seconds=8)
 
 class Net(pl.LightningModule):
     def __init__(self):

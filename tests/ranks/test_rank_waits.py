@@ -24,6 +24,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
@@ -143,25 +144,24 @@ IN_THE_BACKGROUND: dict[Wait, Any] = {
 @contextmanager
 def without(omit: Wait | None) -> Iterator[None]:
     """Nobody waits between ranks for this reason. What a collective brings is there all the same."""
-    until, barrier, largest = Ranks.until, Ranks.barrier, Ranks.largest
+    meet, largest, left = Ranks.meet, Ranks.largest, list[Any]()
 
-    def patched(self: Ranks, reached: Any, why: Any) -> None:
-        if why is not omit or why is Wait.USE_AFTER_TURN:
-            until(self, reached, why)
+    def goes_past(self: Ranks, what: str, number: float = 0, *, why: Any = None, group: Any = None) -> list[float]:
+        if why is None or why is not omit or why is Wait.USE_AFTER_TURN:
+            return meet(self, what, number, why=why, group=group)
+        texts = torch.zeros(512 * self.world, dtype=torch.uint8)
+        host = (group or self._groups["everybody"]).host
+        left.append((texts, dist.all_gather(list(texts.chunk(self.world)), texts[:512], group=host, async_op=True)))
+        return [number] * self.world
 
-    def no_barrier(self: Ranks, why: Wait) -> None:
-        if why is not omit:
-            barrier(self, why)
-
-    def early(self: Ranks, values: torch.Tensor) -> None:
-        if omit is not Wait.SHOW_AFTER_LANDING:
-            largest(self, values)
+    def early(self: Ranks, values: torch.Tensor, why: Any) -> None:
+        if omit is not Wait.SHOW_AFTER_LANDING or why is not omit:
+            largest(self, values, why)
         elif rank() == 0:  # all ranks have gradients for all parameters here, and there is one order
             values[: 2 * ((len(values) - 1) // 2)].clamp_(min=0)
 
     with (
-        mock.patch.object(Ranks, "until", patched),
-        mock.patch.object(Ranks, "barrier", no_barrier),
+        mock.patch.object(Ranks, "meet", goes_past),
         mock.patch.object(Ranks, "largest", early),
     ):
         yield

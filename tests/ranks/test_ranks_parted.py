@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks import rank_status
+from sp_lightning.ranks import collectives
 from tests.support.ranks import rank, start
 from tests.support.tiers import first
 
@@ -134,7 +134,7 @@ CASES: dict[str, Case] = {
     "rank 0 looks for the folder": (
         Net, EVEN, lambda: [OnOneRank(look_for_the_folder, 0)], ("disagree", "Lightning's broadcast", BACKWARD),
     ),
-    "the user's own sum": (SumsAlone, EVEN, list, ("has waited 3 seconds for backward", "rank 0 was last at")),
+    "the user's own sum": (SumsAlone, EVEN, list, ("waited for backward", "rank 0 was last at")),
 }  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def train(name: str, folder: str, **options: Any) -> None:
     )  # fmt: skip
     (Path(folder) / f"begun by {rank()}").write_text(str(monotonic()))  # a clock that all processes have
     # A process group waits for half an hour.
-    with mock.patch.object(rank_status, "_TIMEOUT", timedelta(seconds=3)):
+    with mock.patch.object(collectives, "TIMEOUT", timedelta(seconds=3)):
         try:
             trainer.fit(kind(), DataLoader(batches, batch_size=None))
         except BaseException:

@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from sp_lightning.ranks.rank_status import LOST, RankError
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
@@ -32,7 +33,6 @@ from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.uploads import Uploads
 from sp_lightning.ranks import gather_log, sliced_uploads
 from sp_lightning.ranks.gather_log import gather_log_bytes
-from sp_lightning.ranks.rank_status import LOST, RankError
 from sp_lightning.ranks.shared_memory import SharedMemory
 from sp_lightning.ranks.sliced_uploads import PendingGather, SlicedUploads
 from tests.equality.cases import CASES

@@ -1,0 +1,131 @@
+"""News: what ranks tell each other outside of collectives, by the store of torch.distributed.
+
+A collective ends with an error when a process of it has ended, but the error does not say why. So a rank that fails writes its
+error to the store, and each rank reads the store from time to time. To find ranks that do not come to a collective, a rank
+calls the roll: each process then writes where it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Event, Thread
+from time import sleep
+from typing import Any
+
+import torch.distributed as dist
+
+
+class RankError(RuntimeError):
+    """Another rank has failed, or has reached another collective, so this one cannot continue."""
+
+
+class RankInterrupt(KeyboardInterrupt):
+    """Another rank was interrupted, and this one ends like an interrupted one."""
+
+
+LOST = RankError, RankInterrupt
+"""The errors that a wait for other ranks raises. An interrupt of this process is not one of them."""
+
+
+class News:
+    """Reads and writes the store. A thread does it, because a store that cannot be reached may not answer for a long time.
+
+    Args:
+        run: a text that is the same on all ranks, and differs from that of other objects of this class.
+        rank: this rank's number.
+        names: the names of all ranks.
+        place: returns where this rank is, in words.
+
+    Attributes:
+        failure: the name of the first rank that has failed, and its error; None if none has.
+    """
+
+    def __init__(self, run: str, rank: int, names: Sequence[str], place: Callable[[], str]) -> None:
+        self._prefix = f"superpipeline/{run}/"
+        self._rank = rank
+        self._names = names
+        self._place = place
+        self._pause = 0.1 * max(1, len(names) // 32)  # seconds between two looks: one process answers all ranks
+        self.failure: tuple[str, str] | None = None
+        # A separate connection: a wait on the process group's would block this one.
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store: Any = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
+        self._over = Event()
+        self._over.set()
+
+    @property
+    def reads(self) -> bool:
+        """True between :meth:`begin` and :meth:`end`."""
+        return not self._over.is_set()
+
+    def begin(self) -> None:
+        """Starts the thread that reads the store until :meth:`end`."""
+        self.end()
+        self._over = Event()
+        Thread(target=self._look, args=(self._over,), name="superpipeline-news", daemon=True).start()
+
+    def _look(self, over: Event) -> None:
+        failure, roll, mine = (self._prefix + key for key in ("failure", "roll", f"place {self._rank}"))
+        answered = False
+        with suppress(RuntimeError):  # the process with the store has ended: collectives with it raise errors
+            while not over.wait(self._pause):
+                if self.failure is None and self._store.check([failure]):
+                    who, _, error = self._store.get(failure).decode(errors="replace").partition("\n")
+                    self.failure = who, error
+                if not answered and self._store.check([roll]):
+                    self._store.set(mine, self._place())
+                    answered = True
+
+    def tell(self, error: BaseException) -> None:
+        """Tells all ranks that this one has failed, and waits until they can know it, because the process may end now.
+
+        Only the first error of all ranks counts.
+        """
+        kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else type(error)
+        text = f"{self._names[self._rank]}\n{kind.__name__}: {error}"
+        self._try(lambda: self._store.compare_set(f"{self._prefix}failure", "", text), 3 * self._pause)
+
+    def error(self, waited: str) -> RankError | RankInterrupt | None:
+        """Returns the error to raise because another rank has failed; None if none has.
+
+        Args:
+            waited: which rank waited for what, for the message.
+        """
+        if self.failure is None:
+            return None
+        who, error = self.failure
+        kind = RankInterrupt if error.startswith(f"{KeyboardInterrupt.__name__}:") else RankError
+        return kind(f"{who} has failed while {waited}: {error}")
+
+    def places(self) -> dict[str, str]:
+        """Returns where each rank is, by its name. Ranks whose process has ended, or stands still, are not among them."""
+        found: dict[str, str] = {}
+
+        def call() -> None:
+            self._store.set(f"{self._prefix}roll", "")
+            sleep(3 * self._pause + 0.5)
+            for rank, name in enumerate(self._names):
+                key = f"{self._prefix}place {rank}"
+                if self._store.check([key]):
+                    found[name] = self._store.get(key).decode(errors="replace")
+
+        self._try(call, 0.0)
+        return found
+
+    def _try(self, call: Callable[[], object], then: float) -> None:
+        """Calls the store in a thread, waits ``then`` seconds, and gives up after some seconds."""
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                call()
+                sleep(then)
+
+        thread = Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(3.0 + then)
+
+    def end(self) -> None:
+        """Ends the thread, before the process with the store ends: torch would print that it cannot be read."""
+        self._over.set()

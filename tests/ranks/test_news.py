@@ -1,0 +1,101 @@
+"""What ranks tell each other outside of collectives: that one has failed, and where each is. Here they are in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from time import monotonic, sleep
+
+import pytest
+import torch.distributed as dist
+
+from sp_lightning.ranks.news import News, RankError, RankInterrupt
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dist.TCPStore]]:
+    """The store at which the processes have met, which is gone once it is out of this list."""
+    made = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(made.port))
+    there = [made]
+    del made
+    yield there
+    there.clear()
+    assert comes(lambda: not listening()), "threads are left"
+
+
+NAMES = ("rank 0", "rank 1", "rank 2")
+
+
+@pytest.fixture
+def ranks(store: list[dist.TCPStore]) -> Iterator[list[News]]:
+    made = [News("a run", rank, NAMES, lambda rank=rank: f"batch {rank}") for rank in range(3)]  # type: ignore[misc]
+    for each in made:
+        each.begin()
+    yield made
+    for each in made:
+        each.end()
+
+
+def comes(true: Callable[[], object]) -> bool:
+    late = monotonic() + 10
+    while not true() and monotonic() < late:
+        sleep(0.005)
+    return bool(true())
+
+
+def listening() -> int:
+    return sum(thread.name == "superpipeline-news" for thread in threading.enumerate())
+
+
+def test_all_ranks_hear_of_the_first_failure(ranks: list[News]) -> None:
+    ranks[1].tell(ValueError("no\nnot this way"))
+    ranks[2].tell(RankError("rank 1 has failed"))
+    for each in ranks:
+        assert comes(lambda each=each: each.failure)
+        error = each.error("rank 0 waited for a step")
+        assert type(error) is RankError
+        assert str(error) == "rank 1 has failed while rank 0 waited for a step: ValueError: no\nnot this way"
+
+
+def test_another_run_has_other_news(ranks: list[News]) -> None:
+    ranks[0].tell(ValueError("no"))
+    another = News("another run", 0, NAMES, str)
+    another.begin()
+    sleep(0.3)
+    assert another.error("nothing") is None
+    another.end()
+
+
+def test_the_thread_ends_with_the_run_and_begins_with_the_next_one(ranks: list[News]) -> None:
+    for each in ranks:
+        each.end()
+    assert comes(lambda: not listening())
+    ranks[0].begin()
+    ranks[0].begin()
+    assert comes(lambda: listening() == 1)
+    ranks[1].tell(ValueError("no"))
+    assert comes(lambda: ranks[0].failure)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankInterrupt("rank 0 was interrupted")])
+def test_an_interrupt_of_one_rank_is_one_of_all(error: BaseException, ranks: list[News]) -> None:
+    """A third rank hears of an interrupt that was passed on, too."""
+    ranks[0].tell(error)
+    assert comes(lambda: ranks[1].failure)
+    assert type(ranks[1].error("rank 1 waited")) is RankInterrupt
+
+
+def test_a_roll_call_finds_who_is_missing(ranks: list[News]) -> None:
+    ranks[1].end()  # as if its process had ended
+    assert ranks[0].places() == {"rank 0": "batch 0", "rank 2": "batch 2"}
+
+
+def test_a_store_that_is_lost_has_no_news(store: list[dist.TCPStore], ranks: list[News]) -> None:
+    """The process that has it may have ended in order, a little before this one."""
+    store.clear()
+    assert comes(lambda: not listening())
+    assert ranks[0].error("nothing") is None
+    assert ranks[0].places() == {}
+    ranks[0].tell(ValueError("nobody hears it"))
