@@ -47,8 +47,6 @@ class Collectives:
         nodes, world: the numbers of nodes and of ranks.
         primary: whether this rank updates its node's weights (rank 0 of the node).
         first: whether this is rank 0 of all, whose buffers, log and files count.
-        meanwhile: called repeatedly while this rank waits for others.
-        sums: the number of backwards that have ended, each with a call of :meth:`largest` on all ranks.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
@@ -59,8 +57,6 @@ class Collectives:
         self.node, self.rank = divmod(self.number, self.size)
         self.primary = self.rank == 0
         self.first = self.number == 0
-        self.sums = 0
-        self.meanwhile: Callable[[], None] = lambda: None
         self._status: RankStatus | None = None
         self._groups: dict[str, ProcessGroups] = {"everybody": self._group([list(range(self.world))])}
         self._groups["node"] = self._groups["everybody"]
@@ -78,13 +74,6 @@ class Collectives:
         backends = ("gloo",) if self._on_host else ("gloo", None)
         made: list[Any] = [dist.new_subgroups_by_enumeration(parts, backend=each)[0] for each in backends]
         return ProcessGroups(made[0], made[-1])
-
-    @property
-    def uploads(self) -> ProcessGroups:
-        """Another group of this node's ranks, for sharded uploads, which have their own order. The first use is collective."""
-        if "uploads" not in self._groups:
-            self._groups["uploads"] = self._group(self._of_nodes)
-        return self._groups["uploads"]
 
     def end_groups(self) -> None:
         """Ends all groups, with their threads and connections. All ranks call it, but not at the same time."""
@@ -139,16 +128,9 @@ class Collectives:
         self.barrier(f"a barrier ({why.value})", why)
 
     def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
-        """Waits as :meth:`RankStatus.wait_until`, and calls :attr:`meanwhile`, for which others may wait."""
-
-        def look() -> bool:
-            if reached():
-                return True
-            self.meanwhile()
-            return False
-
+        """Waits as :meth:`RankStatus.wait_until`."""
         if self._status is not None:
-            self._status.wait_until(look, why)
+            self._status.wait_until(reached, why)
 
     # ------------------------------------------------------------------ objects
 
@@ -186,7 +168,6 @@ class Collectives:
         """Replaces integers in host memory by the maximum over all ranks, element by element."""
         self.status.arrive("the end of a backward")
         self._largest(values, Wait.SHOW_AFTER_LANDING)
-        self.sums += 1
 
     def _largest(self, values: Tensor, why: Wait | str) -> None:
         """Computes :meth:`largest`. Between nodes it also checks that all ranks have reached the same collectives before."""
@@ -237,21 +218,6 @@ class Collectives:
         """Gathers the flat tensors of all peers, in the order of nodes (all-gather)."""
         work = dist.all_gather_into_tensor(everybody, own, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
-
-    def gather(self, everybody: Tensor, group: ProcessGroups, what: str) -> None:
-        """Gathers the parts of a flat tensor on the device, of which each rank of the node has one (all-gather).
-
-        It has no place in the order of collectives: the ranks have agreed on it in the
-        :class:`~sp_lightning.ranks.gather_log.GatherLog`, and it may run between different collectives on different ranks.
-
-        Args:
-            everybody: is overwritten, except for this rank's part.
-            group: a group of the node's ranks that is only used for gathers.
-            what: the name of the data, for errors.
-        """
-        own = everybody.chunk(self.size)[self.rank]
-        work = dist.all_gather_into_tensor(everybody, own, group=group.device, async_op=True)
-        self._wait_for(work, what, host=self._on_host)
 
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
         """Waits for a collective: the host by polling, a stream of an accelerator by itself."""
