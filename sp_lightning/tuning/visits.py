@@ -141,7 +141,7 @@ def measured(
         host_memory=math.inf,
         visit_seconds=0.0,
         synchronous=synchronous,
-        links=_rate(by_kind, ["reduce"]),
+        links=_rate(by_kind, RESOURCES["links"]),
         update_upload=uploaded,
         update_download=downloaded,
     )
