@@ -320,13 +320,6 @@ def read_checkpoint_folder(folder: Path, weights_only: bool | None) -> dict[str,
     return read(folder, weights_only)
 
 
-def check_transfer(transfer: str) -> None:
-    """Checks that ``transfer=`` is possible: devices of a node can only share uploads with the folder."""
-    if transfer != "full":
-        with needed_for(f'transfer="{transfer}"'):
-            import sp_lightning.ranks.transfer  # noqa: F401
-
-
 # ---------------------------------------------------------------------- kernels
 
 

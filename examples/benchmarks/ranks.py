@@ -67,10 +67,6 @@ WAYS: dict[str, tuple[str, Callable[[int, str], Any]]] = {
         lambda ranks, file: HostShards(data_parallel_size=ranks, tensor_parallel_size=1),
     ),
     "superpipeline": ("superpipeline", lambda ranks, file: SuperpipelineStrategy(k=2, k_prime=1)),
-    "superpipeline-sliced": (
-        "superpipeline, transfer=sharded",
-        lambda ranks, file: SuperpipelineStrategy(k=2, k_prime=1, transfer="sharded"),
-    ),
     "superpipeline-meta": (
         "superpipeline, module on meta with weights=",
         lambda ranks, file: SuperpipelineStrategy(k=2, k_prime=1, load_weights_from=file),
@@ -81,8 +77,6 @@ WAYS: dict[str, tuple[str, Callable[[int, str], Any]]] = {
 
 def suits(way: str, ranks: int) -> bool:
     """Whether there is such a thing as this way with so many devices."""
-    if way == "superpipeline-sliced":
-        return ranks > 1
     return way.startswith("superpipeline") or (ranks == 1) == (way == "plain")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 Kind = Literal[
-    "fetch", "forward", "backward", "between", "reduce", "gather", "network", "drain", "update", "store", "return", "read",
+    "fetch", "forward", "backward", "between", "reduce", "network", "drain", "update", "store", "return", "read",
     "write", "bring", "take",
 ]  # fmt: skip
 
@@ -17,9 +17,8 @@ class Interval(NamedTuple):
     Attributes:
         kind: ``fetch``: upload of weights. ``forward``, ``backward``: computation of a layer. ``between``: computation between
             two layers. ``reduce``: sum of gradients over devices, including the wait for the other ranks. ``network``: the
-            same over nodes. ``gather``: parts of a layer received from other devices, including the wait. ``drain``:
-            download of gradients. ``update``: optimizer step. ``store``, ``return``: download and upload of activations.
-            ``bring``, ``take``: upload and download for an optimizer step on the device.
+            same over nodes. ``drain``: download of gradients. ``update``: optimizer step. ``store``, ``return``: download and
+            upload of activations. ``bring``, ``take``: upload and download for an optimizer step on the device.
         layer: the layer's index in the plan; the number of layers for the residents; None for no layer.
         begin, end: seconds since a zero that all intervals of a run share.
         nbytes: copied bytes; 0 for computations.

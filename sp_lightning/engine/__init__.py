@@ -168,7 +168,7 @@ A wrong guess of the prefetch costs an upload, never a result.
 
 - User code raises in backward: autograd ends its graph tasks, and ``Backward.failed`` ends the engine's. Gradients that had
   arrived before are in ``param.grad``, as in plain PyTorch.
-- A transfer cannot be issued (out of memory, another rank failed): its layers are HOST again. A layer whose slot is locked or
+- A transfer cannot be issued (out of memory, for example): its layers are HOST again. A layer whose slot is locked or
   viewed keeps the slot, and its next use fetches it again.
 - An update raises in the background: later updates are skipped. The next wait for an update raises that error, with a note that
   names the layer. Every later wait raises it again, because only some layers have the new weights.

@@ -36,11 +36,10 @@ class Placement:
         pages: True if trained weights or gradients of some layers leave host memory between their uses. Then optimizers step
             layer by layer.
         pages_gradients: True if gradients are among them. Then they are clipped and stepped one layer at a time, in float32.
-        sliced: True if the devices of a node upload layers together.
     """
 
     remark = ""
-    pages = pages_gradients = sliced = False
+    pages = pages_gradients = False
 
     def __init__(self, remark: str = "") -> None:
         self.remark = remark
@@ -71,7 +70,7 @@ class Placement:
         """Makes the host block of a layer, with the arguments of :class:`~sp_lightning.store.block.HostBlock`."""
         return HostBlock(layer, planned, *args, **options)
 
-    def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
+    def uploads(self, device: Device, log: logging.Logger | None) -> Uploads:
         """Returns the part that copies layers to slots."""
         return Uploads(device)
 

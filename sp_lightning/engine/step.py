@@ -332,11 +332,11 @@ class Step(Part):
         try:
             self.take_back_writes(rests=True)
         finally:  # copying writes back may raise
-            self._restore_modules(after_error=not compare)
+            self._restore_modules()
             if writes_follow:
                 self.source.synchronize()
 
-    def _restore_modules(self, *, after_error: bool) -> None:
+    def _restore_modules(self) -> None:
         """Puts the host's parameters back, removes what the step has added to modules, and frees memory of the step."""
         self.swap.to_host()
         self.swap.watch_captured(False)
@@ -344,7 +344,6 @@ class Step(Part):
         self.activations.flush()
         if self.training:
             self.invalidate()  # from now on, hooks and optimizers may write weights through .data, which no version shows
-        self.residency.slots.end_round(after_error=after_error)
         self.residency.slots.give_back_extra()
         if self.shared:
             self.share(False)

@@ -116,7 +116,7 @@ class Streamer:
         self._watch = WeightWatch([layer.block for layer in self._layers]) if debug_writes else None
         self._device_storages: set[int] = set()
         self._embeddings = row_finder().make_rows(self.found, self._layers, device, log, pin=pin)
-        self._slots = Slots(plan, self._moving, device, placement.uploads(device, self._lock, log))
+        self._slots = Slots(plan, self._moving, device, placement.uploads(device, log))
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self.updates = placement.updates(self._layers, device)
         self.updates.threads = self.threads
@@ -360,7 +360,6 @@ class Streamer:
             demand_fetches=self._residency.demand_fetches,
             host_waits=self._writes.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),
             extra_slots=self._slots.extra_slots,
-            gathered_bytes=self._slots.uploads.gathered_bytes,
             step_upload_bytes=uploaded,
             step_download_bytes=downloaded,
             peak_device_bytes=self._peak.most,

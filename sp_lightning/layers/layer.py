@@ -157,17 +157,6 @@ class NoCasts:
 
 
 @dataclass(eq=False)
-class PendingUpload:
-    """An upload of which only a part was issued. :class:`~sp_lightning.layers.uploads.Uploads` issues the rest.
-
-    Attributes:
-        layer: the layer.
-    """
-
-    layer: StreamedLayer
-
-
-@dataclass(eq=False)
 class Slot:
     """Device memory for one layer.
 
@@ -182,7 +171,6 @@ class Slot:
         stale: True if the host's weights of its layer were written, or may have been, since the fetch. The next fetch of the
             layer uses the same slot, because tensors view the slot and must show the new values.
         filled: the event after the transfer into it.
-        pending: the upload into it, as long as only a part of it was issued; else None.
         idle: the event after the last kernel that used it; None if tensors still viewed the slot at its release.
         sources: tensors of :attr:`Stream.STEP` that the transfer into it reads. They are kept until that stream has waited.
     """
@@ -195,7 +183,6 @@ class Slot:
     locked: bool = False
     stale: bool = False
     filled: Any = None
-    pending: PendingUpload | None = None
     idle: Any = None
     sources: Sequence[Tensor] = ()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -36,8 +35,8 @@ Staged = tuple[Tensor, Any]
 class BlockSource:
     """Provides layers' bytes in host memory, for transfers to read.
 
-    A layer is ready when its update is done and its bytes are staged. Staging may read a disk, or gather parts of several
-    processes. The engine calls these methods in the thread that runs the model, and holds its lock.
+    A layer is ready when its update is done and its bytes are staged. Staging may read a disk. The
+    engine calls these methods in the thread that runs the model, and holds its lock.
     """
 
     def ready(self, layer: StreamedLayer) -> bool:
@@ -73,7 +72,7 @@ class Slots:
         plan: the number and size of the slots of each ring.
         layers: all layers that may be in a slot, in any order.
         device: allocates slots and copies into them.
-        uploads: copies layers into slots; None: each layer is copied whole.
+        uploads: copies layers into slots; None: from host memory.
     """
 
     poisons = False
@@ -85,7 +84,7 @@ class Slots:
         self._plan = plan
         self._layers = layers
         self._device = device
-        self.uploads = uploads or Uploads(device)
+        self._uploads = uploads or Uploads(device)
         layouts: dict[Hashable, int] = {}
         for layer in layers:  # layers of one layout share their views of a slot
             alike = tuple((span.offset, span.shape, span.stride, span.dtype) for span in layer.spans)
@@ -117,7 +116,6 @@ class Slots:
         self.never_evicted = {layer for layer in self._layers if layer.index in never_evicted}
         """The layers that no other layer evicts, because their ring has a slot for each of its layers."""
         self.none_evicted = len(never_evicted) == len(self._plan.layers)
-        self.uploads.ring = self._plan.main_ring
         self.device_bytes += sum(layer.rows.allocate(self._plan) for layer in self._layers if not layer.whole)
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
@@ -197,9 +195,7 @@ class Slots:
             self.fetched_bytes += nbytes
 
     def _empty_slot(self, slot: Slot, layer: StreamedLayer) -> None:
-        """Completes the last upload into a slot, and evicts its layer, before ``layer`` is copied to the slot."""
-        if slot.pending is not None:
-            self._issue_rest(slot)
+        """Drops the sources of the last upload into a slot, and evicts its layer, before ``layer`` is copied to the slot."""
         if slot.sources:
             self._release_sources(slot)
         if slot.layer is not None and slot.layer is not layer and slot.layer.slot is slot:
@@ -255,7 +251,7 @@ class Slots:
             return 0
         nbytes = source.nbytes
         target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
-        slot.pending = self.uploads.send(layer, target, source, partial(self._all_issued, layer, slot))
+        self._uploads.send(layer, target, source)
         return nbytes
 
     def _copy_from_own_slot(self, layer: StreamedLayer, slot: Slot) -> None:
@@ -277,29 +273,11 @@ class Slots:
         self._device.access(slot.sources, Stream.STEP, write=True)
         slot.sources = ()
 
-    def _all_issued(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called when the last part of a pending upload was issued. Records the event after it."""
-        slot.pending = None
-        slot.filled = layer.transfer = self._latest = self._device.record(Stream.UPLOAD)
-
-    def _issue_rest(self, slot: Slot | None) -> None:
-        """Issues the rest of a pending upload into a slot, if there is one."""
-        if slot is not None and slot.pending is not None:
-            self.uploads.finish(slot.pending)
-
-    def end_round(self, *, after_error: bool = False) -> None:
-        """Ends a round of uploads; see :meth:`Uploads.end_round <sp_lightning.layers.uploads.Uploads.end_round>`.
-
-        Args:
-            after_error: True if an error is being raised already. An error of another rank is then not raised on top of it.
-        """
-        self.uploads.end_round(after_error=after_error)
-
     def lock(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
         """Locks the slot of a fetched layer for compute, until :meth:`release`. The compute stream waits for the upload."""
         slot = layer.slot
         assert slot is not None
-        self.uploads.go_on(layer)  # a chance to issue parts of other layers' uploads
+        self._uploads.before_use(layer)
         self.wait_for_upload(slot)
         layer.state = UNPACKED
         slot.locked = True
@@ -313,8 +291,6 @@ class Slots:
 
         Then drops the tensors that the fetch has read on the device, and gradients that the layer's last step has read.
         """
-        if slot.pending is not None:
-            self._issue_rest(slot)
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if slot.sources:
@@ -398,10 +374,6 @@ class Slots:
 
         Transfers complete in the order in which they were issued, so the host waits for the last one.
         """
-        if layer is None:
-            self.end_round()
-        else:
-            self._issue_rest(layer.slot)
         self._device.synchronize(self._latest if layer is None else layer.transfer, why)
 
     def resize(self, plan: Plan) -> None:
@@ -422,7 +394,6 @@ class Slots:
     def close(self) -> None:
         """Frees all slots for good."""
         self._free()
-        self.uploads.close()
 
     def _free(self, held: Sequence[Slot] = ()) -> None:
         """Frees all slots. Evicts their layers, except layers in slots of the list ``held``."""

@@ -203,7 +203,6 @@ class WriteBack:
             or layer.owner.kept
             or slot.stale
             or guard.digests is not None
-            or slot.pending is not None
             or layer.outdated
         ):
             return set()

@@ -15,7 +15,6 @@ COLORS: dict[Kind, str] = {
     "backward": "#c4632b",
     "between": "#9aa3ab",
     "reduce": "#d1495b",
-    "gather": "#2a9d8f",
     "network": "#a11d33",
     "read": "#8d99ae",
     "write": "#5c677d",
@@ -28,7 +27,7 @@ COLORS: dict[Kind, str] = {
 }
 # A layer has three lanes, so that intervals at the same time do not hide each other.
 _LANE: dict[Kind, float] = {
-    "fetch": -0.3, "gather": -0.3, "return": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "reduce": 0.3,
+    "fetch": -0.3, "return": -0.3, "forward": 0.0, "backward": 0.0, "between": 0.0, "reduce": 0.3,
     "network": 0.3, "drain": 0.3, "update": 0.3, "store": 0.3, "read": -0.3, "write": 0.3,
     "bring": -0.3, "take": 0.3,
 }  # fmt: skip

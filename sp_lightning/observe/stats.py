@@ -41,8 +41,6 @@ class Stats:
             uploaded, too.
         expert_bytes: bytes of stacked experts uploaded to the device, prefetched or not; the effect of the cache shows in this
             number. ``fetched_bytes`` includes them.
-        gathered_bytes: bytes of weights received from other devices of the node, with ``transfer="sharded"``. ``fetched_bytes``
-            includes them.
         compiled_graphs: the number of graphs that ``torch.compile`` made in the process.
         step_upload_bytes, step_download_bytes: bytes of weights, gradients and state that were uploaded for steps on the GPU, and
             downloaded after them.
@@ -67,7 +65,6 @@ class Stats:
     expert_misses: int = 0
     expert_bytes: int = 0
     compiled_graphs: int = 0
-    gathered_bytes: int = 0
     peak_allocated_bytes: int = 0
     step_upload_bytes: int = 0
     step_download_bytes: int = 0
@@ -187,7 +184,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
 
 WAITED = {
     "fetches": "uploads", "gradient offloading": "gradient offloading", "updates": "optimizer steps", "the host": "Python",
-    "several things at once": "several things at once", "sums of gradients": "gradient sums", "whole uploads": "full uploads",
+    "several things at once": "several things at once", "sums of gradients": "gradient sums",
     "sums over nodes": "gradient sums over nodes", "the disk": "the disk", "activations": "activations",
     "optimizers' steps": "optimizer steps",
 }  # fmt: skip
@@ -208,7 +205,6 @@ def remedy(what: str, plan: Plan) -> str:
         "the host": "Use larger layers (layers=), or more tokens or images per batch",
         "several things at once": "Use more tokens or images per batch",
         "sums of gradients": "Use more tokens or images per batch",
-        "whole uploads": 'Use transfer="sharded": each device uploads a part and gets the rest from the others',
         "sums over nodes": "Use more tokens or images per batch, or a faster --network",
         "the disk": "Use more host memory, or more tokens or images per batch",
         "activations": "Recompute some of them, or use a larger gpu_memory",

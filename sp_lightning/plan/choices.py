@@ -12,7 +12,6 @@ Modes = Mapping[str, Mode]
 ActivationChoice = Mode | Literal["auto"] | Modes
 Overlap = Literal["auto", "off", "forward", "backward"]
 OptimizerOn = Literal["cpu", "gpu", "auto"]
-Transfer = Literal["auto", "full", "sharded"]
 Fused = bool | Literal["auto"]
 Packing = Literal["nvfp4", "mxfp4"]
 """The format of stacked experts in 4 bits."""

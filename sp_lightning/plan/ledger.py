@@ -158,7 +158,6 @@ class Steps:
         scales: True if gradients are unscaled.
         pieces: True if layers are updated piece by piece, so that the data of one pass is in the caches for the next.
         narrow: True if gradients of casts keep the cast's dtype until the update.
-        sliced: True if the devices of a node upload layers together.
         on_device: True if layers are stepped on the device. Then only transfers read and write host memory.
     """
 
@@ -168,7 +167,6 @@ class Steps:
     scales: bool
     pieces: bool = False
     narrow: bool = False
-    sliced: bool = False
     on_device: bool = False
 
 
@@ -228,11 +226,9 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     clips, scales, pieces, narrow = steps.clips, steps.scales, steps.pieces, steps.narrow
     masters = sum(each.nbytes for each in plan.offloaded_masters)
     casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
-    # The bytes that the devices of the node upload in a forward: once for all devices, and once per device. Tables do not
-    # count: only some of their rows are uploaded.
+    # The bytes that each device uploads in a forward. Tables do not count: only some of their rows are uploaded.
     fetched = [layer for index, layer in enumerate(plan.layers) if index not in plan.stay]
-    together = sum(layer.nbytes for layer in fetched if steps.sliced and layer.ring == plan.main_ring)
-    whole = sum(layer.nbytes for layer in (*fetched, plan.residents)) - together
+    uploaded = sum(layer.nbytes for layer in (*fetched, plan.residents))
     gradients = sum(layer.gradient_bytes for layer in layers)
     # Gradients of casts are half as large as their masters' gradients.
     halves = sum(layer.narrow_bytes for layer in layers)
@@ -254,7 +250,7 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     written_casts = accumulate * casts - casts_of_device
     return [
         Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), written_casts),
-        Pass("fetch", 2 * accumulate * (together + plan.ranks * whole), 0),
+        Pass("fetch", 2 * accumulate * plan.ranks * uploaded, 0),
         Pass("gradients", 0, accumulate * (offloaded - narrow_offloaded)),
         Pass("widening", widened, 2 * widened),
         # Several devices upload the accumulated gradients, and add to them on the device.

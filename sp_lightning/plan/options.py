@@ -29,7 +29,6 @@ _INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "optimizer_on": {"cpu": ("host",), "gpu": ("device", "cuda")},
     "optimizer_overlap": {"auto": (True,), "off": (False, None, "none")},
-    "transfer": {"full": ("whole",), "sharded": ("sliced",)},
 }  # fmt: skip
 """By option and choice, values that mean the same to users of other libraries."""
 

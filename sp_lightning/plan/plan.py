@@ -133,14 +133,6 @@ class Plan:
         return frozenset(i for i, layer in enumerate(self.layers) if layer.ring in fits and not layer.rows)
 
     @property
-    def main_ring(self) -> int:
-        """The index of the ring whose layers have the most bytes."""
-        passing = Counter[int]()
-        for layer in self.layers:
-            passing[layer.ring] += layer.nbytes
-        return max(passing, key=passing.__getitem__, default=0)
-
-    @property
     def trained(self) -> tuple[PlannedLayer, ...]:
         """All layers with gradients and updates on the host: layers, tables and residents. Masters belong to their layers."""
         return (*self.layers, *self.tables, self.residents)

@@ -119,7 +119,7 @@ class Answer:
         now = seconds
         left = self.shown.waiting * seconds
         found: dict[str, float] = {}
-        for what in sorted(alone.keys() - {"whole uploads"}, key=alone.__getitem__):
+        for what in sorted(alone, key=alone.__getitem__):
             if left > 0 and seconds - alone[what] >= _NOTICED * seconds:
                 then = _seconds_without(self.estimate, self.shown, {*found, what})
                 found[what] = min(left, max(0.0, now - then))
@@ -209,7 +209,6 @@ def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
         "gradient offloading": {"download": math.inf},
         "the host": {"visit_seconds": 0.0, "weight_seconds": 0.0},
         "sums of gradients": {"links": math.inf},
-        "whole uploads": {"sliced": estimate.question.devices > 1},
         "sums over nodes": {"network": math.inf},
         "the disk": {"disk": math.inf},
     }

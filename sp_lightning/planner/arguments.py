@@ -70,7 +70,6 @@ _OPTIMIZER = "(the one of a factory's configure_optimizers, if it can be run; el
 _STEP_SECONDS = "measured seconds of the optimizer's step on the host, if it is not fused (8-bit states, Shampoo)"
 _PCIE = "between host and each device, each way (%(default)s)"
 _LINKS = "from each device to the others, and back (%(default)s)"
-_TRANSFER = "how the devices of a node upload layers, as SuperpipelineStrategy(transfer=…) (%(default)s)"
 _NETWORK = "from each node to the others, each way (%(default)s); also in bits, as 200Gb/s"
 _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
 _COMPILED = (
@@ -271,7 +270,6 @@ class Question(argparse.Namespace):
     device_bandwidth: Annotated[float, _option("of its memory (%(default)s)", type=_rate, default="1000GB/s")]
     pcie: Annotated[float, _option(_PCIE, type=_rate, default="25GB/s")]
     links: Annotated[float, _option(_LINKS, type=_rate, default="200GB/s")]
-    transfer: Annotated[str, _option(_TRANSFER, choices=("full", "sharded"), default="full")]
     network: Annotated[float, _option(_NETWORK, type=_rate, default="25GB/s")]
     host_tflops: Annotated[float, _option("of the host, for Muon (%(default)s)", type=positive_number, default=1)]
     disk: Annotated[float | None, _option(_DISK, type=_rate)]
@@ -334,7 +332,7 @@ class Question(argparse.Namespace):
 def contradictions(question: Question) -> Iterator[str]:
     """Yields the errors of a question that do not depend on the model: arguments that exclude or need each other."""
     usual = _usual()
-    for name, several in (("links", "devices"), ("transfer", "devices"), ("network", "nodes")):
+    for name, several in (("links", "devices"), ("network", "nodes")):
         if getattr(question, several) == 1 and getattr(question, name) != getattr(usual, name):
             yield f"--{name} needs --{several} 2 or more. Add that, or leave out --{name}."
     if question.predict and (question.accumulate_grad_batches > 1 or question.gradient_clip or question.loss_tokens):

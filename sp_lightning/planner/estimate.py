@@ -229,7 +229,6 @@ class Estimate:
             # share the network.
             network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
             disk=asked.disk or math.inf,
-            sliced=asked.transfer == "sharded" and devices > 0,
             synchronous=asked.measured.synchronous,
         ).slowed(asked.measured.slower)
 

@@ -330,6 +330,5 @@ def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = Tr
         pieces=fused,
         narrow=(fused or step.on_device) and narrow,
         on_device=step.on_device,
-        sliced=question.transfer == "sharded",
     )
     return make_ledger(plan, step.optimizers, steps)

@@ -345,9 +345,6 @@ def _faster(answer: Answer) -> str:
         why = f"the GPU waits {waited[what]:.3g} of {now:.3g} s for {WAITED[what]}. {remedy(what, plan)}."
     else:
         why = f"the GPU computes {1 - row.waiting:.0%} of the time; {_less_computation(answer, now)}."
-    sliced = answer.without_waits.get("whole uploads", now)
-    if now - sliced >= LEAST_WAITING * now:
-        why += f' transfer="sharded" takes {sliced:.3g} s.'
     for options, (seconds, more) in (stepped_otherwise(answer.estimate, row) if "updates" in waited else {}).items():
         if now - seconds >= LEAST_WAITING * now:
             memory = ""

@@ -178,8 +178,6 @@ def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
         options["optimizer_on"] = question.optimizer_on
     if question.gpu_layers:
         options["gpu_layers"] = question.gpu_layers
-    if question.transfer != "full":
-        options["transfer"] = question.transfer
     if question.disk is not None:
         options["disk"] = "FOLDER"
         if question.host_memory is not None:

@@ -260,21 +260,6 @@ class Collectives:
         work = all_gather_single(everybody, own, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
-    def gather(self, everybody: Tensor, group: ProcessGroups, what: str) -> None:
-        """Gathers the parts of a flat tensor on the device, of which each rank of the node has one (all-gather).
-
-        It has no place in the order of collectives: the ranks have agreed on it in the
-        :class:`~sp_lightning.ranks.gather_log.GatherLog`, and it may run between different collectives on different ranks.
-
-        Args:
-            everybody: is overwritten, except for this rank's part.
-            group: a group of the node's ranks that is only used for gathers.
-            what: the name of the data, for errors.
-        """
-        own = everybody.chunk(self.size)[self.rank]
-        work = all_gather_single(everybody, own, group=group.device, async_op=True)
-        self._wait_for(work, what, host=self._on_host)
-
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
         """Waits for a collective: the host by polling, a stream of an accelerator by itself."""
         if host:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Device
 from sp_lightning.engine.placement import Placement
 from sp_lightning.engine.streamer import Streamer
-from sp_lightning.plan.choices import Transfer
 from sp_lightning.ranks.agreement import (
     compare_batches,
     compare_models,
@@ -23,7 +20,6 @@ from sp_lightning.ranks.agreement import (
 from sp_lightning.ranks.placement import RankPlacement
 from sp_lightning.ranks.rank_steps import RankSteps
 from sp_lightning.ranks.ranks import Ranks
-from sp_lightning.ranks.transfer import takes_slices
 from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.options import Options
 
@@ -65,9 +61,8 @@ class RankGroup(Group):
     def check_weights(self, module: pl.LightningModule, when: str, optimizers: Sequence[Optimizer]) -> None:
         compare_weights(self.ranks, module, when, optimizers)
 
-    def placement(self, transfer: Transfer, device: Device, log: logging.Logger, *, trains: bool) -> Placement:
-        sharded = takes_slices(transfer, device, self.ranks, log, trains=trains)
-        return RankPlacement(self.ranks, sliced=sharded)
+    def placement(self) -> Placement:
+        return RankPlacement(self.ranks)
 
     def steps(self, engine: Callable[[], Streamer]) -> RankSteps:
         return RankSteps(engine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -16,15 +15,13 @@ from sp_lightning.engine.placement import Placement
 from sp_lightning.engine.step import Step
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.uploads import Uploads
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.ranks.block_memory import shared_allocator
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.reduced_gradients import ReducedGradients
 from sp_lightning.ranks.shared_updates import SharedUpdates
-from sp_lightning.ranks.sliced_uploads import SlicedUploads
-from sp_lightning.ranks.turns import RankTurns, SharedSource, written_here
+from sp_lightning.ranks.turns import RankTurns, SharedSource
 from sp_lightning.store.block_memory import Allocate, Staging
 from sp_lightning.updates.background import BackgroundUpdates
 
@@ -34,21 +31,16 @@ class RankPlacement(Placement):
 
     Args:
         ranks: the processes.
-        sliced: the devices of a node upload layers together.
     """
 
-    def __init__(self, ranks: Ranks, *, sliced: bool = False) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self.sliced = sliced
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         remedy = "The layers were found by the memory that is free: say which they are, with layers= and gpu_memory=."
         self._ranks.must_agree("layers", {layer.name: human_bytes(layer.nbytes) for layer in plan.moving}, remedy)
         nbytes = sum(whole_pages(layer.nbytes) for layer in (*plan.moving, plan.residents))
         return shared_allocator(self._ranks, device, nbytes)
-
-    def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
-        return SlicedUploads(device, self._ranks, lock, written_here, log) if self.sliced else Uploads(device)
 
     def gradients(
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int

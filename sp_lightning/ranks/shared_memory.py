@@ -12,19 +12,15 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from uuid import uuid4
-from weakref import WeakSet
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from sp_lightning.device.pages import Page, written_pages
-
-with suppress(ImportError):  # Windows has no fcntl, and shares no memory
-    import fcntl
 
 
 class SharedMemory:
@@ -46,38 +42,12 @@ class SharedMemory:
         self.bytes = mmap.mmap(descriptor, nbytes)
         with suppress(OSError):
             self.bytes.madvise(mmap.MADV_DONTFORK)  # workers of a DataLoader do not write it
-        # A separate open file for the lock: descriptors that were sent to other processes share one open file.
-        self._lock = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
-        _lockable.add(self)
         self.common = _tensor(self.bytes)
         self.own = OwnView(self._descriptor, self.common)
 
     def words(self, kind: str) -> memoryview:
         """Returns the shared memory as numbers of 8 bytes (``"q"`` or ``"d"``)."""
         return memoryview(self.bytes).cast(kind)  # type: ignore[call-overload]
-
-    @contextmanager
-    def locked(self, until: Callable[[Callable[[], bool], str], None]) -> Iterator[None]:
-        """A context in which no other process, and no other object for the same memory, holds the lock. Not for several threads.
-
-        The system releases the lock of a process that ends. The next holder sees everything that was written under the lock.
-
-        Args:
-            until: waits while another process holds the lock, as :meth:`sp_lightning.ranks.ranks.Ranks.until` does.
-        """
-        if not self._lock_now():
-            until(self._lock_now, "memory that another process has locked")
-        try:
-            yield
-        finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-
-    def _lock_now(self) -> bool:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
     def view_anew(self, begin: int, end: int) -> OwnView:
         """Returns another private view, of a part of the memory."""
@@ -86,21 +56,6 @@ class SharedMemory:
     def __del__(self) -> None:
         with suppress(OSError, AttributeError):
             os.close(self._descriptor)
-            os.close(self._lock)
-
-
-_lockable: WeakSet[SharedMemory] = WeakSet()
-
-
-def _forget_locks() -> None:
-    """Closes the files for locks in a forked process, which would otherwise hold a lock after its owner has ended."""
-    for memory in list(_lockable):
-        os.close(memory._lock)
-        memory._lock = -1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
 
 
 class OwnView:
@@ -211,4 +166,4 @@ _PATIENCE = 60.0
 def _user_of(connection: socket.socket) -> int:
     """Returns the id of the user at the other end of a connection."""
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user  # type: ignore[no-any-return]
+    return user

@@ -173,11 +173,6 @@ class SharedSource(HostSource):
         return layer.block.weights, None
 
 
-def written_here(layer: StreamedLayer) -> bool:
-    """Returns True if a staged layer is uploaded from this rank's private view."""
-    return memory_of(layer).written
-
-
 def memory_of(layer: StreamedLayer) -> SharedBlockMemory:
     """Returns the memory of a layer's block."""
     assert isinstance(layer.block.memory, SharedBlockMemory)

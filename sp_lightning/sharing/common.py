@@ -21,7 +21,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import PAGE, aligned, bytes_of, view, whole_pages
 from sp_lightning.device.pages import create, written_pages
-from sp_lightning.layers.layer import PendingUpload, StreamedLayer
+from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.uploads import Uploads
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
@@ -262,16 +262,15 @@ class SharedUploads(Uploads):
         self._unused = set[StreamedLayer]()  # layers that were fetched
         self._passed = False  # other trials may have had turns since compute used one of them
 
-    def send(
-        self, layer: StreamedLayer, target: Tensor, source: Tensor, landed: Callable[[], None]
-    ) -> PendingUpload | None:
+    def send(self, layer: StreamedLayer, target: Tensor, source: Tensor) -> None:
         memory: Any = layer.block.memory
         shared = memory.shared if isinstance(memory, TrialMemory) else None
         self._pass_on(shared)
         self._passed = True
         self._unused.add(layer)
         if shared is None:
-            return super().send(layer, target, source, landed)
+            super().send(layer, target, source)
+            return
         end = shared.bytes.nbytes
         own = memory.own(end)
         edges = [0, *(edge for run in own for edge in run), end]
@@ -290,13 +289,12 @@ class SharedUploads(Uploads):
         self.device.copy([target[run] for run in (*common, *its_own)], sources, Stream.UPLOAD)
         if on_device is not None:
             on_device.read.append(self.device.record(Stream.UPLOAD))
-        return None
 
-    def go_on(self, using: StreamedLayer | None = None) -> None:
+    def before_use(self, layer: StreamedLayer) -> None:
         # If nothing is left to fetch at the end of a forward, the kernels of this trial would wait for uploads, and those of all
         # other trials behind them: the device has one stream for kernels.
-        if using in self._unused:
-            self._unused.remove(using)
+        if layer in self._unused:
+            self._unused.remove(layer)
             if not self._passed:
                 self._pass_on(None)
             self._passed = False

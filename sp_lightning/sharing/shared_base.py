@@ -316,7 +316,7 @@ class Trial(Placement, RunScope):
         self._blocks.append(TrialBlock(shared, layer, planned, *args, **options))
         return self._blocks[-1]
 
-    def uploads(self, device: Device, lock: threading.RLock, log: logging.Logger | None) -> Uploads:
+    def uploads(self, device: Device, log: logging.Logger | None) -> Uploads:
         blocks, self._blocks = self._blocks, []
         travels, self._travels = self._travels, 0
         self._shares = self._shares or any(block.common_bytes for block in blocks)  # all weights may be unfrozen later

@@ -86,7 +86,7 @@ def accumulates(trainer: Any) -> bool:
     return bool(trainer.fit_loop._should_accumulate())
 
 
-def barrier_before_batches(trainer: Any, barrier: Callable[[], None] | None) -> None:
+def barrier_before_batches(trainer: Any, barrier: Callable[[], object] | None) -> None:
     """Calls a collective ``barrier`` on all ranks before each training batch; None restores Lightning's behaviour.
 
     There Lightning's loop broadcasts whether rank 0 has received SIGTERM, and bypasses the strategy. A rank whose epoch is

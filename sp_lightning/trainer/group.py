@@ -6,18 +6,14 @@ are collective: all processes call them in the same order. They are called when 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Device
 from sp_lightning.engine.placement import Placement
 from sp_lightning.engine.streamer import Streamer
-from sp_lightning.observe.messages import say_once
-from sp_lightning.plan.choices import Transfer
 from sp_lightning.trainer.options import Options
 
 
@@ -107,9 +103,8 @@ class Group:
 
     # ------------------------------------------------------------------ the parts of a run
 
-    def placement(self, transfer: Transfer, device: Device, log: logging.Logger, *, trains: bool) -> Placement | None:
+    def placement(self) -> Placement | None:
         """Returns the placement for several devices; None on one device, where other options determine the placement."""
-        warn_of_one_device(transfer, log)
         return None
 
     def steps(self, engine: Callable[[], Streamer]) -> WholeSteps:
@@ -141,11 +136,3 @@ class Group:
 
 ALONE = Group()
 """The group of a strategy on one device."""
-
-
-def warn_of_one_device(transfer: Transfer, log: logging.Logger) -> None:
-    """Logs once that ``transfer="sharded"`` has no effect, if this node has only one device. ``ranks`` calls it as well."""
-    if transfer == "sharded":
-        say_once(
-            log, 'Superpipeline: transfer="sharded" changes nothing: no other device on this node could bring slices.'
-        )

@@ -416,7 +416,6 @@ class OptimizerSteps:
             scales=scaler_of(trainer) is not None,
             pieces=pieces,
             narrow=(pieces or on_device) and may_stay_narrow(self._facts, paging),
-            sliced=self._run.placement.sliced,
             on_device=on_device,
         )
         return make_ledger(self._run.engine.plan, trainer.optimizers, steps)

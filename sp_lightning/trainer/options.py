@@ -19,9 +19,8 @@ from lightning.pytorch.plugins.precision import (
 from sp_lightning import registry
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.plan import options as checks
-from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share, Transfer
+from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share
 from sp_lightning.plan.host_memory import MACHINE, HostBudget
-from sp_lightning.registry import check_transfer
 from sp_lightning.trainer.compat import is_a
 from sp_lightning.updates.scaler import HostGradScaler
 
@@ -49,7 +48,6 @@ class Options:
     optimizer_overlap: Overlap = field(metadata=_by(checks.checked_choice, "optimizer_overlap", get_args(Overlap)))
     optimizer_on: OptimizerOn = field(metadata=_by(checks.checked_choice, "optimizer_on", get_args(OptimizerOn)))
     gpu_layers: Share = field(metadata=_by(checks.checked_share, "gpu_layers"))
-    transfer: Transfer = field(metadata=_by(checks.checked_choice, "transfer", get_args(Transfer)))
     save_frozen: bool = field(metadata=_by(checks.checked_switch, "save_frozen"))
     save_distributed_checkpoint: bool = field(metadata=_by(checks.checked_switch, "save_distributed_checkpoint"))
     debug_writes: bool = field(metadata=_by(checks.checked_switch, "debug_writes"))
@@ -75,7 +73,6 @@ class Options:
         options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
         if options.disk is not None:
             registry.require_disk(f"disk={str(options.disk)!r}")
-        check_transfer(options.transfer)
         if options.debug_writes and options.optimizer_overlap == "backward":
             raise ValueError(
                 'debug_writes=True compares weights before and after a backward; optimizer_overlap="backward" updates them in '

@@ -287,7 +287,7 @@ class Run:
         largest = max(each.nbytes for each in (*layers, *plan.masters))
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
         check_host({"for a layer's copy": largest, "for casts": casts}, less_host_memory(), self._host_budget())
-        self.placement = self._place(found, plan, device)
+        self.placement = self._place(found, plan)
         averages = find_averages(self.module)
         move_to_device(self.module, found, averages, self._device)
         self.streamer = Streamer(
@@ -315,9 +315,9 @@ class Run:
             alone=not self._scope.shares_base,
         )
 
-    def _place(self, found: Found, plan: Plan, device: Device) -> Placement:
+    def _place(self, found: Found, plan: Plan) -> Placement:
         """Returns the placement: of several devices, of a SharedBase, on the disk, or in this process's host memory."""
-        of_group = self.group.placement(self._options.transfer, device, self._log, trains=self.trains)
+        of_group = self.group.placement()
         if of_group is not None:
             return of_group
         if self._scope.placement is not None:

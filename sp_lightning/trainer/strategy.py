@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from sp_lightning.device.closing import close_all
 from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
-from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share, Transfer
+from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share
 from sp_lightning.plan.options import by_name
 from sp_lightning.registry import checkpoint_format
 from sp_lightning.torch_compat.patched import scope
@@ -100,12 +100,6 @@ class StreamingStrategy(LoopStrategy):
         gpu_layers: layers that stay in GPU memory with their weights, gradients and optimizer state, and are stepped there: a
             number (``8``), or a share of all layers (``0.5``). Nothing of them crosses PCIe in a step. Checkpoints and user code
             find their values as before. The first layers stay. One device.
-        transfer: how several devices of a node upload a layer. It does not change results.
-
-            - ``"full"``: each device uploads all of it.
-            - ``"sharded"``: each device uploads a part and gets the rest from the others (NVLink).
-            - ``"auto"``: the faster one by a measurement at set-up.
-
         save_frozen: write frozen weights to checkpoints. If False, frozen weights that have not changed since training began are
             left out. To resume, the module must have the same ones, which is checked.
         save_distributed_checkpoint: write checkpoints from all ranks, as a folder in the format of
@@ -151,7 +145,6 @@ class StreamingStrategy(LoopStrategy):
         optimizer_overlap: Overlap = "auto",
         optimizer_on: OptimizerOn = "cpu",
         gpu_layers: Share = 0,
-        transfer: Transfer = "full",
         save_frozen: bool = True,
         save_distributed_checkpoint: bool = False,
         load_weights_from: str | Path | None = None,
@@ -168,8 +161,7 @@ class StreamingStrategy(LoopStrategy):
             k=k, k_prime=k_prime, gpu_memory=gpu_memory, activations=activations, layers=layers,
             keep_on_gpu=keep_on_gpu, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
             optimizer_overlap=optimizer_overlap, optimizer_on=optimizer_on, gpu_layers=gpu_layers,
-            transfer=transfer, save_frozen=save_frozen,
-            save_distributed_checkpoint=save_distributed_checkpoint, load_weights_from=load_weights_from,
+            save_frozen=save_frozen, save_distributed_checkpoint=save_distributed_checkpoint, load_weights_from=load_weights_from,
             disk=disk, host_memory=host_memory, callback=callback, debug_writes=debug_writes,
         )  # fmt: skip
         self._given = GivenValues(options.load_weights_from, stay=options.disk is not None, budget=options.host_budget)

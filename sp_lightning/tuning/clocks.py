@@ -24,13 +24,11 @@ class HostBytes:
         layer: the layer's index.
         nbytes: the number of bytes.
         on_disk: the number of bytes that are read from a disk.
-        parts: the number of devices that upload a part each, and gather the other parts from each other.
     """
 
     layer: int
     nbytes: int
     on_disk: int = 0
-    parts: int = 1
 
 
 class ClockDevice(Device):
@@ -67,12 +65,9 @@ class ClockDevice(Device):
         self, targets: Sequence[Tensor], sources: Sequence[Any], stream: Stream, *, why: Wait | None = None
     ) -> None:
         for source in sources:
-            part = -(-source.nbytes // source.parts)
             if source.on_disk:
-                self.pass_disk(stream, ["read"], source.layer, source.on_disk, part / self._rates.upload)
-            self.transfer("fetch" if stream is Stream.UPLOAD else "drain", source.layer, part)
-            if source.parts > 1:
-                self.spend(stream, source.nbytes / self._rates.links, "gather", source.layer, source.nbytes)
+                self.pass_disk(stream, ["read"], source.layer, source.on_disk, source.nbytes / self._rates.upload)
+            self.transfer("fetch" if stream is Stream.UPLOAD else "drain", source.layer, source.nbytes)
 
     def transfer(self, kind: Kind, layer: int, nbytes: int) -> None:
         """Issues a copy to the device (weights or activations) or to the host."""

@@ -55,17 +55,14 @@ class _Source(BlockSource):
     Args:
         device: the simulated device, which only counts time.
         on_disk: bytes of weights that are read from a disk, by the layer's index.
-        sliced: the index of the ring whose layers ``ranks`` devices upload together; None for none.
-        ranks: the number of devices.
     """
 
-    def __init__(self, device: ClockDevice, on_disk: Mapping[int, int], sliced: int | None, ranks: int) -> None:
+    def __init__(self, device: ClockDevice, on_disk: Mapping[int, int]) -> None:
         self._device = device
         self.waiting = deque[StreamedLayer]()  # for updates on the device that are not issued yet
         self.issue: Callable[[StreamedLayer | None], None] = lambda layer: None
         """Issues these updates: up to one layer's, or as many as the idle link allows (None)."""
         self._on_disk = on_disk
-        self._sliced, self._ranks = sliced, ranks
         self.shares = dict[int, float]()  # the uploaded share of each layer of stacked experts
         self.updated = defaultdict[int, float](float)  # the end of the last update of each layer, in seconds
         self.stepped = dict[int, float]()  # the end of the kernels of each layer's last step on the device
@@ -92,8 +89,7 @@ class _Source(BlockSource):
         nbytes = int((self.shares.get(layer.index, 1.0) if layer.planned.rows else 1.0) * layer.planned.nbytes)
         if self._device.host <= self.fresh.pop(layer, -1.0):
             nbytes = 0
-        parts = self._ranks if layer.planned.ring == self._sliced else 1
-        stand_in: Any = HostBytes(layer.index, nbytes, self._on_disk.get(layer.index, 0), parts)
+        stand_in: Any = HostBytes(layer.index, nbytes, self._on_disk.get(layer.index, 0))
         return stand_in, None
 
 
@@ -148,7 +144,7 @@ class Walk:
         self._on_disk = on_disk = on_disk or {}
         self._state = on_disk if self._training else {}
         weights = {} if self._training else on_disk
-        self._source = _Source(self.device, weights, plan.main_ring if rates.sliced else None, plan.ranks)
+        self._source = _Source(self.device, weights)
         slots = Slots(plan, moving, self.device, Uploads(self.device))
         prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
         self._residency = Residency(slots, prefetch, self._source, SlotUsers(slots), note_memory=lambda: None)

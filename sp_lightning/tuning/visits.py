@@ -18,7 +18,7 @@ RESOURCES: dict[str, tuple[Kind, ...]] = {
     "fetch": ("fetch", "return", "bring"),
     "drain": ("drain", "store", "take"),
     "optimizer": ("update",),
-    "links": ("reduce", "gather"),
+    "links": ("reduce",),
     "network": ("network",),
     "disk": ("read", "write"),
 }
@@ -62,8 +62,6 @@ class Rates:
         disk: reads or writes of a disk.
         update_upload, update_download: if the optimizer steps on the device, bytes that an update uploads and downloads for each
             byte of its layer's gradients; otherwise 0.
-        sliced: True if the devices of a node upload layers together (``transfer="sharded"``). Weights pass the links then, at
-            the same rate.
         step: gradients that the optimizer steps of staying layers consume.
     """
 
@@ -77,7 +75,6 @@ class Rates:
     links: float = math.inf
     network: float = math.inf
     disk: float = math.inf
-    sliced: bool = False
     update_upload: float = 0.0
     update_download: float = 0.0
     step: float = math.inf
@@ -138,22 +135,22 @@ def measured(
     # An update on the device is mostly its transfers.
     update = math.inf if downloaded else _rate(by_kind, RESOURCES["optimizer"])
     rates = Rates(
-        _rate(by_kind, RESOURCES["fetch"], "gather"),
+        _rate(by_kind, RESOURCES["fetch"]),
         _rate(by_kind, RESOURCES["drain"]),
         update,
         host_memory=math.inf,
         visit_seconds=0.0,
         synchronous=synchronous,
-        links=_rate(by_kind, ["reduce"]),
+        links=_rate(by_kind, RESOURCES["links"]),
         update_upload=uploaded,
         update_download=downloaded,
     )
     return visits, rates
 
 
-def _rate(by_kind: Mapping[Kind, Sequence[Interval]], kinds: Sequence[Kind], *more: Kind) -> float:
-    """Returns the bytes of these kinds per second. The time includes ``more`` kinds, which copy the same bytes."""
-    seconds = sum(copy.end - copy.begin for kind in (*kinds, *more) for copy in by_kind[kind])
+def _rate(by_kind: Mapping[Kind, Sequence[Interval]], kinds: Sequence[Kind]) -> float:
+    """Returns the bytes of these kinds per second."""
+    seconds = sum(copy.end - copy.begin for kind in kinds for copy in by_kind[kind])
     nbytes = sum(copy.nbytes for kind in kinds for copy in by_kind[kind])
     # The interval of a layer without gradients has no bytes.
     return nbytes / seconds if nbytes and seconds else math.inf

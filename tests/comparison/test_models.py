@@ -35,7 +35,7 @@ trainer:
     init_args: {save_dir: logs}
   strategy:
     class_path: sp_lightning.SuperpipelineStrategy
-    init_args: {k: 2, k_prime: 1, activations: recompute, transfer: sliced}
+    init_args: {k: 2, k_prime: 1, activations: recompute}
 model:
   class_path: tests.support.planted.Configured
   init_args: {depth: 3}

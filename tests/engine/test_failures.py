@@ -25,7 +25,6 @@ from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.saved_tensors import packs
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers import swap
-from sp_lightning.layers.slots import Slots
 from sp_lightning.updates import background
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
@@ -338,24 +337,3 @@ def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch:
         trainer_for(superpipeline(k=1)).fit(CallsBetween(Stack()), loader(vectors(2)))
     assert struck
     assert not packs()
-
-
-def test_uploads_raise_no_error_after_an_error() -> None:
-    """Uploads that are waited for after an error need the other ranks, which may have been interrupted meanwhile."""
-    told: list[bool] = []
-    end_round = Slots.end_round
-
-    class Raises(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            if batch_idx == 1:
-                told.clear()
-                raise KeyError("of this rank")
-            return super().training_step(batch, batch_idx)
-
-    def note(self: Slots, *, after_error: bool = False) -> None:
-        told.append(after_error)
-        end_round(self, after_error=after_error)
-
-    with mock.patch.object(Slots, "end_round", note), pytest.raises(KeyError, match="of this rank"):
-        fit(lambda: Raises(Stack()), vectors(), superpipeline(k=1))
-    assert told[0], "the step ends because of the error"

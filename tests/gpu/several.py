@@ -1,6 +1,6 @@
-"""Trains a model on several devices; saves its weights and how much came from other devices.
+"""Trains a model on several devices and saves its weights.
 
-Usage: ``python -m tests.gpu.several FOLDER TRANSFER ACCELERATOR DEVICES``.
+Usage: ``python -m tests.gpu.several FOLDER STRATEGY ACCELERATOR DEVICES``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, rank_order_hook
 
 
 class Net(pl.LightningModule):
@@ -35,18 +36,23 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def main(folder: Path, transfer: Any, accelerator: str, devices: int) -> None:
+STRATEGIES = {
+    "ddp": lambda: DDPStrategy(find_unused_parameters=True, ddp_comm_hook=rank_order_hook),
+    "superpipeline": lambda: SuperpipelineStrategy(k=2),
+}
+
+
+def main(folder: Path, strategy: str, accelerator: str, devices: int) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     pl.seed_everything(1, verbose=False)
-    strategy = SuperpipelineStrategy(k=2, transfer=transfer)
     trainer = pl.Trainer(
-        strategy=strategy, accelerator=accelerator, devices=devices, max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False,
+        strategy=STRATEGIES[strategy](), accelerator=accelerator, devices=devices, max_epochs=1, logger=False,
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
     module = Net()
     trainer.fit(module, DataLoader(torch.randn(48 * devices, 256), batch_size=4))
-    seen = {"state": module.state_dict(), "gathered": strategy.stats().gathered_bytes}
-    torch.save(seen, folder / f"{transfer}-{trainer.global_rank}.pt")
+    state = {name: value.cpu() for name, value in module.state_dict().items()}
+    torch.save(state, folder / f"{strategy}-{trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":

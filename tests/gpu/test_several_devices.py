@@ -11,19 +11,18 @@ import torch
 
 
 def compare(folder: Path, accelerator: str, devices: int) -> None:
-    """Trains with whole and with sliced uploads, each in processes of its own, and compares the weights of each rank."""
-    for transfer in ("full", "sharded"):
-        command = [sys.executable, "-m", "tests.gpu.several", str(folder), transfer, accelerator, str(devices)]
+    """Trains with this strategy and with ``ddp``, each in processes of its own, and compares the weights of each rank."""
+    for strategy in ("superpipeline", "ddp"):
+        command = [sys.executable, "-m", "tests.gpu.several", str(folder), strategy, accelerator, str(devices)]
         subprocess.run(command, check=True, timeout=300)
     for rank in range(devices):
-        whole, sliced = (torch.load(folder / f"{each}-{rank}.pt") for each in ("full", "sharded"))
-        assert sliced["gathered"] > 0
-        assert whole["gathered"] == 0
-        assert all(torch.equal(sliced["state"][name], value) for name, value in whole["state"].items())
+        ours, plain = (torch.load(folder / f"{each}-{rank}.pt") for each in ("superpipeline", "ddp"))
+        # One optimizer steps on the CPU, the other on the GPU. In each of 12 steps AdamW moves a weight by up to 1e-3.
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
-def test_sliced_uploads_give_the_same_weights(tmp_path: Path) -> None:
+def test_several_gpus_give_the_weights_of_ddp(tmp_path: Path) -> None:
     compare(tmp_path, "gpu", torch.cuda.device_count())
 
 

@@ -698,7 +698,6 @@ UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {
     "the host's was written": lambda writes, layer, slot: (StreamedLayer, "outdated", True),
     "the slot has to be filled again": lambda writes, layer, slot: (slot, "stale", True),
     "the slot's views may write it": lambda writes, layer, slot: (guard_of(layer), "digests", object()),
-    "other ranks bring the rest": lambda writes, layer, slot: (slot, "pending", object()),
     "writes are looked for": lambda writes, layer, slot: (writes, "_watch", object()),
     "only rows are uploaded": lambda writes, layer, slot: (layer, "planned", replace(layer.planned, rows=(0,))),
     "a table": lambda writes, layer, slot: (layer, "kind", Kind.TABLE),

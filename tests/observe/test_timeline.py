@@ -221,21 +221,6 @@ def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
     assert found.busy["compute"] == pytest.approx(busy)
 
 
-def test_what_comes_from_other_devices_takes_time_of_a_fetch() -> None:
-    """So that a layer takes as long in a prediction as it took: its part from the host, and the others' parts."""
-    from sp_lightning.tuning.visits import measured
-
-    intervals = [
-        Interval("fetch", 0, 0.0, 1.0, 100),
-        Interval("gather", 0, 1.0, 4.0, 100),
-        Interval("forward", 0, 4.0, 5.0),
-        Interval("reduce", 0, 5.0, 7.0, 80),
-    ]
-    _, rates = measured(intervals, 1, synchronous=False)
-    assert rates.upload == 25
-    assert rates.links == 40
-
-
 def test_a_layer_without_gradients_leaves_with_no_bytes() -> None:
     """As on a rank of several whose batch has used no layer: it still comes to the sums of the others."""
     from sp_lightning.tuning.visits import measured

@@ -94,31 +94,6 @@ def test_what_is_slow_binds(slow: str, binds: str, capsys: pytest.CaptureFixture
     assert found["windows"][0]["seconds"] >= found["windows"][0]["busy_seconds"][binds]
 
 
-@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
-def test_slices_cross_each_link_once(capsys: pytest.CaptureFixture[str]) -> None:
-    rates = ("--devices", str(DEVICES), "--host-bandwidth", "1000", "--links", "10", "--pcie", "5")
-    whole, sliced = (plan(capsys, *MODEL, *rates, "--transfer", each) for each in ("full", "sharded"))
-    fetch, links, memory = (
-        [each["windows"][0]["busy_seconds"][of] for each in (whole, sliced)] for of in ("fetch", "links", "host memory")
-    )
-    ring = max(layer["bytes"] for layer in whole["layers"])
-    twice = 2 * sum(layer["bytes"] for layer in whole["layers"] if layer["bytes"] > ring / 2)  # forward and backward
-    assert fetch[0] - fetch[1] == pytest.approx(twice * (1 - 1 / DEVICES) / 5e9, rel=0.05)
-    assert links[1] - links[0] == pytest.approx(twice * (1 - 1 / DEVICES) / 10e9, rel=0.05)
-    assert memory[0] - memory[1] == pytest.approx(twice * (DEVICES - 1) / 1000e9, rel=0.05)  # the last layer comes once
-    assert 'transfer="sharded"' in sliced["verdict"]
-
-
-def test_slices_are_advised_where_something_else_is_waited_for_most(capsys: pytest.CaptureFixture[str]) -> None:
-    rates = ("--predict", "--devices", str(DEVICES), "--host-bandwidth", "1000", "--links", "1000", "--pcie", "5")
-    main(["plan", *MODEL, *rates])
-    text = capsys.readouterr().out
-    assert " s for uploads." in text
-    (seconds,) = re.findall(r'transfer="sharded" takes (\S+) s\.', text)
-    sliced = plan(capsys, *MODEL, *rates, "--transfer", "sharded")["windows"][0]
-    assert float(seconds) == pytest.approx(sliced["seconds"], rel=0.01)
-
-
 def test_the_text_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", *MODEL, "--devices", str(DEVICES), "--links", "77"])
     text = capsys.readouterr().out
@@ -210,7 +185,7 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("given", "several"),
-    [(("--links", "50GB/s"), "devices"), (("--transfer", "sharded"), "devices"), (("--network", "100Gb/s"), "nodes")],
+    [(("--links", "50GB/s"), "devices"), (("--network", "100Gb/s"), "nodes")],
 )
 def test_what_counts_with_several_alone_is_refused_for_one(
     given: tuple[str, ...], several: str, capsys: pytest.CaptureFixture[str]

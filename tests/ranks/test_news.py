@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import monotonic, sleep
 
 import pytest
@@ -53,7 +54,7 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[News]) -> None:
     ranks[1].tell(ValueError("no\nnot this way"))
     ranks[2].tell(RankError("rank 1 has failed"))
     for each in ranks:
-        assert comes(lambda each=each: each.failure)
+        assert comes(partial(getattr, each, "failure"))
         error = each.error("rank 0 waited for a step")
         assert type(error) is RankError
         assert str(error) == "rank 1 has failed while rank 0 waited for a step: ValueError: no\nnot this way"

@@ -26,28 +26,28 @@ def make() -> pl.LightningModule:
     return Module(Stack(4))
 
 
-def new_trainer(number: Number, transfer: Any) -> pl.Trainer:
-    return trainer_for(SuperpipelineStrategy(k=1, k_prime=1, transfer=transfer), **devices(number))
+def new_trainer(number: Number) -> pl.Trainer:
+    return trainer_for(SuperpipelineStrategy(k=1, k_prime=1), **devices(number))
 
 
-def train_with_several(number: Number, transfer: str) -> list[int]:
+def train_with_several(number: Number) -> list[int]:
     counted = []
     for _ in range(5):
-        new_trainer(number, transfer).fit(make(), loader(vectors()))
+        new_trainer(number).fit(make(), loader(vectors()))
         counted.append(threads())
     return counted
 
 
 @pytest.mark.rest("five trainers each; the first tier has trainers that take turns")
-@pytest.mark.parametrize(("number", "transfer"), [(2, "sharded"), ((2, 1), "full")])
-def test_trainers_one_after_the_other_leave_no_threads(number: Number, transfer: str) -> None:
-    for counted in in_ranks(number, train_with_several, number, transfer):
+@pytest.mark.parametrize("number", [2, (2, 1)])
+def test_trainers_one_after_the_other_leave_no_threads(number: Number) -> None:
+    for counted in in_ranks(number, train_with_several, number):
         # gloo has three for each group, and each time there are two new ones.
         assert counted[-1] < counted[1] + 6, counted
 
 
 def train_in_turns(number: Number) -> Any:
-    first, second = new_trainer(number, "sharded"), new_trainer(number, "sharded")
+    first, second = new_trainer(number), new_trainer(number)
     module, other = make(), make()
     batches = vectors()
     first.fit(module, loader(deepcopy(batches)))
@@ -69,7 +69,7 @@ def test_trainers_take_turns(number: Number) -> None:
 
 
 def end_all_groups() -> bool:
-    trainer = new_trainer(2, "sharded")
+    trainer = new_trainer(2)
     trainer.fit(make(), loader(vectors()))
     ranks: Any = trainer.strategy._ranks
     dist.destroy_process_group()

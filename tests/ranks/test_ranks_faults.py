@@ -131,14 +131,6 @@ def test_everybody_ends_where_updates_run_under_forward(who: int, how: str, wher
     check(who, where, how, tmp_path, {"optimizer_overlap": "forward"})
 
 
-@pytest.mark.rest("the same moments as with whole uploads")
-@pytest.mark.parametrize("where", ["forward", "backward", "on_train_batch_start"])
-@pytest.mark.parametrize("how", some(["raise", "kill"], "kill", why="the test above has the other"))
-@pytest.mark.parametrize("who", [0, 1])
-def test_everybody_ends_where_layers_come_from_other_devices(who: int, how: str, where: str, tmp_path: Any) -> None:
-    check(who, where, how, tmp_path, {"transfer": "sharded", "k": 1})
-
-
 INTERRUPTS = [
     (who, where) for who in (0, 1, BOTH) for where in ("data", "forward", "backward", "step", HOOKS[0], HOOKS[-1])
 ]

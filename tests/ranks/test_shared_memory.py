@@ -7,10 +7,8 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, sleep
 from unittest import mock
 
 import pytest
@@ -170,49 +168,6 @@ def flags(tensor: torch.Tensor) -> list[str]:
         elif inside and line.startswith("VmFlags:"):
             return line.split()[1:]
     raise AssertionError("there is no such mapping")
-
-
-def refuse(free: Callable[[], bool], why: str) -> None:
-    """Waits a second for a lock, as :meth:`RankStatus.until` does for longer."""
-    late = monotonic() + 1
-    while not free():
-        if monotonic() > late:
-            raise TimeoutError(why)
-        sleep(0.001)
-
-
-def test_a_lock_that_is_not_given_back_is_not_waited_for_without_end(memory: SharedMemory) -> None:
-    another = SharedMemory(memory._descriptor, memory.nbytes)
-    with (
-        memory.locked(refuse),
-        pytest.raises(TimeoutError, match="memory that another process has locked"),
-        another.locked(refuse),
-    ):
-        raise AssertionError("two have the lock")
-    with another.locked(refuse):
-        pass
-
-
-def test_a_forked_process_does_not_keep_the_lock_of_one_that_has_ended(memory: SharedMemory) -> None:
-    """A worker of a DataLoader outlives a rank that is killed while it holds the lock."""
-    mine = SharedMemory(memory._descriptor, memory.nbytes)
-    until_read, until_written = os.pipe()
-    with mine.locked(refuse):
-        child = os.fork()
-        if not child:
-            os.close(until_written)
-            os.read(until_read, 1)
-            os._exit(0)
-        os.close(mine._lock)  # as the system does for the process that ends
-        mine._lock = -1
-        try:
-            with memory.locked(refuse):
-                pass
-        finally:
-            os.close(until_written)
-            os.close(until_read)
-            os.waitpid(child, 0)
-            mine._lock = os.open(f"/proc/self/fd/{mine._descriptor}", os.O_RDONLY)
 
 
 def test_a_process_of_another_user_gets_no_memory() -> None:

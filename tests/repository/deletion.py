@@ -53,9 +53,8 @@ for ask in {calls!r}:
     raise SystemExit(ask + " has raised no error")
 """
 HOST_MEMORY = RAISE.format(calls=['SuperpipelineStrategy(host_memory="1GiB")'])
-TRANSFER_AND_FOLDERS = RAISE.format(
+FOLDERS = RAISE.format(
     calls=[
-        'SuperpipelineStrategy(transfer="sharded")',
         "SuperpipelineStrategy(save_distributed_checkpoint=True)",
         'AtomicCheckpointIO().load_checkpoint("sp_lightning")',  # a folder
     ]
@@ -69,7 +68,7 @@ ASKED_FOR: dict[str, tuple[str, str]] = {
     "gpu_steps": (FIT.format(options='optimizer_on="gpu"', devices=1), MISSING),
     "kernels": (FIT.format(options='k=1, optimizer_overlap="forward"', devices=1), "works"),
     "planner": ("from sp_lightning.__main__ import main; main(['plan', 'os:getcwd'])", MISSING),
-    "ranks": (TRANSFER_AND_FOLDERS + FIT.format(options="", devices=2), MISSING),
+    "ranks": (FOLDERS + FIT.format(options="", devices=2), MISSING),
     "sharing": ("import sp_lightning; sp_lightning.SharedBase", MISSING),
     "tuning": (FIT.format(options='k="auto"', devices=1), "works"),
 }

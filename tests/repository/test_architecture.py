@@ -332,7 +332,6 @@ def test_the_options_are_frozen() -> None:
         "fused_optimizer": "auto",
         "optimizer_overlap": "auto",
         "optimizer_on": "cpu",
-        "transfer": "full",
         "save_frozen": True,
         "save_distributed_checkpoint": False,
         "load_weights_from": None,

@@ -248,7 +248,6 @@ def test_the_name_is_registered() -> None:
         ({"activations": {"a.*": "cpu"}}, 'Use activations="offload"'),
         ({"optimizer_on": "cuda"}, 'Use optimizer_on="gpu"'),
         ({"optimizer_overlap": False}, 'Use optimizer_overlap="off"'),
-        ({"transfer": "sliced"}, 'Use transfer="sharded"'),
         ({"gpu_memory": 24}, '"24GiB"'),
         ({"gpu_memory": "24"}, '"8GiB"'),
         ({"gpu_memory": "150%"}, "not a fraction between 0 and 1"),
