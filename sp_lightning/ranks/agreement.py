@@ -159,6 +159,20 @@ def _said(value: Any) -> str:
 # ---------------------------------------------------------------------- the number and the places of processes
 
 
+def refuse_restart_with_old_store() -> None:
+    """Checks that torchrun's store is new if torchrun has started the processes again. Otherwise gloo may wait for half an hour.
+
+    Raises:
+        RuntimeError: the store still has the addresses of the earlier processes (pytorch/pytorch#135712).
+    """
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise RuntimeError(
+            "torchrun has started the processes again (--max-restarts), but its store has the addresses of the earlier ones "
+            "(pytorch/pytorch#135712). Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: each start then has a new store."
+        )
+
+
 def refuse_other_places(strategy: Any) -> None:
     """Checks that processes are numbered node by node, and that the trainer has the right number of them. Collective.
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from sp_lightning.ranks.agreement import choose_interface, refuse_other_places
+from sp_lightning.ranks.agreement import choose_interface, refuse_other_places, refuse_restart_with_old_store
 from sp_lightning.ranks.group import RankGroup
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.trainer.compat import barrier_before_batches, is_interactive
@@ -54,6 +54,7 @@ class RankStrategy(_Base):
 
     def setup_environment(self) -> None:
         """Connects the processes, before user code can fail in one of them."""
+        refuse_restart_with_old_store()
         if self._nodes > 1:
             assert self.cluster_environment is not None
             choose_interface(self.cluster_environment.main_address)

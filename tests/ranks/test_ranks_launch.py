@@ -36,8 +36,11 @@ class Net(pl.LightningModule):
         self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
     def training_step(self, batch, index):
-        if str(self.global_rank) == os.environ.get("FAILS"):
+        once = os.environ.get("FAILS_ONCE") == str(self.global_rank) and self.global_step == 4
+        if str(self.global_rank) == os.environ.get("FAILS") or once and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             raise ValueError("what the user's code says")
+        if self.global_step == 1:
+            open(f"step{{os.getpid()}}", "w").close()
         loss = self.layers(batch[0]).square().mean()
         self.log("loss", loss, prog_bar=True)
         return loss
@@ -169,6 +172,57 @@ def test_an_error_ends_all_processes(who: int, command: tuple[str, ...], tmp_pat
     assert "Exception ignored" not in printed
     assert not ended(printed)
     assert_gone(map(int, re.findall(r"process (\d+) has begun", printed)))
+
+
+@pytest.mark.long("processes that import torch, three times")
+def test_torchrun_starts_anew_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """``--max-restarts``: after an error of one rank, new processes resume, with the weights of a run without the error."""
+    states = []
+    for name, command, environment in (
+        ("plain", (), {}),
+        ("again", (*TORCHRUN, "--max-restarts", "1"), {"FAILS_ONCE": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+    ):
+        (tmp_path / name).mkdir()
+        write_script(tmp_path / name)
+        status, printed = run(tmp_path / name, *command, "script.py", "2", "last", **environment)
+        assert status == 0, printed
+        assert printed.count("at step 8") == 2
+        assert printed.count("Restored all states") == bool(environment)
+        assert ("ValueError: what the user's code says" in printed) == bool(environment)
+        states.append(assert_files_are_one_runs(tmp_path / name, 8)["state_dict"])
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.long("processes that import torch")
+def test_a_restart_with_the_old_store_is_refused(tmp_path: Path) -> None:
+    """gloo read the addresses of processes that had ended, and waited for half an hour."""
+    write_script(tmp_path)
+    status, printed = run(tmp_path, *TORCHRUN, "--max-restarts", "1", "script.py", "2", "last", FAILS_ONCE="1")
+    assert status == 1
+    assert "Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in printed
+
+
+@pytest.mark.long("processes that import torch")
+def test_torchrun_ends_by_sigterm(tmp_path: Path) -> None:
+    """As a cluster ends a job."""
+    write_script(tmp_path)
+    command = [sys.executable, *TORCHRUN, "script.py", "100000"]
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    with (tmp_path / "printed").open("w") as printed:
+        agent = subprocess.Popen(
+            command, stdout=printed, stderr=subprocess.STDOUT, cwd=tmp_path,
+            env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        deadline = monotonic() + 200
+        while len(list(tmp_path.glob("step*"))) < 2:
+            assert monotonic() < deadline
+            assert agent.poll() is None, (tmp_path / "printed").read_text()
+            sleep(0.1)
+        began = monotonic()
+        agent.terminate()
+        assert agent.wait(60) != 0
+    assert monotonic() - began < 25, "torchrun kills processes that have not ended after 30 seconds"
+    assert_gone(int(each.name.removeprefix("step")) for each in tmp_path.glob("step*"))
 
 
 @pytest.mark.long("processes that import torch, to see an error of Lightning")
