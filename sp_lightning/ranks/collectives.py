@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic, sleep
@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from sp_lightning.device.device import Wait
 from sp_lightning.ranks.news import News, RankError
+from sp_lightning.ranks.presence import Presence
 from sp_lightning.ranks.rank_order import all_gather_single
 
 TIMEOUT: timedelta = default_pg_timeout
@@ -78,6 +79,7 @@ class Collectives:
         self.place = ""
         self._last = "nothing"  # the last meeting of this rank
         self._news: News | None = None
+        self._presence: Presence | None = None
         self._groups: dict[str, ProcessGroups] = {"everybody": self._group([list(range(self.world))])}
         self._groups["node"] = self._groups["everybody"]
         if self.nodes > 1:
@@ -168,22 +170,21 @@ class Collectives:
                 )
         return [each for each, _ in found]
 
-    def until(self, reached: Callable[[], bool], why: Wait | str) -> None:
-        """Waits for a condition that a collective makes true.
-
-        Raises:
-            RankError: another rank has failed.
-            RankInterrupt: another rank was interrupted.
-        """
-        turns = 0
-        while not reached():
-            turns += 1
-            sleep(0 if turns < 100 else min(turns * 1e-7, 1e-3))
-            if turns % 100 == 0 and (error := self._error(why)) is not None:
-                raise error
-
     def _error(self, why: Wait | str) -> BaseException | None:
-        return None if self._news is None else self._news.error(f"{self.name} waited for {in_words(why)}")
+        """Returns the error to raise because another rank has failed or ended; None if this rank may still wait."""
+        waited = f"while {self.name} waited for {in_words(why)}"
+        ended = None if self._presence is None else self._presence.ended()
+        if ended is not None:  # it may have told why
+            sleep(0.3)
+        if self._news is not None and (error := self._news.error(waited)) is not None:
+            return error
+        if ended is None:
+            return None
+        who = self.called(self.node * self.size + ended)
+        return RankError(
+            f"the process of {who} has ended {waited}. The system killed it (out of memory, for example: see dmesg), or it left "
+            "trainer.fit earlier than this process."
+        )
 
     # ------------------------------------------------------------------ objects
 
@@ -261,13 +262,22 @@ class Collectives:
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
-        """Waits for a collective: the host by polling, a stream of an accelerator by itself."""
-        if host:
-            self.until(work.is_completed, why)
+        """Waits for a collective: the host by polling, a stream of an accelerator by itself.
+
+        Raises:
+            RankError: another rank has failed, meanwhile or in the collective.
+            RankInterrupt: another rank was interrupted.
+        """
+        turns = 0
+        while host and not work.is_completed():
+            turns += 1
+            sleep(0 if turns < 100 else min(turns * 1e-7, 1e-3))
+            if turns % 100 == 0 and (error := self._error(why)) is not None:
+                raise error
         try:
             work.wait()
-        except RuntimeError as error:
-            raise self._lost(why, error) from error
+        except RuntimeError as failed:
+            raise self._lost(why, failed) from failed
 
     def _lost(self, why: Wait | str, error: BaseException) -> BaseException:
         """Returns the error to raise for a collective that has failed, or has waited too long.
@@ -285,10 +295,7 @@ class Collectives:
         if not places:
             said = f"No answer from {self.called(0)}, which has the store of torch.distributed"
         elif missing := [name for each in range(self.world) if (name := self.called(each)) not in places]:
-            said = (
-                f"No answer from {', '.join(missing)}: the process stands still, or has ended. The system may have killed it "
-                "(out of memory, for example: see dmesg), or it has left trainer.fit earlier"
-            )
+            said = f"No answer from {', '.join(missing)}: the process stands still, or has ended"
         else:
             said = "; ".join(f"{name} was last at {place}" for name, place in places.items())
         return RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}. {said}. ({error})")

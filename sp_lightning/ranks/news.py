@@ -91,13 +91,13 @@ class News:
         """Returns the error to raise because another rank has failed; None if none has.
 
         Args:
-            waited: which rank waited for what, for the message.
+            waited: "while" and which rank waited for what, for the message.
         """
         if self.failure is None:
             return None
         who, error = self.failure
         kind = RankInterrupt if error.startswith(f"{KeyboardInterrupt.__name__}:") else RankError
-        return kind(f"{who} has failed while {waited}: {error}")
+        return kind(f"{who} has failed {waited}: {error}")
 
     def places(self) -> dict[str, str]:
         """Returns where each rank is, by its name. Ranks whose process has ended, or stands still, are not among them."""

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from sp_lightning.device.device import Wait
-from sp_lightning.device.layout import whole_pages
+from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.device.pages import create, supported
 from sp_lightning.ranks.collectives import Collectives
+from sp_lightning.ranks.presence import Presence
 from sp_lightning.ranks.shared_memory import SharedMemory, hand_out, receive
 
 
@@ -50,6 +51,8 @@ class Ranks(Collectives):
             if each.over:
                 each.close()
         super().__init__(device, per_node)
+        self._presence = Presence(self._file(PAGE, "presence"), self.rank, self.size)
+        self.meet("the locks of all processes")
         self.over: bool = False
         self.closed = False
         _open.append(self)
@@ -67,18 +70,21 @@ class Ranks(Collectives):
             RuntimeError: the system has not enough memory.
         """
         nbytes = whole_pages(nbytes)
-        with self._for_memory(nbytes, name):
-            made = create(nbytes, f"superpipeline {name}") if self.primary else None
-        if made is None:
-            descriptor = receive(self._broadcast_object(None, name))
-        else:
-            descriptor = made
-            hand_out(made, self.size - 1, lambda token: self._broadcast_object(token, name))
+        descriptor = self._file(nbytes, name)
         try:
             with self._for_memory(nbytes, name):
                 return SharedMemory(descriptor, nbytes)
         finally:
             os.close(descriptor)
+
+    def _file(self, nbytes: int, name: str) -> int:
+        """Returns a descriptor of a file in memory, the same on all ranks of the node. Collective."""
+        with self._for_memory(nbytes, name):
+            made = create(nbytes, f"superpipeline {name}") if self.primary else None
+        if made is None:
+            return receive(self._broadcast_object(None, name))
+        hand_out(made, self.size - 1, lambda token: self._broadcast_object(token, name))
+        return made
 
     @contextmanager
     def _for_memory(self, nbytes: int, name: str) -> Iterator[None]:
@@ -178,6 +184,8 @@ class Ranks(Collectives):
         self.closed = True
         _open.remove(self)
         self.news.end()
+        if self._presence is not None:
+            self._presence.close()
         if not self.failure:  # otherwise other ranks may be in a collective
             self.end_groups()
 

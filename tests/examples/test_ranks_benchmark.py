@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.benchmarks import ranks, report, rows
+from examples.benchmarks import ranks, report, rows, who_updates
 from tests.support.made_up_rows import cells
 
 
@@ -55,3 +55,13 @@ def test_devices_are_told(tmp_path: Path) -> None:
 def test_each_number_of_devices_has_its_ways() -> None:
     assert [way for way in ranks.WAYS if ranks.suits(way, 1)] == ["plain", "superpipeline", "superpipeline-meta"]
     assert [way for way in ranks.WAYS if ranks.suits(way, 2)] == list(ranks.WAYS)[1:]
+
+
+@pytest.mark.long("processes that import torch")
+def test_who_updates(capfd: pytest.CaptureFixture[str]) -> None:
+    who_updates.main(["--processes", "1", "2", "--layers", "2", "--repeats", "1"])
+    printed = capfd.readouterr().out
+    for processes in ("1", "2"):
+        _, update, sent = cells(printed, processes)
+        assert float(update) > 0
+        assert (sent == "–") == (processes == "1")

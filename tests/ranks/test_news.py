@@ -55,7 +55,7 @@ def test_all_ranks_hear_of_the_first_failure(ranks: list[News]) -> None:
     ranks[2].tell(RankError("rank 1 has failed"))
     for each in ranks:
         assert comes(partial(getattr, each, "failure"))
-        error = each.error("rank 0 waited for a step")
+        error = each.error("while rank 0 waited for a step")
         assert type(error) is RankError
         assert str(error) == "rank 1 has failed while rank 0 waited for a step: ValueError: no\nnot this way"
 
@@ -85,7 +85,7 @@ def test_an_interrupt_of_one_rank_is_one_of_all(error: BaseException, ranks: lis
     """A third rank hears of an interrupt that was passed on, too."""
     ranks[0].tell(error)
     assert comes(lambda: ranks[1].failure)
-    assert type(ranks[1].error("rank 1 waited")) is RankInterrupt
+    assert type(ranks[1].error("while rank 1 waited")) is RankInterrupt
 
 
 def test_a_roll_call_finds_who_is_missing(ranks: list[News]) -> None:
