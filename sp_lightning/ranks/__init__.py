@@ -25,8 +25,8 @@ interface of the core          here                                   what it re
 Below these: ``ranks`` connects the processes and waits for them; ``rank_status``, in ``shared_memory``, shows which collective
 each rank has reached and whether it has failed; ``collectives`` calls torch.distributed; ``rank_order`` adds gradients in the
 order of ranks; ``rank_sum`` sums one layer's into ``gradient_places``; ``gather_log`` orders sharded uploads; ``transfer``
-chooses between the two kinds of upload; ``agreement`` checks that all ranks have the same model; ``checkpoint_folder`` (with
-``folder_writer``) writes a checkpoint folder, and ``folder_reader`` reads it.
+chooses between the two kinds of upload; ``agreement`` checks that all ranks have the same model; ``checkpoint_folder`` writes and
+reads checkpoints of torch.distributed.checkpoint.
 
 Cost when unused: nothing is imported. A run on one device calls methods of ``Group`` that return at once, once per batch.
 """
