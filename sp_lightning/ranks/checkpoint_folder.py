@@ -105,8 +105,9 @@ def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[str, Tens
         if not first:
             entries = {name: shared[name].detach() for name in common if name in shared}
         try:
-            with warnings.catch_warnings():  # torch warns that a single process saves
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves
+                warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.10's own use
                 save(entries, storage_writer=_Writer(part, folder), process_group=group, no_dist=group is None)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
@@ -124,7 +125,7 @@ def _entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, T
 
     def take(keys: Keys, tensor: Tensor) -> Tensor:
         name = _name(keys)
-        if name in tensors or not _is_plain(tensor):
+        if name in tensors or keys[0] == REST or not _is_plain(tensor):
             return tensor  # it stays in the rest
         tensors[name] = tensor
         above = nested
@@ -196,7 +197,8 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Runs on rank 0 when all ranks have written."""
         for rank, written in enumerate(results):
-            if not all((self._part / each.storage_data.relative_path).is_file() for each in written):
+            names = {each.storage_data.relative_path for each in written}
+            if not all((self._part / name).is_file() for name in names):
                 raise FileNotFoundError(
                     errno.ENOENT,
                     f"files of rank {rank} are not in the folder. All ranks write into it, so it has to be on a file system of "

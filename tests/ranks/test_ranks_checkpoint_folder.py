@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from sp_lightning.ranks import checkpoint_folder
 from sp_lightning.ranks.checkpoint_folder import read
@@ -84,6 +84,9 @@ def test_all_ranks_write(ranks: Number, tmp_path: Path) -> None:
     for file in (tmp_path / "1.ckpt").glob("*.distcp"):
         sizes[int(re.findall(r"__(\d+)_", file.name)[0])] += file.stat().st_size
     assert all(sizes.values()), sizes
+    if ranks == 2:  # rank 0 writes the optimizer's state, which rank 1 does not have
+        places = FileSystemReader(tmp_path / "1.ckpt").read_metadata().storage_data.items()
+        assert all("__1_" in place.relative_path for index, place in places if index.fqn.startswith("state_dict."))
     state = read(tmp_path / "1.ckpt", True)["optimizer_states"]
     assert state[0]["state"]
 
