@@ -316,7 +316,7 @@ def checkpoint_format(*, folder: bool) -> CheckpointFormat:
 def read_checkpoint_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     """Returns the checkpoint in a folder that several processes have written."""
     with needed_for(f'ckpt_path="{folder}", a folder,'):
-        from sp_lightning.ranks.folder_reader import read
+        from sp_lightning.ranks.checkpoint_folder import read
     return read(folder, weights_only)
 
 

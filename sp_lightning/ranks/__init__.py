@@ -21,10 +21,17 @@ interface of the core          here                                   what it re
 ``HostSource``, ``Turns``      ``turns.SharedSource``, ``RankTurns``  which rank may change the weights, and when
 =============================  =====================================  ==================================================
 
-Below these: ``ranks`` connects the processes and waits for them; ``rank_status``, in ``shared_memory``, shows which collective
-each rank has reached and whether it has failed; ``collectives`` calls torch.distributed; ``rank_order`` adds gradients in the
-order of ranks; ``rank_sum`` sums one layer's into ``gradient_places``; ``agreement`` checks that all ranks have the same model;
-``checkpoint_folder`` (with ``folder_writer``) writes a checkpoint folder, and ``folder_reader`` reads it.
+Below these:
+
+- ``ranks`` connects the processes. ``collectives`` calls torch.distributed: *meetings*, in which ranks say what they do next, and
+  tensors. ``news`` tells all ranks of a failure, by the store of torch.distributed. ``presence`` notices processes that ended.
+- ``rank_sum`` sums one layer's gradients into ``gradient_places``, in ``shared_memory``; ``rank_order`` adds in the order of ranks.
+- ``agreement`` checks that all ranks have the same model.
+- ``checkpoint_folder`` writes and reads checkpoints of torch.distributed.checkpoint.
+
+The primary steps for its node, and nodes are replicas, instead of each rank owning layers: the memory of a node is shared, so one
+process with all cores updates as fast as many with a part each; and new weights cross a network slower than they are computed
+(``examples/benchmarks/who_updates.py``). So optimizers need no property, and one process has a whole state for checkpoints.
 
 Cost when unused: nothing is imported. A run on one device calls methods of ``Group`` that return at once, once per batch.
 """

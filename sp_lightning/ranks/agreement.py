@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from sp_lightning.layers.writes import digest
-from sp_lightning.ranks.checkpoint_folder import own_state
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.torch_compat.private import accumulation_hooks
 from sp_lightning.trainer.compat import trainer_of
@@ -102,7 +101,7 @@ def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimiz
     if ranks.primary:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
-            tensors |= {" ".join(map(str, path)): each for path, each in own_state(optimizers).items()}
+            tensors |= own_state(optimizers)
             digests = pool.map(digest, tensors.values())
             mine |= {name: f"{each[:16]}…" for name, each in zip(tensors, digests, strict=True)}
     ranks.must_agree(
@@ -112,6 +111,17 @@ def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimiz
         "made, the same files), and change them on all alike.",
         primaries=True,
     )
+
+
+def own_state(optimizers: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the optimizers' state of this process, by their keys in a checkpoint, joined by dots."""
+    return {
+        f"optimizer_states.{number}.state.{index}.{name}": value
+        for number, optimizer in enumerate(optimizers)
+        for index, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+        if type(value) is torch.Tensor
+    }
 
 
 def compare_optimizers(ranks: Ranks, optimizers: Sequence[Any]) -> None:

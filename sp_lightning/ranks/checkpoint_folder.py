@@ -1,22 +1,31 @@
-"""Checkpoints that all ranks write together, as a folder. torch.distributed.checkpoint splits the tensors between them.
+"""Checkpoint folders of torch.distributed.checkpoint (DCP), which all ranks write together.
 
-Rank 0 decides the content. Other ranks write tensors that they have in common with rank 0: weights, except for what a rank has
-written privately since the last update, and on the first rank of each node the optimizers' state. An index beside torch's files
-has everything that is not a large tensor, and the places of the large tensors (:mod:`~sp_lightning.ranks.folder_reader`).
+A folder has DCP's files only: ``.metadata`` and ``*.distcp``. Its entries:
+
+- each tensor, by its keys in the checkpoint: ``state_dict.net.0.weight``, ``optimizer_states.0.state.3.exp_avg``;
+- ``sp_lightning``: the checkpoint with tensors on the meta device, which have no values, in the place of those above.
+
+DCP alone would lose the types of keys, empty dictionaries and the ``_metadata`` of a state dictionary.
+
+Rank 0 decides the content. Other ranks offer the tensors that they have in common with rank 0, and DCP splits these between the
+ranks.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
+import mmap
 import os
+import re
 import shutil
+import sys
 import warnings
+import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain, count
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -24,217 +33,204 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata, SavePlan, save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.storage import WriteResult
 
-from sp_lightning.device.pages import was_written
-from sp_lightning.ranks.folder_reader import INDEX, MARK, Keys, StoredTensor, is_folder
-from sp_lightning.trainer.part_files import aside, beside, cause_of, create_part, not_written, sync_folder
+from sp_lightning.model.wrapped import parts, rebuild
+from sp_lightning.torch_compat.private import FakeTensorMode, part_of_file
+from sp_lightning.trainer.part_files import cause_of, not_written, read_whole, sync_folder
 
-LEAST = 2**16
-"""Minimum bytes of a tensor that torch.distributed.checkpoint writes. Smaller ones are in the index."""
+REST = "sp_lightning"
+"""The entry for everything that is not a tensor entry."""
+MAPPED = 2**16
+"""Minimum bytes of a tensor that is mapped when it is read. Smaller ones are copied to memory."""
 THREADS = 4
 """Threads with which a rank writes, each to its own file."""
-
-_WHOLE = {
-    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64
-}  # fmt: skip
 
 _TIMEOUT = timedelta(hours=6)
 """How long ranks wait for the slowest one to write. Writing a terabyte often takes longer than torch's half an hour."""
 
+Keys = tuple[Any, ...]
 
-def common_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
-    """Returns the tensors that are equal on several processes, by their keys in a checkpoint.
 
-    These are the optimizers' state of this process, and the weights that it has not written privately since the last update.
+def _change_tensors(value: Any, change: Callable[[Keys, Tensor], Tensor], keys: Keys = ()) -> Any:
+    """Returns a copy of nested dictionaries and lists, with another tensor in the place of each.
+
+    A wrapped tensor (of quantised weights) consists of plain tensors: these are changed.
     """
-    weights = module.named_parameters(remove_duplicate=False)
-    found: dict[Keys, Tensor] = {("state_dict", name): each for name, each in weights if not was_written(each)}
-    return found | own_state(optimizers)
-
-
-def own_state(optimizers: Sequence[Any]) -> dict[Keys, Tensor]:
-    """Returns the optimizers' state of this process, by its keys in a checkpoint."""
-    found: dict[Keys, Tensor] = {}
-    for number, optimizer in enumerate(optimizers):
-        for index, state in optimizer.state_dict()["state"].items():
-            path = ("optimizer_states", number, "state", index)
-            found.update(((*path, name), value) for name, value in state.items() if type(value) is Tensor)
-    return found
-
-
-def _take_out(value: Any, taken: dict[Keys, Tensor], path: Keys = ()) -> Any:
-    """Returns a checkpoint without its large tensors, which are added to ``taken``."""
-    if type(value) is Tensor:
-        if not _is_large(value):
-            return value
-        taken[path] = value
-        return None
-    if type(value) in (dict, OrderedDict) and all(type(key) in (str, int) for key in value):
-        rest = type(value)((key, _take_out(each, taken, (*path, key))) for key, each in value.items())
-        getattr(rest, "__dict__", {}).update(getattr(value, "__dict__", {}))  # a state dictionary's ``_metadata``
-        return rest
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.requires_grad:
+        return rebuild(value, (change((*keys, *name.split(".")[1:]), part) for name, part in parts("", value)))
+    if type(value) in (dict, OrderedDict):
+        copy = type(value)((key, _change_tensors(each, change, (*keys, key))) for key, each in value.items())
+        getattr(copy, "__dict__", {}).update(getattr(value, "__dict__", {}))  # a state dictionary's ``_metadata``
+        return copy
     if type(value) is list:
-        return [_take_out(each, taken, (*path, index)) for index, each in enumerate(value)]
+        return [_change_tensors(each, change, (*keys, index)) for index, each in enumerate(value)]
     return value
 
 
-def _is_large(tensor: Tensor) -> bool:
-    plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.requires_grad
-    # Tensors of other dtypes are in the index.
-    numbers = tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype in _WHOLE
-    return plain and numbers and tensor.nbytes >= LEAST and not tensor.is_conj() and not tensor.is_neg()
+def _name(keys: Keys) -> str:
+    """Returns the name of an entry, as DCP makes it from the keys of nested dictionaries."""
+    return ".".join(map(str, keys))
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[str, Tensor], *, alone: bool = False) -> None:
+    """Writes a folder, or replaces it. Collective, unless ``alone``.
+
+    The files are written to a hidden folder beside it, which is renamed when it is complete.
+
+    Args:
+        checkpoint: the checkpoint. Rank 0's is written.
+        folder: its path, on a file system that all ranks see.
+        shared: the tensors that this rank may have in common with rank 0, by the names of their entries.
+        alone: only this rank writes, which is rank 0.
+
+    Raises:
+        OSError: a rank could not write, or the folder exists with other files. A former checkpoint of this name is unchanged.
+    """
+    with _group(alone) as group:
+        first = group is None or dist.get_rank() == 0
+        entries, tensors = _entries(checkpoint) if first else ({}, {})
+        # A hook may have replaced tensors in rank 0's checkpoint.
+        common = [name for name, each in shared.items() if name in tensors and _memory(each) == _memory(tensors[name])]
+        agreed: list[Any] = [folder.with_name(f".{folder.name}.{uuid4().hex}.part"), common]
+        if group is not None:
+            dist.broadcast_object_list(agreed, 0, group=group)
+        part, common = agreed
+        if not first:
+            entries = {name: shared[name].detach() for name in common if name in shared}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves
+                warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.10's own use
+                save(entries, storage_writer=_Writer(part, folder), process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise not_written(cause, folder, f"rank {rank}: ") from error
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the entries of a folder, which DCP flattens, and the tensors among them by name."""
+    # The optimizers' state comes first, because often only rank 0 has it: DCP assigns each further tensor to the rank that has
+    # the least to write.
+    nested: dict[Any, Any] = {"optimizer_states": {}}
+    tensors: dict[str, Tensor] = {}
+
+    def take(keys: Keys, tensor: Tensor) -> Tensor:
+        name = _name(keys)
+        if name in tensors or keys[0] == REST or not _is_plain(tensor):
+            return tensor  # it stays in the rest
+        tensors[name] = tensor
+        above = nested
+        for key in keys[:-1]:
+            above = above.setdefault(key, {})
+        above[keys[-1]] = tensor
+        return tensor.to("meta")
+
+    rest = _change_tensors(dict(checkpoint), take)
+    return {**nested, REST: (rest,)}, tensors  # DCP would flatten a dictionary, but not a tuple
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns True for a tensor that DCP's format keeps without loss, and that can be mapped."""
+    on_cpu = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
+    return on_cpu and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-class _Content:
-    """The content of a folder, on rank 0.
+class _Files(FileSystem):
+    """DCP's file system. It keeps the errors of the threads that write, which DCP does not check."""
 
-    Attributes:
-        rest: the checkpoint without its large tensors.
-        tensors: the large tensors, by their names in the folder.
-        paths: the keys of each large tensor in the checkpoint.
-        common: for each tensor that other ranks have as well, the keys by which they find it.
-    """
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
 
-    def __init__(self, checkpoint: Mapping[str, Any], shared: Mapping[Keys, Tensor]) -> None:
-        taken: dict[Keys, Tensor] = {}
-        self.rest = _take_out(dict(checkpoint), taken)
-        self.tensors: dict[str, Tensor] = {}
-        self.paths: dict[str, list[Keys]] = {}
-        self.common: dict[str, Keys] = {}
-        names: dict[tuple[Any, ...], str] = {}
-        # Tensors that only rank 0 has come first: torch assigns each further tensor to the rank with the least to write.
-        for path in sorted(taken, key=lambda path: path[0] != "optimizer_states"):
-            tensor = taken[path]
-            name = names.get(_memory(tensor)) or self._new_name(path)
-            names[_memory(tensor)] = name
-            self.tensors[name] = tensor
-            self.paths.setdefault(name, []).append(path)
-            if path in shared and _memory(shared[path]) == _memory(tensor):  # a hook may have replaced the tensor
-                self.common.setdefault(name, path)
-
-    def _new_name(self, path: Keys) -> str:
-        """Returns the keys joined by dots, with a number if that name is taken."""
-        name = ".".join(map(str, path))
-        names = chain([name], (f"{name}#{number}" for number in count(1)))
-        return next(name for name in names if name not in self.tensors)
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        handled = sys.exception()  # a checkpoint may be saved because of an error
+        try:
+            with super().create_stream(path, mode) as stream:
+                yield stream
+        except BaseException as error:
+            self.errors.append(cause_of(error, handled))
+            raise
 
 
-# ---------------------------------------------------------------------- writing
-
-
-def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[Keys, Tensor], *, alone: bool = False) -> None:
-    """Writes a folder, or replaces it. Collective, unless ``alone``.
-
-    The folder is complete or does not exist: it is written under another name, and then exchanged.
+class _Writer(FileSystemWriter):
+    """DCP's writer. It raises the errors of all its threads, and gives the complete folder its name.
 
     Args:
-        checkpoint: the checkpoint. Rank 0's is written.
-        folder: its path, on a file system that all ranks see.
-        shared: this rank's :func:`common_tensors`, which it may write for rank 0; empty if it may write none.
-        alone: only this rank writes, which is rank 0.
-
-    Raises:
-        OSError: a rank could not write, or the folder exists with other files. A former checkpoint of this name is unchanged.
+        part: the folder to which it writes.
+        folder: the name of the complete folder.
     """
-    # Imported here, because most runs write no folder.
-    from torch.distributed.checkpoint import save
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    from sp_lightning.ranks.folder_writer import Writer
+    def __init__(self, part: Path, folder: Path) -> None:
+        super().__init__(part, thread_count=THREADS)
+        self.fs = self._files = _Files()
+        self._part = part
+        self._folder = folder
 
-    with _group(alone) as group, ExitStack() as stack:
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Runs on rank 0 before anything is written."""
+        _refuse_other_files(self._folder)
+        for left in _hidden(self._folder, "part"):
+            if left != self._part:
+                shutil.rmtree(left, ignore_errors=True)
+        return super().prepare_global_plan(plans)
 
-        def begin() -> tuple[_Content, tuple[Path, dict[str, Keys]]]:
-            content = _Content(checkpoint, shared)
-            _refuse_others(folder)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            part, stream = create_part(folder)
-            stack.enter_context(stream)  # it is locked until it is closed
-            stack.callback(_remove, part)
-            stack.callback(_remove, beside(part))
-            beside(part).mkdir()
-            return content, (beside(part), content.common)
-
-        content, (place, common) = _on_first(group, folder, begin)
-        _all_see(group, place, folder)
-        others = {name: shared[path].detach() for name, path in common.items() if path in shared}
-        writer = Writer(place, uuid4().hex, THREADS)
+    def write_data(self, *arguments: Any, **options: Any) -> Any:
         try:
-            with warnings.catch_warnings():  # torch warns that a single process saves
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                tensors = others if content is None else content.tensors
-                save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-        except CheckpointException as error:
-            rank, cause = next(iter(error.failures.items()))
-            raise not_written(cause[0], folder, f"rank {rank}: ") from error
-        _on_first(group, folder, lambda: _finish(content, writer.stored, place, folder))
+            return super().write_data(*arguments, **options)
+        finally:
+            if self._files.errors:
+                raise self._files.errors[0]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Runs on rank 0 when all ranks have written."""
+        for rank, written in enumerate(results):
+            names = {each.storage_data.relative_path for each in written}
+            if not all((self._part / name).is_file() for name in names):
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    f"files of rank {rank} are not in the folder. All ranks write into it, so it has to be on a file system of "
+                    "all nodes, under one name",
+                )
+        super().finish(metadata, results)
+        sync_folder(self._part)
+        if os.path.lexists(self._folder):
+            self._folder.rename(self._part.with_suffix(".old"))
+        self._part.rename(self._folder)
+        sync_folder(self._folder.parent)
+        for left in _hidden(self._folder, "old"):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink()
 
 
-def _finish(content: _Content, stored: Mapping[str, Any], place: Path, folder: Path) -> None:
-    lost = sorted(content.paths.keys() - stored.keys())
-    if lost:  # torch waits for its threads, but does not check their errors
-        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-        why = "threads of torch.distributed.checkpoint have failed, as they say above, and have not written"
-        raise OSError(errno.EIO, f"{why} {lost[0]!r}{more}")
-    tensors: list[StoredTensor] = [
-        (paths, stored[name].relative_path, stored[name].offset, stored[name].length)
-        for name, paths in content.paths.items()
-    ]
-    with (place / INDEX).open("xb") as stream:
-        try:
-            torch.save({MARK: 1, "tensors": tensors, "rest": content.rest}, stream)
-        except RuntimeError as error:
-            raise cause_of(error) from None
-        stream.flush()
-        os.fsync(stream.fileno())
-    sync_folder(place)
-    _exchange(place, folder)
-    sync_folder(folder.parent)
+def _hidden(folder: Path, suffix: str) -> list[Path]:
+    """Returns the hidden folders that writers of this name use, or have left when they were killed."""
+    pattern = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.{suffix}")
+    return [each for each in folder.parent.iterdir() if pattern.fullmatch(each.name)]
 
 
-def _refuse_others(folder: Path) -> None:
-    """Raises an error for a folder that is not a checkpoint, or has other files in it."""
+def _refuse_other_files(folder: Path) -> None:
+    """Raises an error for a folder with files that are not DCP's: they would be deleted with it."""
     if folder.is_symlink() or not folder.is_dir():
         return
-    names = sorted(each.name for each in folder.iterdir())
-    if is_folder(folder):
-        names = [name for name in names if name not in (INDEX, ".metadata") and not name.endswith(".distcp")]
-    if names:
-        why = f"It is a folder with other files ({names[0]!r}), which the checkpoint would replace. Name a file in it"
+    others = sorted(each.name for each in folder.iterdir() if each.name != ".metadata" and each.suffix != ".distcp")
+    if others:
+        why = f"It is a folder with other files ({others[0]!r}), which the checkpoint would replace. Name a file in it"
         raise OSError(errno.EISDIR, why, str(folder))
-
-
-def _exchange(new: Path, name: Path) -> None:
-    """Exchanges a new folder with the one of this name, so that a checkpoint of this name exists at any time."""
-    if not os.path.lexists(name):
-        new.rename(name)
-        return
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of Linux 3.15
-    rename = getattr(_libc(), "renameat2", None)
-    if rename is None or rename(here, os.fsencode(new), here, os.fsencode(name), exchange):
-        # If the file system has no exchange, no checkpoint of this name exists for a moment.
-        old = aside(new)
-        name.rename(old)
-        new.rename(name)
-        old.rename(new)
-
-
-def _libc() -> Any:
-    return ctypes.CDLL(None) if os.name == "posix" else None
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-# ---------------------------------------------------------------------- together
 
 
 @contextmanager
@@ -250,45 +246,102 @@ def _group(alone: bool) -> Iterator[Any]:
         dist.destroy_process_group(group)
 
 
-def _on_first(group: Any, folder: Path, work: Callable[[], tuple[Any, Any] | None]) -> tuple[Any, Any]:
-    """Runs ``work`` on rank 0.
+# ---------------------------------------------------------------------- reading
 
-    Returns:
-        The first result of ``work``, None on other ranks; and the second result, on all ranks.
+
+def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Returns the checkpoint in a folder. Its large tensors are mapped copy-on-write: they are read when they are used.
+
+    Ranks of a node that read the same folder share the memory of these tensors.
+
+    Args:
+        folder: its path.
+        weights_only: as in ``torch.load``, for the entry ``sp_lightning``. DCP's ``.metadata`` is a plain pickle in any case.
 
     Raises:
-        BaseException: the error of ``work``, on rank 0.
-        OSError, RuntimeError: the same error on other ranks.
+        pickle.UnpicklingError: the checkpoint has other objects than tensors and plain values.
+        ValueError: a file is missing, damaged, or ends too early, or another program or version has written the folder.
     """
-    result: Any = None
-    found: list[Any] = [None, None]
-    error: BaseException | None = None
-    if group is None or dist.get_rank() == 0:
+    return read_whole(folder, lambda: _read(folder, weights_only))
+
+
+def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    places: dict[str, Any] = {}
+    if any(folder.glob("*.distcp")):
+        _check_size(folder / ".metadata", 1)
         try:
-            result, found[0] = work() or (None, None)
-        except BaseException as mine:
-            error = mine
-            found[1] = RuntimeError(f"The checkpoint could not be written: rank 0: {type(mine).__name__}: {mine}")
-            if isinstance(mine, OSError):
-                found[1] = error = not_written(mine, folder)
-    if group is not None:
-        dist.broadcast_object_list(found, 0, group=group)
-    if error is not None or found[1] is not None:
-        raise error or found[1]
-    return result, found[0]
-
-
-def _all_see(group: Any, place: Path, folder: Path) -> None:
-    """Raises an error if some ranks do not see the folder."""
-    if group is None:
-        return
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, place.is_dir(), group=group)
-    blind = [f"rank {rank}" for rank, each in enumerate(seen) if not each]
-    if blind:
-        raise FileNotFoundError(
-            errno.ENOENT,
-            f"{', '.join(blind)} {'does' if len(blind) == 1 else 'do'} not see the folder that rank 0 has made. All ranks write "
-            "into it, so it has to be on a file system of all nodes, under one name",
-            str(folder),
+            metadata = FileSystemReader(folder).read_metadata()
+        except Exception as error:
+            raise _damaged(folder / ".metadata") from error
+        places = {index.fqn: place for index, place in metadata.storage_data.items()}
+    if REST not in places:
+        raise ValueError(
+            f"{folder} is a folder that this version of SuperpipelineStrategy(save_distributed_checkpoint=True) has not written. "
+            "One of Lightning's sharded strategies becomes a file by: "
+            f"python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}"
         )
+    without_values = FakeTensorMode()
+    maps: dict[Path, mmap.mmap] = {}
+
+    def load(name: str, weights_only: bool | None = True) -> Any:
+        place = places[name]
+        file = folder / place.relative_path
+        _check_size(file, place.offset + place.length)
+        with file.open("rb") as stream:
+            saved = part_of_file(stream, place.offset, place.length)
+            try:
+                if name == REST or place.length < MAPPED:
+                    return torch.load(saved, map_location="cpu", weights_only=weights_only)
+                with without_values:
+                    fake = torch.load(saved, weights_only=True)
+            except Exception as error:
+                if _is_whole(file, place):
+                    raise
+                raise _damaged(file) from error
+            if file not in maps:
+                maps[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return _mapped(maps[file], fake, place.offset)
+
+    def fill(keys: Keys, tensor: Tensor) -> Tensor:
+        return load(_name(keys)) if tensor.is_meta and _name(keys) in places else tensor
+
+    (rest,) = load(REST, weights_only)
+    checkpoint: dict[str, Any] = _change_tensors(rest, fill)
+    return checkpoint
+
+
+def _mapped(mapped: mmap.mmap, fake: Tensor, offset: int) -> Tensor:
+    """Returns a tensor over mapped memory that ``torch.save`` has written. ``fake`` is the tensor without values."""
+    storage: Any = fake.untyped_storage()
+    begin = offset + storage._checkpoint_offset  # torch documents it, although the name is private
+    # DCP writes no elements of a storage beside the tensor's. (torch 2.10 multiplies the size of a fake storage.)
+    flat = torch.frombuffer(mapped, dtype=fake.dtype, count=fake.numel(), offset=begin)
+    return flat.as_strided(tuple(fake.shape), fake.stride(), fake.storage_offset())
+
+
+def _check_size(file: Path, nbytes: int) -> None:
+    """Raises an error for a file that is missing, or has fewer bytes."""
+    size = file.stat().st_size if file.is_file() else -1
+    if size < nbytes:
+        why = (
+            f"has a file {file.name!r} that ends too early ({size} bytes)"
+            if size >= 0
+            else f"lacks its file {file.name!r}"
+        )
+        raise ValueError(f"{file.parent} {why}: the checkpoint is incomplete. Use an earlier one.")
+
+
+def _is_whole(file: Path, place: Any) -> bool:
+    """Returns True if the checksums of an entry, which is a file of ``torch.save``, are right."""
+    with file.open("rb") as stream:
+        stream.seek(place.offset)
+        content = BytesIO(stream.read(place.length))
+    try:
+        with zipfile.ZipFile(content) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError, EOFError):
+        return False
+
+
+def _damaged(file: Path) -> ValueError:
+    return ValueError(f"{file} is damaged: it has not the bytes that were written. Take an earlier checkpoint.")

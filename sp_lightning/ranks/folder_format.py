@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from sp_lightning.ranks.checkpoint_folder import common_tensors, write
+from torch import Tensor, nn
+
+from sp_lightning.device.pages import was_written
+from sp_lightning.ranks.agreement import own_state
+from sp_lightning.ranks.checkpoint_folder import write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO, CheckpointFormat, local_path
 
 
@@ -39,6 +43,15 @@ class FolderFormat(CheckpointFormat):
                 write(checkpoint, folder, own)
             elif group.first:
                 write(checkpoint, folder, own, alone=True)
+
+
+def common_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Tensor]:
+    """Returns the tensors that are equal on several processes, by the names of their entries in a checkpoint folder.
+
+    These are the optimizers' state of this process, and the weights that it has not written privately since the last update.
+    """
+    weights = module.named_parameters(remove_duplicate=False)
+    return {f"state_dict.{name}": each for name, each in weights if not was_written(each)} | own_state(optimizers)
 
 
 def _folder_for(path: Any, storage_options: Any | None) -> Path:

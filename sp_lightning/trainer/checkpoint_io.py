@@ -92,7 +92,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Args:
             path: the name of a file or of a folder that several processes have written, or a URL.
             map_location: as in ``torch.load``. Tensors of a folder are loaded to the CPU.
-            weights_only: None means True, also for files of other machines. False runs code that the file contains.
+            weights_only: None means True, also for files of other machines. False runs code that the file contains. The
+                ``.metadata`` of a folder is a plain pickle in any case.
 
         Raises:
             FileNotFoundError: there is no such file.

@@ -6,7 +6,6 @@ Files that killed writers have left are removed before the next one is written.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2s
@@ -33,10 +32,6 @@ def create_part(file: Path) -> tuple[Path, BinaryIO]:
             continue
         with suppress(FileNotFoundError), left.open("rb") as old:
             if _locked(old):  # its writer does not live any more
-                shutil.rmtree(beside(left), ignore_errors=True)
-                if aside(left).exists() and not file.exists():  # it was killed while it exchanged two folders
-                    aside(left).rename(file)
-                shutil.rmtree(aside(left), ignore_errors=True)
                 left.unlink()
     while True:
         part = file.with_name(f".{name}.{uuid4().hex}.part")
@@ -45,16 +40,6 @@ def create_part(file: Path) -> tuple[Path, BinaryIO]:
         if _locked(stream) is not False and part.exists():
             return part, stream
         stream.close()
-
-
-def beside(part: Path) -> Path:
-    """Returns the folder that belongs to a file of :func:`create_part`, and is removed with it."""
-    return part.with_suffix(".parts")
-
-
-def aside(part: Path) -> Path:
-    """Returns the name of a folder while another folder takes its name."""
-    return part.with_suffix(".old")
 
 
 def _locked(stream: IO[bytes]) -> bool | None:

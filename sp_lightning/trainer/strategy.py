@@ -102,8 +102,8 @@ class StreamingStrategy(LoopStrategy):
             find their values as before. The first layers stay. One device.
         save_frozen: write frozen weights to checkpoints. If False, frozen weights that have not changed since training began are
             left out. To resume, the module must have the same ones, which is checked.
-        save_distributed_checkpoint: write checkpoints from all ranks, as a folder in the format of
-            ``torch.distributed.checkpoint``. All nodes must see the folder; any number of devices can resume from it.
+        save_distributed_checkpoint: write checkpoints from all ranks, as a folder of ``torch.distributed.checkpoint``. All
+            nodes must see the folder; any number of devices can resume from it.
             ``python -m sp_lightning convert`` converts between it and a file.
         load_weights_from: a file or folder with the values of a module, or a sub-module, that was built on the meta device:
             safetensors (as ``save_pretrained`` writes), a checkpoint or a state dictionary.

@@ -29,6 +29,8 @@ pytestmark = [
     # torch's own remark about nn.RMSNorm under autocast, which leaves its weight in float32.
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),
     pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary:UserWarning"),
+    # torch.distributed.checkpoint.load in a single process.
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
 
 

@@ -20,13 +20,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sp_lightning.__main__ import main
 from sp_lightning.ranks import checkpoint_folder
-from sp_lightning.ranks.checkpoint_folder import write
-from sp_lightning.ranks.folder_reader import INDEX, read
+from sp_lightning.ranks.checkpoint_folder import REST, read, write
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from sp_lightning.trainer.part_files import aside, beside, create_part
 from tests.support.folders import Net, Saves, together
 from tests.support.models import CASES, Module, vectors
 from tests.support.ranks import rank, start
@@ -36,7 +35,7 @@ from tests.support.tiers import first, some
 
 @pytest.fixture(autouse=True)
 def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_folder, "LEAST", 1)
+    monkeypatch.setattr(checkpoint_folder, "MAPPED", 1)
 
 
 # ---------------------------------------------------------------------- one process
@@ -61,17 +60,34 @@ def test_a_folder_has_what_a_file_has(name: str, tmp_path: Path) -> None:
     assert plain.losses
 
 
-def test_torch_reads_it_and_tied_weights_are_there_once(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_loads_the_weights_into_a_plain_module(tmp_path: Path) -> None:
+    """Tied weights are loaded by both of their names."""
     case = CASES["gpt2-tied"]
     ours = fit(case.make, case.batches(), together(), recorded="nothing", callbacks=[Saves(str(tmp_path / "a"), at=0)])
-    written = dcp.FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
-    names = [name for name in written if name.startswith("state_dict.")]
-    assert len(names) == len(list(ours.module.parameters())) < len(ours.module.state_dict())
-    found = {name: torch.zeros(written[name].size, dtype=written[name].properties.dtype) for name in names}  # type: ignore[union-attr]
-    with pytest.warns(match="intent is to load in a single process"):
-        dcp.load(found, checkpoint_id=tmp_path / "a", no_dist=True)
+    module = case.make()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    dcp.load({"state_dict": module.state_dict()}, checkpoint_id=tmp_path / "a")
     state = read(tmp_path / "a", True)["state_dict"]
-    assert_equal({f"state_dict.{name}": state[name] for name in state if f"state_dict.{name}" in names}, found, "state")
+    assert_equal(dict(module.state_dict()), dict(state), "state")
+    assert len(state) > len(list(ours.module.parameters())), "tied weights have two names"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_converts_it_to_a_file(tmp_path: Path) -> None:
+    fit(Net, vectors(), together(), recorded="nothing", callbacks=[Saves(str(tmp_path / "a"))])
+    assert {each.suffix or each.name for each in (tmp_path / "a").iterdir()} == {".metadata", ".distcp"}
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "file")
+    found, checkpoint = torch.load(tmp_path / "file", weights_only=True), read(tmp_path / "a", True)
+    assert_equal(found["state_dict"], dict(checkpoint["state_dict"]), "state")
+    assert_equal(
+        found["optimizer_states"]["0"]["state"]["0"], checkpoint["optimizer_states"][0]["state"][0], "optimizer"
+    )
+    (rest,) = found[REST]
+    assert rest["loops"] == checkpoint["loops"]
+    assert all(each.is_meta for each in rest["state_dict"].values())
 
 
 def test_tensors_are_mapped_and_stay_mapped_where_they_are_copied(tmp_path: Path) -> None:
@@ -143,7 +159,7 @@ def test_tensors_of_all_kinds(tmp_path: Path) -> None:
     square = torch.randn(4, 4)
     tensors = {
         **{str(dtype): torch.ones(7).to(dtype) for dtype in DTYPES},
-        "number": torch.tensor(3.0), "nothing": torch.zeros(0, 4), "part": base[:, 1:], "turned": base.transpose(0, 2),
+        "number": torch.tensor(3.0), "part": base[:, 1:], "turned": base.transpose(0, 2),
         "every other": base[:, :, ::2], "expanded": torch.ones(1).expand(5), "channels last": channels_last,
         "conjugate": torch.view_as_complex(torch.randn(3, 2)).conj(), "sparse": torch.eye(3).to_sparse(),
         "square": square, "square, turned": square.t(), "row, expanded": square[2].expand(4, 4),
@@ -169,24 +185,53 @@ def test_one_memory_with_two_dtypes_is_written_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, .* are deprecated", "ignore:TypedStorage is deprecated")
-def test_numbers_that_torch_maps_to_no_tensor_are_in_the_index(tmp_path: Path) -> None:
-    """A quantised tensor of torch's own, and plain bits."""
+def test_a_quantised_tensor_of_torch(tmp_path: Path) -> None:
     quantised = torch.quantize_per_tensor(torch.arange(9.0), 0.5, 3, torch.quint8)
-    bits = torch.arange(9, dtype=torch.uint8)
-    write({"quantised": quantised, "bits": bits.view(torch.bits8)}, tmp_path / "a", {})
+    write({"quantised": quantised}, tmp_path / "a", {})
+    found = read(tmp_path / "a", True)["quantised"]
+    assert torch.equal(found.int_repr(), quantised.int_repr())
+    assert found.q_zero_point() == 3
+
+
+def test_the_plain_tensors_of_a_wrapped_one_are_entries(tmp_path: Path) -> None:
+    """Otherwise the quantised weights of a large model would be pickled in memory."""
+    quantisation = pytest.importorskip("torchao.quantization")
+    linear = nn.Linear(64, 64)
+    quantisation.quantize_(linear, quantisation.Int8WeightOnlyConfig())
+    write({"state_dict": linear.state_dict()}, tmp_path / "a", {})
+    names = dcp.FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
+    assert {"state_dict.weight.qdata", "state_dict.weight.scale"} < names.keys()
+    found = read(tmp_path / "a", True)["state_dict"]["weight"]
+    assert type(found) is type(linear.weight)
+    assert torch.equal(found.dequantize(), linear.weight.dequantize())
+
+
+@pytest.mark.parametrize("mapped", [1, checkpoint_folder.MAPPED])
+def test_small_tensors_are_not_mapped(mapped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sp_lightning.disk.weights_in_files import Mappings
+
+    monkeypatch.setattr(checkpoint_folder, "MAPPED", mapped)
+    write({"a": torch.ones(2000)}, tmp_path / "a", {})
+    found = read(tmp_path / "a", True)["a"]
+    assert (Mappings().place(found) is None) == (mapped > 1)
+    if mapped > 1:  # an empty tensor cannot be mapped
+        write({"a": torch.zeros(0, 4)}, tmp_path / "a", {})
+        assert read(tmp_path / "a", True)["a"].shape == (0, 4)
+
+
+def test_what_dcp_alone_would_lose(tmp_path: Path) -> None:
+    content = {"empty": {}, "list": [], "tuple": (1, torch.ones(2)), "numbers": {1: {"1": torch.ones(2)}, (2, 3): None}}
+    content[REST] = {"a": torch.ones(2)}  # a key like that of the entry for the rest
+    write(content, tmp_path / "a", {})
     found = read(tmp_path / "a", True)
-    assert torch.equal(found["quantised"].int_repr(), quantised.int_repr())
-    assert found["quantised"].q_zero_point() == 3
-    assert torch.equal(found["bits"].view(torch.uint8), bits)
+    assert_equal(found, content, "content")
+    assert list(found["numbers"]) == [1, (2, 3)]
 
 
 def test_names_that_read_alike_are_apart(tmp_path: Path) -> None:
     content = {"a.b": torch.ones(3), "a": {"b": torch.zeros(3), 0: torch.full((3,), 2.0), "0": torch.full((3,), 3.0)}}
     write(content, tmp_path / "a", {})
     assert_equal(read(tmp_path / "a", True), content, "content")
-    numbered = {f"a.b#{number}": torch.full((3,), float(number)) for number in range(5)} | content
-    write(numbered, tmp_path / "b", {})
-    assert_equal(read(tmp_path / "b", True), numbered, "numbered")
 
 
 def test_it_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -197,11 +242,8 @@ def test_it_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> No
 # ---------------------------------------------------------------------- a name that is taken
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("before", ["folder", "file", "link", "nothing"])
-def test_a_name_is_given_to_the_new_one(
-    before: str, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_is_given_to_the_new_one(before: str, tmp_path: Path) -> None:
     target, elsewhere = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
     write({"a": torch.zeros(9)}, elsewhere, {})
     if before == "folder":
@@ -210,11 +252,6 @@ def test_a_name_is_given_to_the_new_one(
         torch.save({}, target)
     elif before == "link":
         target.symlink_to(elsewhere)
-    if not can_exchange:
-        monkeypatch.setattr(checkpoint_folder, "_libc", lambda: None)
-    elif before != "nothing":  # at no moment has nothing the name
-        rename = Path.rename
-        monkeypatch.setattr(Path, "rename", lambda path, to: None if path == target else rename(path, to))
     write({"a": torch.ones(9)}, target, {})
     assert torch.equal(read(target, True)["a"], torch.ones(9))
     assert torch.equal(read(elsewhere, True)["a"], torch.zeros(9))
@@ -236,21 +273,16 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["logs", "mine"]
 
 
-def test_what_was_set_aside_comes_back_before_the_next_one(tmp_path: Path) -> None:
-    """A process has died in the moment in which no folder had the name, on a file system that cannot exchange two."""
-    target = tmp_path / "last.ckpt"
-    write({"a": torch.zeros(9)}, target, {})
-    part, stream = create_part(target)
-    stream.close()
-    target.rename(aside(part))
-    beside(part).mkdir()
-    part, stream = create_part(target)
-    stream.close()
-    assert torch.equal(read(target, True)["a"], torch.zeros(9))
-    assert sorted(os.listdir(tmp_path)) == sorted([part.name, "last.ckpt"])
+def test_hidden_folders_of_another_name_are_kept(tmp_path: Path) -> None:
+    """A writer removes what killed writers of the same name have left."""
+    number = "0" * 32
+    for name in ("a.b", "a"):
+        (tmp_path / f".{name}.{number}.part").mkdir()
+    write({"a": torch.ones(9)}, tmp_path / "a", {})
+    assert sorted(os.listdir(tmp_path)) == [f".a.b.{number}.part", "a"]
 
 
-def test_a_folder_that_is_mapped_may_be_exchanged(tmp_path: Path) -> None:
+def test_a_folder_that_is_mapped_may_be_replaced(tmp_path: Path) -> None:
     write({"a": torch.zeros(9)}, tmp_path / "a", {})
     found = read(tmp_path / "a", True)
     write({"a": torch.ones(9)}, tmp_path / "a", {})
@@ -258,30 +290,48 @@ def test_a_folder_that_is_mapped_may_be_exchanged(tmp_path: Path) -> None:
 
 
 KILLED = """
-import os, sys, torch, torch.distributed.checkpoint
+import os, sys, torch
+from pathlib import Path
+from torch.distributed.checkpoint import filesystem
 from sp_lightning.ranks import checkpoint_folder
-checkpoint_folder.LEAST = 1
-def dies(*_, **__): os._exit(7)
-setattr({where}, {what!r}, dies)
-checkpoint_folder.write({{"a": torch.ones(9)}}, checkpoint_folder.Path(sys.argv[1]), {{}})
+real, left = {where}.{what}, {after}
+def dies(*arguments, **options):
+    global left
+    left -= 1
+    if left < 0:
+        os._exit(7)
+    return real(*arguments, **options)
+{where}.{what} = dies
+checkpoint_folder.write({{"a": torch.ones(9)}}, Path(sys.argv[1]), {{}})
 """
-
-
-DIES = [("torch.distributed.checkpoint", "save"), ("checkpoint_folder", "_finish"), ("checkpoint_folder", "_exchange"),
-        ("checkpoint_folder", "_remove")]  # fmt: skip
+MOMENTS = {
+    "before the tensors": ("filesystem.FileSystemWriter", "write_data", 0, "old"),
+    "before .metadata": ("filesystem.FileSystemWriter", "finish", 0, "old"),
+    "before the folders are renamed": ("checkpoint_folder", "sync_folder", 0, "old"),
+    "before the former folder is removed": ("checkpoint_folder", "sync_folder", 1, "new"),
+    "between the two names": ("Path", "rename", 2, "neither"),  # the first time, DCP renames .metadata
+}
 
 
 @pytest.mark.rest("processes that import torch")
-@pytest.mark.parametrize(("where", "what"), some(DIES, DIES[2], why="other moments"))
-def test_a_process_that_dies_leaves_the_previous_one_or_the_new_one(where: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", some(list(MOMENTS), "between the two names", why="other moments"))
+def test_a_process_that_dies_leaves_the_previous_one_or_the_new_one(moment: str, tmp_path: Path) -> None:
     target = tmp_path / "last.ckpt"
     write({"a": torch.zeros(9)}, target, {})
-    program = KILLED.format(where=where, what=what)
+    where, what, after, remains = MOMENTS[moment]
+    program = KILLED.format(where=where, what=what, after=after)
     died = subprocess.run([sys.executable, "-c", program, str(target)], timeout=100, check=False)
     assert died.returncode == 7
-    assert torch.equal(read(target, True)["a"], torch.full((9,), float(what == "_remove")))
-    assert len(os.listdir(tmp_path)) > 1
+    if remains == "neither":  # both are complete, under hidden names
+        assert not target.exists()
+        hidden = sorted(tmp_path.iterdir())
+        assert [each.suffix for each in hidden] == [".old", ".part"]
+        assert [float(read(each, True)["a"][0]) for each in hidden] == [0, 1]
+    else:
+        assert torch.equal(read(target, True)["a"], torch.full((9,), float(remains == "new")))
+        assert len(os.listdir(tmp_path)) == 2
     write({"a": torch.full((9,), 2.0)}, target, {})
+    assert torch.equal(read(target, True)["a"], torch.full((9,), 2.0))
     assert os.listdir(tmp_path) == ["last.ckpt"], "the next one removes what was left"
 
 
@@ -298,11 +348,8 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(OSError, match=said):
             write({"a": torch.ones(9)}, target, {})
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full)  # of the index
-        patched.setattr(checkpoint_folder, "LEAST", 2**20)
-        with pytest.raises(
-            OSError, match="written: No space left on device; the previous one of this name is as it was"
-        ):
+        patched.setattr(FileSystemWriter, "finish", full)
+        with pytest.raises(OSError, match=said):
             write({"a": torch.ones(9)}, target, {})
     assert torch.equal(read(target, True)["a"], torch.zeros(9))
     assert os.listdir(tmp_path) == ["last.ckpt"]
@@ -310,7 +357,7 @@ def test_a_full_disk_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_cannot_write_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch forgets the errors of its threads but for the first one's."""
+    """torch.distributed.checkpoint checks the errors of the first thread only."""
     save, first_thread = torch.save, threading.current_thread()
 
     def fails(*args: Any, **options: Any) -> None:
@@ -319,13 +366,12 @@ def test_a_thread_that_cannot_write_is_noticed(tmp_path: Path, monkeypatch: pyte
         save(*args, **options)
 
     monkeypatch.setattr(torch, "save", fails)
-    with pytest.raises(
-        OSError, match=r"could not be written: threads of torch.distributed.checkpoint have failed, .* 'x\d+'"
-    ):
+    with pytest.raises(OSError, match="could not be written: rank 0: Input/output error"):
         write({f"x{i}": torch.ones(90) for i in range(40)}, tmp_path / "a", {})
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_that_is_no_disk_s_stays_itself(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="local object"):
         write({"a": torch.ones(9), "b": lambda: None}, tmp_path / "a", {})
@@ -386,16 +432,21 @@ def test_a_file_that_may_not_grow_is_an_error_of_the_system(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
         try:
             with pytest.raises(OSError, match=r"could not be written: .*; the previous one of this name is as it was"):
-                write({"a": torch.ones(900), "in the index": "x" * 9000}, tmp_path / "a", {})
+                write({"a": torch.ones(900), "text": "x" * 9000}, tmp_path / "a", {})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert torch.equal(read(tmp_path / "a", True)["a"], torch.zeros(9))
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
+    """Also the folder of an earlier version, with another entry beside the tensors."""
     with pytest.raises(ValueError, match=r"has not written\. One of Lightning's sharded strategies becomes a file by"):
         fit(Net, vectors(), together(), ckpt_path=tmp_path)
+    dcp.save({"state_dict": Net().state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(ValueError, match=r"this version of SuperpipelineStrategy\(.*\) has not written"):
+        fit(Net, vectors(), together(), ckpt_path=tmp_path / "a")
 
 
 def test_options_that_exclude_it(tmp_path: Path) -> None:
@@ -412,7 +463,7 @@ def test_places_that_are_no_folder_of_all_nodes(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="storage_options= is not supported"):
         trainer.save_checkpoint(tmp_path / "a", storage_options={"a": 1})
     trainer.save_checkpoint(f"file://{tmp_path}/b")
-    assert (tmp_path / "b" / INDEX).is_file()
+    assert (tmp_path / "b" / ".metadata").is_file()
 
 
 # ---------------------------------------------------------------------- converted

@@ -209,7 +209,7 @@ PUBLIC_ENOUGH = {
 """Privates of torch that any file may use, with the reason."""
 
 PRIVATES: dict[str, set[str]] = {
-    "ranks.folder_reader": {"_checkpoint_offset"},  # torch's notes on serialization document it
+    "ranks.checkpoint_folder": {"_checkpoint_offset"},  # torch's notes on serialization document it
     "updates.scaler": {"_unscale_grads_"},  # overridden: a method has to have its name. test_torch_private.py calls it
     "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }
