@@ -28,6 +28,9 @@ from sp_lightning.ranks.rank_order import all_gather_single
 TIMEOUT: timedelta = default_pg_timeout
 """How long a rank waits for another one that neither comes nor fails: the timeout of torch's process groups."""
 
+_LOOK = timedelta(seconds=0.1)
+"""How long the host waits before it looks whether another rank has failed."""
+
 _TEXT = 504
 """Bytes of the text that a rank says in a meeting. A longer text is cut."""
 
@@ -262,17 +265,16 @@ class Collectives:
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
-        """Waits for a collective: the host by polling, a stream of an accelerator by itself.
+        """Waits for a collective: on the host, or on the current stream of an accelerator.
 
         Raises:
             RankError: another rank has failed, meanwhile or in the collective.
             RankInterrupt: another rank was interrupted.
         """
-        turns = 0
         while host and not work.is_completed():
-            turns += 1
-            sleep(0 if turns < 100 else min(turns * 1e-7, 1e-3))
-            if turns % 100 == 0 and (error := self._error(why)) is not None:
+            with suppress(RuntimeError):  # only this wait has ended, or the wait below raises the error
+                work.wait(_LOOK)
+            if not work.is_completed() and (error := self._error(why)) is not None:
                 raise error
         try:
             work.wait()
