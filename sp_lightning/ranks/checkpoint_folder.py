@@ -275,8 +275,8 @@ def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
         places = {index.fqn: place for index, place in metadata.storage_data.items()}
     if REST not in places:
         raise ValueError(
-            f"{folder} was not written by this version of SuperpipelineStrategy(save_distributed_checkpoint=True). A folder of one "
-            "of Lightning's sharded strategies is converted to a file by: "
+            f"{folder} was not written by this version of SuperpipelineStrategy(save_distributed_checkpoint=True). A folder of "
+            "one of Lightning's sharded strategies is converted to a file by: "
             f"python -m lightning.pytorch.utilities.consolidate_checkpoint {folder}"
         )
     without_values = FakeTensorMode()
