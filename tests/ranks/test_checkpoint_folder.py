@@ -442,10 +442,10 @@ def test_a_file_that_may_not_grow_is_an_error_of_the_system(tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     """Also the folder of an earlier version, with another entry beside the tensors."""
-    with pytest.raises(ValueError, match=r"has not written\. One of Lightning's sharded strategies becomes a file by"):
+    with pytest.raises(ValueError, match="A folder of one of Lightning's sharded strategies is converted to a file by"):
         fit(Net, vectors(), together(), ckpt_path=tmp_path)
     dcp.save({"state_dict": Net().state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
-    with pytest.raises(ValueError, match=r"this version of SuperpipelineStrategy\(.*\) has not written"):
+    with pytest.raises(ValueError, match=r"not written by this version of SuperpipelineStrategy"):
         fit(Net, vectors(), together(), ckpt_path=tmp_path / "a")
 
 
