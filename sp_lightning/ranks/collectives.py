@@ -168,8 +168,8 @@ class Collectives:
                 texts = [said.rstrip(b"\0").decode(errors="replace") for _, said in found]
                 raise RankError(
                     f"Ranks disagree: {self.name} has reached {texts[self.number]}, and {self.called(rank)} {texts[rank]}. All "
-                    "ranks need the same number of batches, and whatever else they do together (steps, checkpoints, sums over "
-                    "ranks, exchanges of parameters or layers) all of them must do, in one order. It must not depend on the rank."
+                    "ranks need the same number of batches. Whatever else they do together (steps, checkpoints, sums over ranks, "
+                    "exchanges of parameters or layers) all of them must do, in the same order."
                 )
         return [each for each, _ in found]
 
