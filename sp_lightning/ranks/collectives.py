@@ -183,7 +183,10 @@ class Collectives:
             return error
         if ended is None:
             return None
-        who = self.called(self.node * self.size + ended)
+        number = self.node * self.size + ended
+        who = self.called(number)
+        if number and self._news is not None and self._news.reads and not self._news.places():  # it could not tell why
+            who += f", like that of {self.called(0)}, which has the store of torch.distributed,"
         return RankError(
             f"the process of {who} has ended {waited}. The system killed it (out of memory, for example: see dmesg), or it left "
             "trainer.fit earlier than this process."
