@@ -71,9 +71,10 @@ class News:
         answered = False
         with suppress(RuntimeError):  # the process with the store has ended: collectives with it raise errors
             while not over.wait(self._pause):
-                if self.failure is None and self._store.check([failure]):
+                if self._store.check([failure]):
                     who, _, error = self._store.get(failure).decode(errors="replace").partition("\n")
                     self.failure = who, error
+                    return  # the process with the store may end now, and torch would print that it cannot be read
                 if not answered and self._store.check([roll]):
                     self._store.set(mine, self._place())
                     answered = True
@@ -127,5 +128,5 @@ class News:
         thread.join(3.0 + then)
 
     def end(self) -> None:
-        """Ends the thread, before the process with the store ends: torch would print that it cannot be read."""
+        """Ends the thread, before the process with the store ends."""
         self._over.set()
