@@ -289,13 +289,14 @@ class Collectives:
 
         If another rank has failed, its own error is news within a moment. Otherwise a roll call finds the ranks that are missing.
         """
-        if self._news is None or not self._news.reads:
-            return RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}: {error}")
-        late = monotonic() + 1
+        reads = self._news is not None and self._news.reads
+        late = monotonic() + (1 if reads else 0.1)
         while (found := self._error(why)) is None and monotonic() < late:
             sleep(0.02)
         if found is not None:
             return found
+        if self._news is None or not reads:
+            return RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}: {error}")
         places = self._news.places()
         if not places:
             said = f"No answer from {self.called(0)}, which has the store of torch.distributed"

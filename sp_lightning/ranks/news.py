@@ -7,14 +7,13 @@ calls the roll: each process then writes where it is.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Event, Thread
 from time import sleep
 from typing import Any
 
-import torch.distributed as dist
+from sp_lightning.torch_compat.private import store_of_default_group
 
 
 class RankError(RuntimeError):
@@ -50,8 +49,7 @@ class News:
         self._pause = 0.1 * max(1, len(names) // 32)  # seconds between two looks: one process answers all ranks
         self.failure: tuple[str, str] | None = None
         # A separate connection: a wait on the process group's would block this one.
-        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store: Any = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
+        self._store: Any = store_of_default_group().clone()
         self._over = Event()
         self._over.set()
 

@@ -47,12 +47,14 @@ class Ranks(Collectives):
                 f"superpipeline shares host memory between the processes of several devices, and cannot do so here: {why}. "
                 "Pass Trainer(devices=1)."
             )
-        for each in list(_open):  # in all processes at the same time, and not when Python collects them
-            if each.over:
-                each.close()
+        former = [each for each in _open if each.over]
+        for each in former:  # in all processes at the same time, and not when Python collects them
+            each.close()
         super().__init__(device, per_node)
         self._presence = Presence(self._file(PAGE, "presence"), self.rank, self.size)
         self.meet("the locks of all processes")
+        for each in former:
+            each.end_groups()
         self.over: bool = False
         self.closed = False
         _open.append(self)
@@ -180,13 +182,16 @@ class Ranks(Collectives):
             self.news.end()
 
     def close(self) -> None:
-        """Closes groups, files and threads. Not collective, but all ranks call it."""
+        """Closes groups, files and threads. Not collective, but all ranks call it.
+
+        After a failure, other ranks may still be in a collective. The groups then end when all ranks have connected anew.
+        """
         self.closed = True
         _open.remove(self)
         self.news.end()
         if self._presence is not None:
             self._presence.close()
-        if not self.failure:  # otherwise other ranks may be in a collective
+        if not self.failure:
             self.end_groups()
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.ranks.block_memory import merge
+from sp_lightning.ranks.news import LOST
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.reduced_gradients import ReducedGradients
 from sp_lightning.updates.background import BackgroundUpdates
@@ -69,6 +70,8 @@ class SharedUpdates(BackgroundUpdates):
                     merge(member.block.memory for member in layer.family)
                 work()
             ranks.meet(f"the end of an update of {layer.name!r}", why=Wait.READ_AFTER_SHARED_UPDATE, group=self._group)
+        except LOST:
+            raise
         except BaseException as error:
             ranks.fail(error)
             raise

@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from sp_lightning.ranks.agreement import choose_interface, refuse_other_places, refuse_restart_with_old_store
 from sp_lightning.ranks.group import RankGroup
+from sp_lightning.ranks.news import RankError
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.trainer.compat import barrier_before_batches, is_interactive
 from sp_lightning.trainer.group import Group
@@ -66,13 +67,19 @@ class RankStrategy(_Base):
 
     def _connect(self) -> Ranks:
         """Returns the connected processes. They are connected anew after a run that failed."""
-        if (ranks := self._ranks) is not None:
-            if not ranks.failure:
-                return ranks
-            ranks.close()
+        if (former := self._ranks) is not None:
+            if not former.failure:
+                return former
+            former.over = True
         refuse_other_places(self)
         again = not self._connected.alone
-        ranks = Ranks(self.root_device, len(self._devices))
+        try:
+            ranks = Ranks(self.root_device, len(self._devices))
+        except dist.DistError as error:
+            raise RankError(
+                f"rank {self.global_rank} cannot connect to the other ranks ({error}). Their processes may have ended since the "
+                "last run. All ranks must call trainer.fit and the like in the same order."
+            ) from error
         self._connected = RankGroup(ranks)
         if (
             not ranks.first and not again

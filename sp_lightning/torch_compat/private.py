@@ -370,6 +370,14 @@ def foreach_norm(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(list(tensors), 2.0)
 
 
+def store_of_default_group() -> Any:
+    """Returns the store of the default process group, which several devices need. No public function returns it.
+
+    The environment need not name it: user code may have made the group by ``init_method=`` or ``store=``.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+
+
 def second_level_cache() -> int:
     """Returns the bytes of a core's L2 cache; 0 if torch does not report them. torch 2.10 has no public way to ask."""
     if hasattr(torch.cpu, "get_capabilities"):

@@ -10,17 +10,15 @@ from time import monotonic, sleep
 import pytest
 import torch.distributed as dist
 
+from sp_lightning.ranks import news
 from sp_lightning.ranks.news import News, RankError, RankInterrupt
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dist.TCPStore]]:
     """The store at which the processes have met, which is gone once it is out of this list."""
-    made = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(made.port))
-    there = [made]
-    del made
+    there = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
+    monkeypatch.setattr(news, "store_of_default_group", lambda: there[0])
     yield there
     there.clear()
     assert comes(lambda: not listening()), "threads are left"

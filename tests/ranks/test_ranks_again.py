@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack, vectors
-from tests.support.ranks import Number, devices, in_ranks, start
+from tests.support.ranks import Number, devices, in_ranks, rank, start
 from tests.support.runs import assert_equal, loader, trainer_for
 
 
@@ -44,6 +45,53 @@ def test_trainers_one_after_the_other_leave_no_threads(number: Number) -> None:
     for counted in in_ranks(number, train_with_several, number):
         # gloo has three for each group, and each time there are two new ones.
         assert counted[-1] < counted[1] + 6, counted
+
+
+class FailsOnRank1(Module):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if rank() == 1:
+            raise ValueError("no")
+
+
+def fail_again_and_again(number: Number) -> list[int]:
+    counted = []
+    for _ in range(5):
+        pl.seed_everything(3, verbose=False)
+        with pytest.raises((ValueError, RuntimeError)):
+            new_trainer(number).fit(FailsOnRank1(Stack(4)), loader(vectors()))
+        counted.append(threads())
+    return counted
+
+
+@pytest.mark.rest("five trainers; the first tier has trainers that take turns")
+def test_runs_that_failed_leave_no_threads() -> None:
+    """A search over hyperparameters catches errors. Each failure left six threads and ten descriptors."""
+    for counted in in_ranks(2, fail_again_and_again, 2):
+        assert counted[-1] < counted[1] + 6, counted
+
+
+def fit_in_the_users_group(file: str) -> dict[str, Any]:
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank(), world_size=2)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    module = make()
+    new_trainer(2).fit(module, loader(vectors()))
+    return module.state_dict()
+
+
+@pytest.mark.rest("processes that are started for it")
+def test_a_process_group_of_the_user_is_used(tmp_path: Path) -> None:
+    """News were read from the store of MASTER_ADDR, which such a group need not have."""
+    (first, state), (second, _) = start(2, fit_in_the_users_group, str(tmp_path / "store")).outcomes()
+    assert (first, second) == (None, None)
+    (expected, *_), _ = in_ranks(2, _plain_states)
+    assert_equal(state, expected, "weights")
+
+
+def _plain_states() -> list[dict[str, Any]]:
+    module = make()
+    new_trainer(2).fit(module, loader(vectors()))
+    return [module.state_dict()]
 
 
 def train_in_turns(number: Number) -> Any:

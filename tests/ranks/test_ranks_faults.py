@@ -105,8 +105,9 @@ def train(who: int, where: str, how: str, folder: str, strategy: dict[str, Any],
         accelerator="cpu", devices=2, strategy=SuperpipelineStrategy(**strategy), max_epochs=2, logger=False,
         callbacks=[fails], enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
+    of_workers: Any = {"multiprocessing_context": "fork"} if workers else {}
     try:
-        trainer.fit(Net(fails), DataLoader(Data(fails), batch_size=4, num_workers=workers))
+        trainer.fit(Net(fails), DataLoader(Data(fails), batch_size=4, num_workers=workers, **of_workers))
     finally:
         (Path(folder) / f"ended{rank()}").write_text(str(monotonic()))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,6 +34,16 @@ class _NotesOperators(torch_private.TorchDispatchMode):
 
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine
+
+
+def test_the_store_of_the_default_group_has_another_connection() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store = torch_private.store_of_default_group()
+        store.clone().set("key", "value")
+        assert store.get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_second_level_cache_is_known() -> None:
