@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,8 +26,8 @@ LAYER = 4_000_000
 """Parameters of a layer."""
 
 
-def _median(work: Callable[[], object], repeats: int) -> float:
-    """Returns the median seconds of a call. All processes begin each call together, and the slowest one counts."""
+def _least(work: Callable[[], object], repeats: int) -> float:
+    """Returns the least seconds of a call, for all processes together: they begin each call at the same time."""
     seconds = []
     for _ in range(repeats + 1):
         dist.barrier()
@@ -36,7 +35,7 @@ def _median(work: Callable[[], object], repeats: int) -> float:
         work()
         dist.barrier()
         seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds[1:])
+    return min(seconds[1:])
 
 
 def _run(rank: int, processes: int, port: int, layers: int, repeats: int, found: Any) -> None:
@@ -46,9 +45,9 @@ def _run(rank: int, processes: int, port: int, layers: int, repeats: int, found:
     mine = [torch.nn.Parameter(torch.randn(LAYER)) for _ in range(layers)][rank::processes]
     for each in mine:
         each.grad = torch.randn(LAYER)
-    update = _median(torch.optim.AdamW(mine, fused=True).step, repeats)
+    update = _least(torch.optim.AdamW(mine, fused=True).step, repeats)
     weights = torch.randn(LAYER)
-    send = layers * _median(lambda: dist.broadcast(weights, 0), repeats) if processes > 1 else None
+    send = layers * _least(lambda: dist.broadcast(weights, 0), repeats) if processes > 1 else None
     if rank == 0:
         found[processes] = update, send
     dist.destroy_process_group()
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=16, help=f"layers of {LAYER:,} parameters")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     asked = parser.parse_args(arguments)
     print(
         "| processes | update, ns per parameter | sending float32 weights to the others, ns per parameter |\n|---|---|---|"

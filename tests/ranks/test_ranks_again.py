@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from copy import deepcopy
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.ranks.news import RankError
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import Number, devices, in_ranks, rank, start
 from tests.support.runs import assert_equal, loader, trainer_for
@@ -127,3 +129,21 @@ def end_all_groups() -> bool:
 
 def test_groups_that_the_user_has_ended_are_not_ended_again() -> None:
     assert start(2, end_all_groups).outcomes() == [(None, True)] * 2
+
+
+def save_alone(folder: str) -> str:
+    trainer = new_trainer(2)
+    trainer.fit(make(), loader(vectors()))
+    if rank() == 1:
+        os._exit(0)
+    sleep(0.5)
+    with pytest.raises(RankError) as caught:
+        trainer.save_checkpoint(f"{folder}/never.ckpt")
+    return str(caught.value)
+
+
+@pytest.mark.rest("processes that are started for it")
+def test_a_rank_that_has_ended_after_its_run_is_named(tmp_path: Path) -> None:
+    (error, said), _ = start(2, save_alone, str(tmp_path)).outcomes()
+    assert error is None
+    assert "the process of rank 1 has ended while rank 0 waited for Lightning's barrier" in said
