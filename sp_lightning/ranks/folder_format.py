@@ -36,7 +36,7 @@ class FolderFormat(CheckpointFormat):
             own = {} if run is None or group.alone else common_tensors(strategy.lightning_module, strategy.optimizers)
             if not group.failure:
                 try:
-                    strategy.barrier("of a checkpoint")  # a rank that has failed in a hook does not come, and is named
+                    strategy.barrier("save_checkpoint")  # a rank that has failed in a hook does not come, and is named
                 except BaseException as error:
                     group.fail(error)  # a rank that saves because of it waits for no other
                     raise

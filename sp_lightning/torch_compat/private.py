@@ -375,7 +375,7 @@ def store_of_default_group() -> Any:
 
     The environment need not name it: user code may have made the group by ``init_method=`` or ``store=``.
     """
-    return torch.distributed.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def second_level_cache() -> int:
