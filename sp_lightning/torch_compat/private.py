@@ -722,6 +722,7 @@ FEATURES = {
         "scaler_device": "16-mixed",
         "unscales_by_itself": "16-mixed with fused optimizers",
         "part_of_file": "reading checkpoint folders (save_distributed_checkpoint=True)",
+        "store_of_default_group": "Trainer(devices=2)",
         "save_by_way_of": "checkpoints of weights and state that are on a disk (disk=)",
     },
     "torch.compile": {
