@@ -313,7 +313,7 @@ class Gradients(GradientSink[_Drain]):
         if sparse_on_device:
             gradient = each_row_once(gradient)
         if sparse_on_device and own is None and first:
-            # There is no `own` memory: it is still referenced, or the weight has another dtype now.
+            # `own` is None because that memory is still referenced, or because the weight has another dtype now.
             gradient = gradient.to_dense()
         elif own is not None and own is not gradient and first:  # staged, so it is converted into its own memory
             with no_inference_mode():

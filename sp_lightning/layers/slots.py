@@ -35,8 +35,8 @@ Staged = tuple[Tensor, Any]
 class BlockSource:
     """Provides layers' bytes in host memory, for transfers to read.
 
-    A layer is ready when its update is done and its bytes are staged. Staging may read a disk. The
-    engine calls these methods in the thread that runs the model, and holds its lock.
+    A layer is ready when its update is done and its bytes are staged. Staging may read a disk. The engine
+    calls these methods in the thread that runs the model, and holds its lock.
     """
 
     def ready(self, layer: StreamedLayer) -> bool:

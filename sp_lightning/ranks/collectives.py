@@ -1,7 +1,7 @@
 """Collectives of torch.distributed. One ends with an error when another rank has failed or has reached another collective.
 
-A *meeting* is a collective in which each rank says what it is about to do. All ranks have to say the same. Other collectives
-match by their order alone. Meetings guard them: ranks that have met do the same collectives until they meet again.
+A *meeting* is a collective in which each rank sends the name of its next operation. An error is raised if the names differ. Other
+collectives match by their order alone. Meetings guard them: ranks that have met run the same collectives until the next meeting.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOK = timedelta(seconds=0.1)
 """How long the host waits before it looks whether another rank has failed."""
 
 _TEXT = 504
-"""Bytes of the text that a rank says in a meeting. A longer text is cut."""
+"""Bytes of the name that a rank sends in a meeting. A longer name is cut."""
 
 
 class ProcessGroups(NamedTuple):
@@ -106,11 +106,13 @@ class Collectives:
         ]
         return ProcessGroups(made[0], made[-1])
 
-    def group_of_thread(self, name: str) -> ProcessGroups:
-        """Returns another group of all ranks, for collectives of another thread. The first call with a name is collective."""
-        if name not in self._groups:
-            self._groups[name] = self._group([list(range(self.world))])
-        return self._groups[name]
+    @property
+    def background(self) -> Any:
+        """Another group of all ranks, for meetings of their background threads. The first use is collective."""
+        if "background" not in self._groups:
+            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            self._groups["background"] = ProcessGroups(group, group)
+        return self._groups["background"].host
 
     def end_groups(self) -> None:
         """Ends all groups, with their threads and connections. All ranks call it, but not at the same time."""
@@ -137,22 +139,20 @@ class Collectives:
 
     # ------------------------------------------------------------------ meetings
 
-    def meet(
-        self, what: str, number: float = 0, *, why: Wait | None = None, group: ProcessGroups | None = None
-    ) -> list[float]:
+    def meet(self, what: str, number: float = 0, *, why: Wait | None = None, group: Any = None) -> list[float]:
         """Waits until all ranks have called it. Their devices may still be busy.
 
         Args:
-            what: what this rank does next, for errors. It must be the same on all ranks, and so must :attr:`place`.
+            what: the name of this rank's next operation. It must be the same on all ranks, and so must :attr:`place`.
             number: a number for the other ranks. Integers are exact up to 2**53.
             why: the named wait, if it is one.
-            group: the group of another thread, which is at another place; None for the main group.
+            group: :attr:`background`, whose thread is at another place; None for the main group.
 
         Returns:
             The numbers of all ranks.
 
         Raises:
-            RankError: another rank has failed, or says something else.
+            RankError: another rank has failed, or has sent another name.
         """
         text = what
         if group is None:
@@ -160,13 +160,13 @@ class Collectives:
         mine = struct.pack(f"d{_TEXT}s", number, text.encode())
         # gloo's all-to-all takes half the time of its all-gather, which sends around a ring.
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).repeat(self.world)
-        everybody = torch.empty_like(sent)
-        host = (group or self._groups["everybody"]).host
-        self._wait_for(dist.all_to_all_single(everybody, sent, group=host, async_op=True), why or what)
-        found = [struct.unpack(f"d{_TEXT}s", each.numpy().tobytes()) for each in everybody.chunk(self.world)]
-        for rank, (_, said) in enumerate(found):
-            if said != found[self.number][1]:
-                texts = [said.rstrip(b"\0").decode(errors="replace") for _, said in found]
+        received = torch.empty_like(sent)
+        group = group or self._groups["everybody"].host
+        self._wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), why or what)
+        found = [struct.unpack(f"d{_TEXT}s", each.numpy().tobytes()) for each in received.chunk(self.world)]
+        for rank, (_, name) in enumerate(found):
+            if name != found[self.number][1]:
+                texts = [name.rstrip(b"\0").decode(errors="replace") for _, name in found]
                 raise RankError(
                     f"Ranks disagree: {self.name} has reached {texts[self.number]}, and {self.called(rank)} {texts[rank]}. All "
                     "ranks need the same number of batches (limit_train_batches=). Whatever else they do together (steps, "

@@ -51,8 +51,9 @@ class Ranks(Collectives):
         for each in former:  # in all processes at the same time, and not when Python collects them
             each.close()
         super().__init__(device, per_node)
-        self._presence = Presence(self._file(PAGE, "presence"), self.rank, self.size)
+        presence = Presence(self._file(PAGE, "presence"), self.rank, self.size)
         self.meet("the locks of all processes")
+        self._presence = presence  # not before: a process that has no lock yet would be taken for one that has ended
         for each in former:
             each.end_groups()
         self.over: bool = False

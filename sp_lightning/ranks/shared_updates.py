@@ -37,7 +37,7 @@ class SharedUpdates(BackgroundUpdates):
         super().__init__(layers, device)
         self._ranks = ranks
         self._gradients = gradients
-        self._group = ranks.group_of_thread("updates")
+        self._group = ranks.background
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         common = ExitStack()
@@ -66,7 +66,7 @@ class SharedUpdates(BackgroundUpdates):
                 ranks.meet(f"an update of {layer.name!r}", why=Wait.UPDATE_AFTER_LANDING, group=self._group)
             if ranks.primary:
                 if landing is not None:
-                    # Share what the primary's user code has written. Other ranks drop their writes in the step's turn.
+                    # Writes of the primary's user code are shared. Those of other ranks are dropped in the step's turn.
                     merge(member.block.memory for member in layer.family)
                 work()
             ranks.meet(f"the end of an update of {layer.name!r}", why=Wait.READ_AFTER_SHARED_UPDATE, group=self._group)

@@ -545,7 +545,8 @@ _HOOKS = ("backward_hooks", "backward_pre_hooks", "forward_hooks", "forward_pre_
 def traces_only_forward(module: nn.Module) -> bool:
     """Returns True if ``torch.compile`` traces only ``forward`` at a call of the module, and puts no guard on its hooks.
 
-    That is so since torch 2.14 if there are no hooks, the call is torch's own, and guards on hooks are not asked for.
+    It does so since torch 2.14, if the module has no hooks, if ``__call__`` is torch's own, and if ``skip_nnmodule_hook_guards``
+    (the default) omits guards on hooks.
     """
     hooked = any(getattr(module, f"_{kind}") or getattr(module_globals, f"_global_{kind}") for kind in _HOOKS)
     unchanged = type(module).__call__ is nn.Module.__call__ and type(module)._call_impl is nn.Module._call_impl

@@ -17,8 +17,8 @@ def compare(folder: Path, accelerator: str, devices: int) -> None:
         subprocess.run(command, check=True, timeout=300)
     for rank in range(devices):
         ours, plain = (torch.load(folder / f"{each}-{rank}.pt") for each in ("superpipeline", "ddp"))
-        # One optimizer steps on the CPU, the other on the GPU. In each of 12 steps AdamW moves a weight by up to 1e-3.
-        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-3)
+        # On GPUs one optimizer steps on the CPU, the other on the GPU. In each of 12 steps AdamW moves a weight by up to 1e-3.
+        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-3 if accelerator == "gpu" else 0)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")

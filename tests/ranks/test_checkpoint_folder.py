@@ -221,7 +221,7 @@ def test_small_tensors_are_not_mapped(mapped: int, tmp_path: Path, monkeypatch: 
 
 def test_what_dcp_alone_would_lose(tmp_path: Path) -> None:
     content = {"empty": {}, "list": [], "tuple": (1, torch.ones(2)), "numbers": {1: {"1": torch.ones(2)}, (2, 3): None}}
-    content[REST] = {"a": torch.ones(2)}  # a key like that of the entry for the rest
+    content[REST] = {"a": torch.ones(2)}  # the entry for the rest has the same name
     write(content, tmp_path / "a", {})
     found = read(tmp_path / "a", True)
     assert_equal(found, content, "content")

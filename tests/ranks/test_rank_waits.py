@@ -150,7 +150,7 @@ def without(omit: Wait | None) -> Iterator[None]:
         if why is None or why is not omit or why is Wait.USE_AFTER_TURN:
             return meet(self, what, number, why=why, group=group)
         texts = torch.zeros(512 * self.world, dtype=torch.uint8)
-        host = (group or self._groups["everybody"]).host
+        host = group or self._groups["everybody"].host
         left.append((texts, dist.all_to_all_single(texts.clone(), texts, group=host, async_op=True)))
         return [number] * self.world
 
