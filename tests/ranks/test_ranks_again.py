@@ -151,3 +151,21 @@ def test_a_rank_that_has_ended_after_its_run_is_named(tmp_path: Path) -> None:
     (error, said), _ = start(2, save_alone, str(tmp_path)).outcomes()
     assert error is None
     assert "the process of rank 1 has ended while rank 0 waited for Lightning's barrier" in said
+
+
+def fit_again_alone() -> str:
+    with pytest.raises((ValueError, RuntimeError)):
+        new_trainer(2).fit(FailsOnRank1(Stack(4)), loader(vectors()))
+    if rank() == 0:
+        os._exit(0)
+    sleep(0.5)
+    with pytest.raises(RankError) as caught:
+        new_trainer(2).fit(make(), loader(vectors()))
+    return str(caught.value)
+
+
+@pytest.mark.rest("processes that are started for it")
+def test_a_rank_that_trains_again_alone_is_told_so() -> None:
+    _, (error, said) = start(2, fit_again_alone).outcomes()
+    assert error is None
+    assert "rank 1 cannot connect to the other ranks" in said

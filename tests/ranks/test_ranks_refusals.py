@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import re
+from contextlib import nullcontext
 from datetime import timedelta
 from time import monotonic
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.ranks import ranks
+from sp_lightning.ranks.agreement import refuse_restart_with_old_store
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import RanksFailed, free_port, in_ranks, rank, start
 from tests.support.runs import fit, loader, trainer_for
@@ -214,3 +216,14 @@ def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.strategy._timeout = timedelta(seconds=1)  # type: ignore[attr-defined]  # half an hour
     with pytest.raises(RuntimeError, match="1/2 clients joined"):
         trainer.fit(Net(), loader(vectors(2)))
+
+
+@pytest.mark.parametrize(
+    ("count", "shared", "refused"), [("0", "True", False), ("1", "False", False), ("1", "True", True)]
+)
+def test_a_restart_needs_a_new_store(count: str, shared: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo read the addresses of processes that had ended, and waited for half an hour."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    with pytest.raises(RuntimeError, match="Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") if refused else nullcontext():
+        refuse_restart_with_old_store()
