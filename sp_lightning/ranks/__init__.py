@@ -23,8 +23,9 @@ interface of the core          here                                   what it re
 
 Below these:
 
-- ``ranks`` connects the processes. ``collectives`` calls torch.distributed: *meetings*, in which ranks say what they do next, and
-  tensors. ``news`` tells all ranks of a failure, by the store of torch.distributed. ``presence`` notices processes that ended.
+- ``ranks`` connects the processes. ``collectives`` calls torch.distributed: barriers that compare the ranks' next operations,
+  broadcasts, sums and exchanges. ``failures`` reports errors to all ranks, by the store of torch.distributed.
+  ``process_locks`` detects processes that have ended.
 - ``rank_sum`` sums one layer's gradients into ``gradient_places``, in ``shared_memory``; ``rank_order`` adds in rank order.
 - ``agreement`` checks that all ranks have the same model.
 - ``checkpoint_folder`` writes and reads checkpoints of torch.distributed.checkpoint.

@@ -1,7 +1,7 @@
 """Collectives of torch.distributed. One ends with an error when another rank has failed or has reached another collective.
 
-A *meeting* is a collective in which each rank sends the name of its next operation. An error is raised if the names differ. Other
-collectives match by their order alone. Meetings guard them: ranks that have met run the same collectives until the next meeting.
+In a barrier each rank sends the name of its next operation. An error is raised if the names differ. Other collectives match by
+their order alone. Barriers guard them: between two barriers all ranks run the same collectives.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from sp_lightning.device.device import Wait
-from sp_lightning.ranks.news import News, RankError
-from sp_lightning.ranks.presence import Presence
+from sp_lightning.ranks.failures import Failures, RankError
+from sp_lightning.ranks.process_locks import ProcessLocks
 from sp_lightning.ranks.rank_order import all_gather_single
 
 TIMEOUT: timedelta = default_pg_timeout
@@ -32,7 +32,7 @@ _LOOK = timedelta(seconds=0.1)
 """How long the host waits before it looks whether another rank has failed."""
 
 _TEXT = 504
-"""Bytes of the name that a rank sends in a meeting. A longer name is cut."""
+"""Bytes of the name that a rank sends in a barrier. A longer name is cut."""
 
 
 class ProcessGroups(NamedTuple):
@@ -80,9 +80,9 @@ class Collectives:
         self.first = self.number == 0
         self.failure = ""
         self.place = ""
-        self._last = "nothing"  # the last meeting of this rank
-        self._news: News | None = None
-        self._presence: Presence | None = None
+        self._last = "nothing"  # the last barrier of this rank
+        self._failures: Failures | None = None
+        self._locks: ProcessLocks | None = None
         self._groups: dict[str, ProcessGroups] = {"everybody": self._group([list(range(self.world))])}
         self._groups["node"] = self._groups["everybody"]
         if self.nodes > 1:
@@ -90,7 +90,7 @@ class Collectives:
             self._groups["peers"] = self._group([list(each) for each in zip(*self._of_nodes, strict=True)])
         run = self._gather_objects(uuid4().hex, "the first collective")[0]
         names = [self.called(each) for each in range(self.world)]
-        self._news = News(run, self.number, names, lambda: self._last)
+        self._failures = Failures(run, self.number, names, lambda: self._last)
 
     @property
     def _of_nodes(self) -> list[list[int]]:
@@ -108,7 +108,7 @@ class Collectives:
 
     @property
     def background(self) -> Any:
-        """Another group of all ranks, for meetings of their background threads. The first use is collective."""
+        """Another group of all ranks, for barriers of their background threads. The first use is collective."""
         if "background" not in self._groups:
             group = dist.new_group(backend="gloo", timeout=TIMEOUT)
             self._groups["background"] = ProcessGroups(group, group)
@@ -132,14 +132,14 @@ class Collectives:
         return self.called(self.number)
 
     @property
-    def news(self) -> News:
-        """What ranks tell each other outside of collectives."""
-        assert self._news is not None
-        return self._news
+    def failures(self) -> Failures:
+        """The failures of all ranks."""
+        assert self._failures is not None
+        return self._failures
 
-    # ------------------------------------------------------------------ meetings
+    # ------------------------------------------------------------------ barriers
 
-    def meet(self, what: str, number: float = 0, *, why: Wait | None = None, group: Any = None) -> list[float]:
+    def barrier(self, what: str, number: float = 0, *, why: Wait | None = None, group: Any = None) -> list[float]:
         """Waits until all ranks have called it. Their devices may still be busy.
 
         Args:
@@ -177,16 +177,18 @@ class Collectives:
     def _error(self, why: Wait | str) -> BaseException | None:
         """Returns the error to raise because another rank has failed or ended; None if this rank may still wait."""
         waited = f"while {self.name} waited for {in_words(why)}"
-        ended = None if self._presence is None else self._presence.ended()
-        if ended is not None:  # it may have told why
+        ended = None if self._locks is None else self._locks.ended()
+        if ended is not None:  # it may have reported why
             sleep(0.3)
-        if self._news is not None and (error := self._news.error(waited)) is not None:
+        if self._failures is not None and (error := self._failures.error(waited)) is not None:
             return error
         if ended is None:
             return None
         number = self.node * self.size + ended
         more = ""
-        if number and self._news is not None and self._news.reads and not self._news.places():  # it could not tell why
+        if (
+            number and self._failures is not None and self._failures.reads and not self._failures.places()
+        ):  # it could not report why
             more = f" The store of torch.distributed cannot be reached: {self.called(0)} or torchrun has ended as well."
         return RankError(
             f"the process of {self.called(number)} has ended {waited}. It was killed (see dmesg for lack of memory), or it left "
@@ -212,12 +214,12 @@ class Collectives:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """A context for a collective of all ranks. It begins with a meeting.
+        """A context for a collective of all ranks. It begins with a barrier.
 
         Raises:
             RankError: another rank has failed during the collective, or has left it.
         """
-        self.meet(what)
+        self.barrier(what)
         try:
             yield
         except RuntimeError as error:
@@ -241,7 +243,7 @@ class Collectives:
             host = self._on_host or device.type == "cpu"
             flat = torch.cat([tensor.reshape(-1) for tensor in each])
             group = self._groups["everybody"][not host]
-            self.meet(f"sending rank 0's buffers ({flat.nbytes} bytes)")
+            self.barrier(f"sending rank 0's buffers ({flat.nbytes} bytes)")
             self._wait_for(dist.broadcast(flat, 0, group=group, async_op=True), "the buffers of rank 0", host=host)
             if not self.first:
                 for tensor, value in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
@@ -288,17 +290,18 @@ class Collectives:
     def _lost(self, why: Wait | str, error: BaseException) -> BaseException:
         """Returns the error to raise for a collective that has failed, or has waited too long.
 
-        If another rank has failed, its own error is news within a moment. Otherwise a roll call finds the ranks that are missing.
+        If another rank has failed, its own error is in the store within a moment. Otherwise all ranks are asked for their places,
+        and the error names those that do not answer.
         """
-        reads = self._news is not None and self._news.reads
+        reads = self._failures is not None and self._failures.reads
         late = monotonic() + (1 if reads else 0.1)
         while (found := self._error(why)) is None and monotonic() < late:
             sleep(0.02)
         if found is not None:
             return found
-        if self._news is None or not reads:
+        if self._failures is None or not reads:
             return RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}: {error}")
-        places = self._news.places()
+        places = self._failures.places()
         if not places:
             said = f"No answer from {self.called(0)}, which has the store of torch.distributed"
         elif missing := [name for each in range(self.world) if (name := self.called(each)) not in places]:

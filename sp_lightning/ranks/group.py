@@ -71,7 +71,7 @@ class RankGroup(Group):
         self.ranks.place = place
 
     def barrier(self, what: str) -> None:
-        self.ranks.meet(what)
+        self.ranks.barrier(what)
 
     def gather(self, number: int, what: str) -> list[int]:
         return self.ranks.of_node(number, what)

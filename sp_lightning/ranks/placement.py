@@ -63,7 +63,7 @@ class RankPlacement(Placement):
         turns = RankTurns(lock, self._ranks, layers, source, step, self._gradients)
         if self._ranks.primary:
             turns.cast()
-        self._ranks.meet("the first casts", why=Wait.READ_AFTER_FILL)
+        self._ranks.barrier("the first casts", why=Wait.READ_AFTER_FILL)
         return turns
 
 

@@ -1,7 +1,7 @@
 """The ranks: the processes that train one model together. Each has its own device; those of a node share one host store.
 
-Everything they tell each other goes through torch.distributed: tensors and meetings through collectives (``collectives``),
-failures through its store (``news``). Nodes are replicas: each has its own host store, and a primary that updates its weights.
+All communication goes through torch.distributed: tensors and barriers through collectives (``collectives``), failures through its
+store (``failures``). Nodes are replicas: each has its own host store, and a primary that updates its weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import PAGE, whole_pages
 from sp_lightning.device.pages import create, supported
 from sp_lightning.ranks.collectives import Collectives
-from sp_lightning.ranks.presence import Presence
+from sp_lightning.ranks.process_locks import ProcessLocks
 from sp_lightning.ranks.shared_memory import SharedMemory, hand_out, receive
 
 
@@ -51,9 +51,9 @@ class Ranks(Collectives):
         for each in former:  # in all processes at the same time, and not when Python collects them
             each.close()
         super().__init__(device, per_node)
-        presence = Presence(self._file(PAGE, "presence"), self.rank, self.size)
-        self.meet("the locks of all processes")
-        self._presence = presence  # not before: a process that has no lock yet would be taken for one that has ended
+        locks = ProcessLocks(self._file(PAGE, "locks"), self.rank, self.size)
+        self.barrier("the locks of all processes")
+        self._locks = locks  # not before: a process that has no lock yet would be taken for one that has ended
         for each in former:
             each.end_groups()
         self.over: bool = False
@@ -129,7 +129,7 @@ class Ranks(Collectives):
     def of_node(self, number: int, what: str) -> list[int]:
         """Returns the numbers of all ranks of this node. Collective; the arguments are those of :meth:`same`."""
         first = self.node * self.size
-        return [int(each) for each in self.meet(what, number)[first : first + self.size]]
+        return [int(each) for each in self.barrier(what, number)[first : first + self.size]]
 
     def same(self, number: int, what: str) -> bool:
         """Returns True if all ranks have the same number. Collective.
@@ -138,11 +138,11 @@ class Ranks(Collectives):
             number: this rank's number, from 0 to 2**53.
             what: the name of the collective, for errors.
         """
-        return len(set(self.meet(what, number))) == 1
+        return len(set(self.barrier(what, number))) == 1
 
     def all_have(self, bits: int, what: str) -> int:
         """Returns the bits that all ranks have in common. Collective; the arguments are those of :meth:`same`."""
-        return reduce(and_, map(int, self.meet(what, bits)))
+        return reduce(and_, map(int, self.barrier(what, bits)))
 
     # ------------------------------------------------------------------ the primary's turn
 
@@ -152,25 +152,25 @@ class Ranks(Collectives):
         Args:
             what: the purpose of the turn. It must be the same on all ranks.
         """
-        self.meet(what, why=Wait.STEP_AFTER_ARRIVAL)
+        self.barrier(what, why=Wait.STEP_AFTER_ARRIVAL)
 
     def end_turn(self, number: float = 0.0) -> float:
         """Ends the primary's turn, and returns the number that the primary of this node has given. All ranks wait for it."""
-        return self.meet("the end of the primary's turn", number, why=Wait.USE_AFTER_TURN)[self.node * self.size]
+        return self.barrier("the end of the primary's turn", number, why=Wait.USE_AFTER_TURN)[self.node * self.size]
 
     # ------------------------------------------------------------------ runs and failures
 
     def fail(self, error: BaseException) -> None:
-        """Tells all ranks that this one has failed. Only the first error counts."""
+        """Reports an error of this rank to all ranks. Only the first error counts."""
         if self.failure:
             return
         self.failure = f"{type(error).__name__}: {error}"
-        self.news.tell(error)
+        self.failures.report(error)
 
     def run_begins(self) -> None:
         """Called when a run of these processes begins."""
         self.over = False
-        self.news.begin()
+        self.failures.begin()
 
     def run_ends(self) -> None:
         """Called when this rank's run ends. All ranks that have not failed wait for each other."""
@@ -178,9 +178,9 @@ class Ranks(Collectives):
         self.place = ""
         try:
             if not self.failure:
-                self.meet("the end of its run")
+                self.barrier("the end of its run")
         finally:
-            self.news.end()
+            self.failures.end()
 
     def close(self) -> None:
         """Closes groups, files and threads. Not collective, but all ranks call it.
@@ -189,9 +189,9 @@ class Ranks(Collectives):
         """
         self.closed = True
         _open.remove(self)
-        self.news.end()
-        if self._presence is not None:
-            self._presence.close()
+        self.failures.end()
+        if self._locks is not None:
+            self._locks.close()
         if not self.failure:
             self.end_groups()
 

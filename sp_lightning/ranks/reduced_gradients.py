@@ -281,7 +281,7 @@ class ReducedGradients(GradientSink[None]):
                 for place, target, value in family.overwritten:
                     if place in unused:
                         target.copy_(value)
-            self._ranks.meet("gradients that no rank has", why=Wait.SHOW_AFTER_LANDING)
+            self._ranks.barrier("gradients that no rank has", why=Wait.SHOW_AFTER_LANDING)
         owners = list(indices)
         self._order = [owners[index] for index in words[2 * count :].tolist()]
         return bits

@@ -9,7 +9,7 @@ from functools import partial
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.ranks.block_memory import merge
-from sp_lightning.ranks.news import LOST
+from sp_lightning.ranks.failures import LOST
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.reduced_gradients import ReducedGradients
 from sp_lightning.updates.background import BackgroundUpdates
@@ -18,11 +18,11 @@ from sp_lightning.updates.background import BackgroundUpdates
 class SharedUpdates(BackgroundUpdates):
     """Updates in the background, of several ranks.
 
-    On every rank a layer's parameters wait until the primary has updated the layer: all ranks meet after the update. A layer that
-    is updated in backward is submitted as soon as its gradients are summed. All ranks then meet before the update as well, once
-    their parts of the sum have landed, and they do not read the layer's weights any more.
+    On every rank a layer's parameters wait until the primary has updated the layer: a barrier follows each update. A layer that
+    is updated in backward is submitted as soon as its gradients are summed. Another barrier then precedes the update: the parts
+    of the sum of all ranks have landed, and no rank reads the layer's weights any more.
 
-    The background threads meet in a process group of their own. All ranks submit the same layers in the same order.
+    The barriers of the background threads have their own process group. All ranks submit the same layers in the same order.
 
     Args:
         layers: all layers.
@@ -63,13 +63,15 @@ class SharedUpdates(BackgroundUpdates):
         try:
             if landing is not None:
                 landing()
-                ranks.meet(f"an update of {layer.name!r}", why=Wait.UPDATE_AFTER_LANDING, group=self._group)
+                ranks.barrier(f"an update of {layer.name!r}", why=Wait.UPDATE_AFTER_LANDING, group=self._group)
             if ranks.primary:
                 if landing is not None:
                     # Writes of the primary's user code are shared. Those of other ranks are dropped in the step's turn.
                     merge(member.block.memory for member in layer.family)
                 work()
-            ranks.meet(f"the end of an update of {layer.name!r}", why=Wait.READ_AFTER_SHARED_UPDATE, group=self._group)
+            ranks.barrier(
+                f"the end of an update of {layer.name!r}", why=Wait.READ_AFTER_SHARED_UPDATE, group=self._group
+            )
         except LOST:
             raise
         except BaseException as error:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from sp_lightning.ranks.agreement import choose_interface, refuse_other_places, refuse_restart_with_old_store
+from sp_lightning.ranks.failures import RankError
 from sp_lightning.ranks.group import RankGroup
-from sp_lightning.ranks.news import RankError
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.trainer.compat import barrier_before_batches, is_interactive
 from sp_lightning.trainer.group import Group
@@ -63,7 +63,9 @@ class RankStrategy(_Base):
         ranks = self._connect()
         if self.lightning_module is not None:
             ranks.run_begins()
-            barrier_before_batches(self.lightning_module.trainer, lambda: ranks.meet("the beginning of the next batch"))
+            barrier_before_batches(
+                self.lightning_module.trainer, lambda: ranks.barrier("the beginning of the next batch")
+            )
 
     def _connect(self) -> Ranks:
         """Returns the connected processes. They are connected anew after a run that failed."""
@@ -104,7 +106,7 @@ class RankStrategy(_Base):
         if self._ranks is None:
             super().barrier(name, *args, **kwargs)
         elif not self._ranks.failure:
-            self._ranks.meet(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
+            self._ranks.barrier(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         with self._together("Lightning's broadcast"):

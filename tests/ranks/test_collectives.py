@@ -12,8 +12,8 @@ import pytest
 
 from sp_lightning.ranks import ranks
 from sp_lightning.ranks.collectives import Collectives
-from sp_lightning.ranks.news import RankError
-from sp_lightning.ranks.presence import Presence
+from sp_lightning.ranks.failures import RankError
+from sp_lightning.ranks.process_locks import ProcessLocks
 from tests.ranks.test_ranks_again import make, new_trainer
 from tests.support.models import vectors
 from tests.support.ranks import rank, start
@@ -21,26 +21,26 @@ from tests.support.runs import loader
 
 
 class Two(Collectives):
-    """Rank 0 of two, without processes. Another rank may have ended, and news come ``late`` seconds after this is made."""
+    """Rank 0 of two, without processes. Another rank may have ended, and report its error ``late`` seconds later."""
 
     def __init__(self, ended: int | None = None, late: float = 0.0, places: dict[str, str] | None = None) -> None:
         self.number = self.node = 0
         self.nodes = 1
         self.size = self.world = 2
-        news: Any = SimpleNamespace(reads=True, error=lambda waited: None, places=lambda: places or {})
-        presence: Any = SimpleNamespace(ended=lambda: ended)
-        self._news, self._presence = news, presence
+        failures: Any = SimpleNamespace(reads=True, error=lambda waited: None, places=lambda: places or {})
+        locks: Any = SimpleNamespace(ended=lambda: ended)
+        self._failures, self._locks = failures, locks
         if late:
-            told = RankError("rank 1 has failed: what the user's code says")
-            Timer(late, setattr, (news, "error", lambda waited: told)).start()
+            reported = RankError("rank 1 has failed: what the user's code says")
+            Timer(late, setattr, (failures, "error", lambda waited: reported)).start()
 
 
-def test_a_process_that_has_ended_may_have_told_why() -> None:
+def test_a_process_that_has_ended_may_have_reported_why() -> None:
     assert "what the user's code says" in str(Two(ended=1, late=0.1)._error("a step"))
     assert "the process of rank 1 has ended while rank 0 waited for a step" in str(Two(ended=1)._error("a step"))
 
 
-def test_a_collective_may_fail_before_the_news_come() -> None:
+def test_a_collective_may_fail_before_the_error_is_read() -> None:
     assert "what the user's code says" in str(Two(late=0.3)._lost("a step", RuntimeError("closed")))
 
 
@@ -52,13 +52,13 @@ def test_a_collective_may_fail_before_the_news_come() -> None:
         ({"rank 0": "a step", "rank 1": "a sum"}, "rank 0 was last at a step; rank 1 was last at a sum"),
     ],
 )
-def test_a_rank_that_does_not_come_is_looked_for(places: dict[str, str], said: str) -> None:
+def test_missing_ranks_are_named(places: dict[str, str], said: str) -> None:
     found = str(Two(places=places)._lost("a step", RuntimeError("closed")))
     assert said in found
     assert found.endswith("(closed)")
 
 
-class Late(Presence):
+class Late(ProcessLocks):
     """Rank 1 is late with its lock."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -67,7 +67,7 @@ class Late(Presence):
 
 
 def connect_late() -> None:
-    with mock.patch.object(ranks, "Presence", Late):
+    with mock.patch.object(ranks, "ProcessLocks", Late):
         new_trainer(2).fit(make(), loader(vectors()))
 
 

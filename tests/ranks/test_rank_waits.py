@@ -144,11 +144,11 @@ IN_THE_BACKGROUND: dict[Wait, Any] = {
 @contextmanager
 def without(omit: Wait | None) -> Iterator[None]:
     """Nobody waits between ranks for this reason. What a collective brings is there all the same."""
-    meet, largest, left = Ranks.meet, Ranks.largest, list[Any]()
+    barrier, largest, left = Ranks.barrier, Ranks.largest, list[Any]()
 
     def goes_past(self: Ranks, what: str, number: float = 0, *, why: Any = None, group: Any = None) -> list[float]:
         if why is None or why is not omit or why is Wait.USE_AFTER_TURN:
-            return meet(self, what, number, why=why, group=group)
+            return barrier(self, what, number, why=why, group=group)
         texts = torch.zeros(512 * self.world, dtype=torch.uint8)
         host = group or self._groups["everybody"].host
         left.append((texts, dist.all_to_all_single(texts.clone(), texts, group=host, async_op=True)))
@@ -161,7 +161,7 @@ def without(omit: Wait | None) -> Iterator[None]:
             values[: 2 * ((len(values) - 1) // 2)].clamp_(min=0)
 
     with (
-        mock.patch.object(Ranks, "meet", goes_past),
+        mock.patch.object(Ranks, "barrier", goes_past),
         mock.patch.object(Ranks, "largest", early),
     ):
         yield
@@ -173,7 +173,7 @@ class Net(Module):
 
 
 class ByHand(Net):
-    """Its forward comes before the optimizer's step, for which the ranks meet."""
+    """Its forward comes before the optimizer's step, for which the ranks wait for each other."""
 
     def __init__(self) -> None:
         super().__init__()

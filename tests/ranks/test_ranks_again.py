@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks.news import RankError
+from sp_lightning.ranks.failures import RankError
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import Number, devices, in_ranks, rank, start
 from tests.support.runs import assert_equal, loader, trainer_for
@@ -87,7 +87,7 @@ def fit_in_the_users_group(file: str) -> dict[str, Any]:
 
 @pytest.mark.rest("processes that are started for it")
 def test_a_process_group_of_the_user_is_used(tmp_path: Path) -> None:
-    """News were read from the store of MASTER_ADDR, which such a group need not have."""
+    """Failures were read from the store of MASTER_ADDR, which such a group need not have."""
     (first, state), (second, _) = start(2, fit_in_the_users_group, str(tmp_path / "store")).outcomes()
     assert (first, second) == (None, None)
     (expected, *_), _ = in_ranks(2, _plain_states)

@@ -9,25 +9,25 @@ from time import sleep
 
 from sp_lightning.device.layout import PAGE
 from sp_lightning.device.pages import create
-from sp_lightning.ranks.presence import Presence
+from sp_lightning.ranks.process_locks import ProcessLocks
 
 
 def test_a_process_that_has_ended_is_noticed_although_its_worker_lives() -> None:
-    descriptor = create(PAGE, "presence")
-    presence = Presence(descriptor, 0, 2)
+    descriptor = create(PAGE, "locks")
+    locks = ProcessLocks(descriptor, 0, 2)
     ready, tells = os.pipe()
     other = os.fork()
     if not other:
-        Presence(descriptor, 1, 2)
+        ProcessLocks(descriptor, 1, 2)
         worker = os.fork()  # it keeps all descriptors of its parent
         if worker:
             os.write(tells, struct.pack("q", worker))
         sleep(60)
         os._exit(0)
     (worker,) = struct.unpack("q", os.read(ready, 8))
-    assert presence.ended() is None
+    assert locks.ended() is None
     os.kill(other, signal.SIGKILL)
     os.waitpid(other, 0)
-    assert presence.ended() == 1
+    assert locks.ended() == 1
     os.kill(worker, signal.SIGKILL)
-    presence.close()
+    locks.close()

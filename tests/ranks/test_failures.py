@@ -1,4 +1,4 @@
-"""What ranks tell each other outside of collectives: that one has failed, and where each is. Here they are in one process."""
+"""Failures that ranks report to each other, and their places. Here all ranks are in one process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from time import monotonic, sleep
 import pytest
 import torch.distributed as dist
 
-from sp_lightning.ranks import news
-from sp_lightning.ranks.news import News, RankError, RankInterrupt
+from sp_lightning.ranks import failures
+from sp_lightning.ranks.failures import Failures, RankError, RankInterrupt
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dist.TCPStore]]:
     """The store at which the processes have met, which is gone once it is out of this list."""
     there = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)]
-    monkeypatch.setattr(news, "store_of_default_group", lambda: there[0])
+    monkeypatch.setattr(failures, "store_of_default_group", lambda: there[0])
     yield there
     there.clear()
     assert comes(lambda: not listening()), "threads are left"
@@ -28,8 +28,8 @@ NAMES = ("rank 0", "rank 1", "rank 2")
 
 
 @pytest.fixture
-def ranks(store: list[dist.TCPStore]) -> Iterator[list[News]]:
-    made = [News("a run", rank, NAMES, lambda rank=rank: f"batch {rank}") for rank in range(3)]  # type: ignore[misc]
+def ranks(store: list[dist.TCPStore]) -> Iterator[list[Failures]]:
+    made = [Failures("a run", rank, NAMES, lambda rank=rank: f"batch {rank}") for rank in range(3)]  # type: ignore[misc]
     for each in made:
         each.begin()
     yield made
@@ -45,56 +45,56 @@ def comes(true: Callable[[], object]) -> bool:
 
 
 def listening() -> int:
-    return sum(thread.name == "superpipeline-news" for thread in threading.enumerate())
+    return sum(thread.name == "superpipeline-failures" for thread in threading.enumerate())
 
 
-def test_all_ranks_hear_of_the_first_failure(ranks: list[News]) -> None:
-    ranks[1].tell(ValueError("no\nnot this way"))
-    ranks[2].tell(RankError("rank 1 has failed"))
+def test_all_ranks_read_the_first_failure(ranks: list[Failures]) -> None:
+    ranks[1].report(ValueError("no\nnot this way"))
+    ranks[2].report(RankError("rank 1 has failed"))
     for each in ranks:
-        assert comes(partial(getattr, each, "failure"))
+        assert comes(partial(getattr, each, "first"))
         error = each.error("while rank 0 waited for a step")
         assert type(error) is RankError
         assert str(error) == "rank 1 has failed while rank 0 waited for a step: ValueError: no\nnot this way"
 
 
-def test_another_run_has_other_news(ranks: list[News]) -> None:
-    ranks[0].tell(ValueError("no"))
-    another = News("another run", 0, NAMES, str)
+def test_another_run_has_other_failures(ranks: list[Failures]) -> None:
+    ranks[0].report(ValueError("no"))
+    another = Failures("another run", 0, NAMES, str)
     another.begin()
     sleep(0.3)
     assert another.error("nothing") is None
     another.end()
 
 
-def test_the_thread_ends_with_the_run_and_begins_with_the_next_one(ranks: list[News]) -> None:
+def test_the_thread_ends_with_the_run_and_begins_with_the_next_one(ranks: list[Failures]) -> None:
     for each in ranks:
         each.end()
     assert comes(lambda: not listening())
     ranks[0].begin()
     ranks[0].begin()
     assert comes(lambda: listening() == 1)
-    ranks[1].tell(ValueError("no"))
-    assert comes(lambda: ranks[0].failure)
+    ranks[1].report(ValueError("no"))
+    assert comes(lambda: ranks[0].first)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RankInterrupt("rank 0 was interrupted")])
-def test_an_interrupt_of_one_rank_is_one_of_all(error: BaseException, ranks: list[News]) -> None:
+def test_an_interrupt_of_one_rank_is_one_of_all(error: BaseException, ranks: list[Failures]) -> None:
     """A third rank hears of an interrupt that was passed on, too."""
-    ranks[0].tell(error)
-    assert comes(lambda: ranks[1].failure)
+    ranks[0].report(error)
+    assert comes(lambda: ranks[1].first)
     assert type(ranks[1].error("while rank 1 waited")) is RankInterrupt
 
 
-def test_a_roll_call_finds_who_is_missing(ranks: list[News]) -> None:
+def test_the_places_of_ended_processes_are_missing(ranks: list[Failures]) -> None:
     ranks[1].end()  # as if its process had ended
     assert ranks[0].places() == {"rank 0": "batch 0", "rank 2": "batch 2"}
 
 
-def test_a_store_that_is_lost_has_no_news(store: list[dist.TCPStore], ranks: list[News]) -> None:
+def test_a_lost_store_has_no_failures(store: list[dist.TCPStore], ranks: list[Failures]) -> None:
     """The process that has it may have ended in order, a little before this one."""
     store.clear()
     assert comes(lambda: not listening())
     assert ranks[0].error("nothing") is None
     assert ranks[0].places() == {}
-    ranks[0].tell(ValueError("nobody hears it"))
+    ranks[0].report(ValueError("nobody hears it"))

@@ -1,8 +1,8 @@
-"""News: what ranks tell each other outside of collectives, by the store of torch.distributed.
+"""Failures: errors that ranks report to each other outside of collectives, by the store of torch.distributed.
 
-A collective ends with an error when a process of it has ended, but the error does not say why. So a rank that fails writes its
-error to the store, and each rank reads the store from time to time. To find ranks that do not come to a collective, a rank
-calls the roll: each process then writes where it is.
+A collective ends with an error when a process of it has ended, but that error does not have the reason. So a rank that fails
+writes its error to the store, and a thread of each rank reads the store. If ranks are missing in a collective, another rank asks
+all for their places: each process then writes where it is in the training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOST = RankError, RankInterrupt
 """The errors that a wait for other ranks raises. An interrupt of this process is not one of them."""
 
 
-class News:
+class Failures:
     """Reads and writes the store. A thread does it, because a store that cannot be reached may not answer for a long time.
 
     Args:
@@ -38,7 +38,7 @@ class News:
         place: returns where this rank is, in words.
 
     Attributes:
-        failure: the name of the first rank that has failed, and its error; None if none has.
+        first: the name of the rank that failed first, and its error; None before a rank fails.
     """
 
     def __init__(self, run: str, rank: int, names: Sequence[str], place: Callable[[], str]) -> None:
@@ -47,7 +47,7 @@ class News:
         self._names = names
         self._place = place
         self._pause = 0.1 * max(1, len(names) // 32)  # seconds between two looks: one process answers all ranks
-        self.failure: tuple[str, str] | None = None
+        self.first: tuple[str, str] | None = None
         # A separate connection: a wait on the process group's would block this one.
         self._store: Any = store_of_default_group().clone()
         self._over = Event()
@@ -62,23 +62,23 @@ class News:
         """Starts the thread that reads the store until :meth:`end`."""
         self.end()
         self._over = Event()
-        Thread(target=self._look, args=(self._over,), name="superpipeline-news", daemon=True).start()
+        Thread(target=self._look, args=(self._over,), name="superpipeline-failures", daemon=True).start()
 
     def _look(self, over: Event) -> None:
-        failure, roll, mine = (self._prefix + key for key in ("failure", "roll", f"place {self._rank}"))
+        failure, wanted, mine = (self._prefix + key for key in ("failure", "places wanted", f"place {self._rank}"))
         answered = False
         with suppress(RuntimeError):  # the process with the store has ended: collectives with it raise errors
             while not over.wait(self._pause):
                 if self._store.check([failure]):
                     who, _, error = self._store.get(failure).decode(errors="replace").partition("\n")
-                    self.failure = who, error
+                    self.first = who, error
                     return  # the process with the store may end now, and torch would print that it cannot be read
-                if not answered and self._store.check([roll]):
+                if not answered and self._store.check([wanted]):
                     self._store.set(mine, self._place())
                     answered = True
 
-    def tell(self, error: BaseException) -> None:
-        """Tells all ranks that this one has failed, and waits until they can know it, because the process may end now.
+    def report(self, error: BaseException) -> None:
+        """Writes an error of this rank, and waits until all ranks have had time to read it, because the process may end now.
 
         Only the first error of all ranks counts.
         """
@@ -92,18 +92,21 @@ class News:
         Args:
             waited: "while" and which rank waited for what, for the message.
         """
-        if self.failure is None:
+        if self.first is None:
             return None
-        who, error = self.failure
+        who, error = self.first
         kind = RankInterrupt if error.startswith(f"{KeyboardInterrupt.__name__}:") else RankError
         return kind(f"{who} has failed {waited}: {error}")
 
     def places(self) -> dict[str, str]:
-        """Returns where each rank is, by its name. Ranks whose process has ended, or stands still, are not among them."""
+        """Asks all ranks for their places in the training, and returns those by the ranks' names.
+
+        The names of ranks whose process has ended, or is stopped, are missing.
+        """
         found: dict[str, str] = {}
 
         def call() -> None:
-            self._store.set(f"{self._prefix}roll", "")
+            self._store.set(f"{self._prefix}places wanted", "")
             sleep(3 * self._pause + 0.5)
             for rank, name in enumerate(self._names):
                 key = f"{self._prefix}place {rank}"
@@ -126,5 +129,5 @@ class News:
         thread.join(3.0 + then)
 
     def end(self) -> None:
-        """Ends the thread, before the process with the store ends."""
+        """Ends the thread. Called before the process with the store ends, because torch prints an error if it cannot be read."""
         self._over.set()

@@ -1,4 +1,4 @@
-"""Which processes of a node have ended.
+"""Detects processes of a node that have ended.
 
 Connections do not show it at once: the workers of a DataLoader are forked, and keep the connections of a killed rank open until
 they end. So each process holds a lock on its own byte of a file. The system releases the lock of a process that ends, and forked
@@ -14,7 +14,7 @@ with suppress(ImportError):  # Windows has no fcntl, and no several devices
     import fcntl
 
 
-class Presence:
+class ProcessLocks:
     """The locks of a node's processes. All processes must have made one of these before :meth:`ended` is called.
 
     Args:
