@@ -10,14 +10,14 @@ from unittest import mock
 
 import pytest
 
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.ranks import ranks
 from sp_lightning.ranks.collectives import Collectives
 from sp_lightning.ranks.failures import RankError
 from sp_lightning.ranks.process_locks import ProcessLocks
-from tests.ranks.test_ranks_again import make, new_trainer
-from tests.support.models import vectors
-from tests.support.ranks import rank, start
-from tests.support.runs import loader
+from tests.support.models import Module, Stack, vectors
+from tests.support.ranks import devices, rank, start
+from tests.support.runs import loader, trainer_for
 
 
 class Two(Collectives):
@@ -68,7 +68,7 @@ class Late(ProcessLocks):
 
 def connect_late() -> None:
     with mock.patch.object(ranks, "ProcessLocks", Late):
-        new_trainer(2).fit(make(), loader(vectors()))
+        trainer_for(SuperpipelineStrategy(k=1, k_prime=1), **devices(2)).fit(Module(Stack(4)), loader(vectors()))
 
 
 @pytest.mark.rest("processes that are started for it")
