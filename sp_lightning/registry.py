@@ -76,7 +76,7 @@ PUBLIC = {
 
 
 class MissingCapabilityError(ImportError):
-    """An option needs a folder of the package that is not installed."""
+    """An option needs a folder of this package, and the folder is missing."""
 
 
 @contextmanager
@@ -292,7 +292,8 @@ def make_tuner(
     return BaseTuner(window, streamer)
 
 
-# ---------------------------------------------------------------------- ranks (without the folder all of these are errors)
+# ---------------------------------------------------------------------- ranks
+# Without the folder, a call that needs it raises an error.
 
 
 def part_of_several_devices(devices: int, nodes: int) -> Any:

@@ -209,7 +209,8 @@ class UnitModes:
             # A compiled call cannot be opened, so all of it runs in the mode, hooks included.
             return self.call(unit, partial(call, module), args, kwargs)
         if isinstance(vars(module).get("forward"), UnitForward):
-            # Another thread calls the module, or a hook in its call does. The activations of this inner call are kept.
+            # Another call of the module has not reached its forward yet: another thread calls the module, or a pre-hook does.
+            # The forward that is installed then runs both forwards in the mode.
             return call(module, *args, **kwargs)
         forward = UnitForward(module, partial(self.call, unit))
         try:
@@ -228,7 +229,8 @@ class UnitModes:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if current_graph_task() != -1:
-            # The user's own checkpoint around the unit runs it again in backward, which needs these activations at once.
+            # The user's own checkpoint around the unit repeats the unit's forward in backward. Backward needs the new activations
+            # at once, so they are not offloaded.
             return self._run(UnitCall(unit, self._rows[unit], at_once=True), forward, args, kwargs)
         call = self._begin_call(unit)
         outer = self.offload.enter(call, tree_leaves((args, kwargs)))

@@ -3,13 +3,15 @@
 For batches whose memory use was not measured. If such a batch fits, nothing is copied and nothing runs twice. If it does not,
 the oldest activations are offloaded first, because backward needs them last.
 
-torch's allocator gives no notice before memory ends. So free memory is compared with the next allocations at three places:
+torch's allocator gives no notice before memory ends. So free memory is compared with the expected allocations:
 
-- before a layer's forward, with the most that a layer has saved so far, and with results as large as its widest weight makes of
-  its input, for example a head's logits and the loss's intermediate results;
-- when autograd saves a tensor, and when it needs one again, with such results of an average layer.
+- Before a layer's forward. Expected are the gradients of weights, the most bytes that one layer has saved so far, and temporary
+  results. Temporary results are estimated from the largest result that the layer's weights can compute from its input: for
+  example, a head computes logits, and the loss has several tensors of that size (``_COPIES``).
+- When autograd saves a tensor, and when it needs one again. Expected are the gradients of weights, and an average layer's
+  temporary results. A tensor on the device is only counted, until the tensors add up to a part of the free memory (``_LOOK``).
 
-If memory ends nevertheless, between two of these places, the error is torch's.
+If memory ends nevertheless, between two comparisons, the error is torch's.
 """
 
 from __future__ import annotations

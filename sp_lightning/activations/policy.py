@@ -126,7 +126,7 @@ def peak_bytes(calls: Sequence[Call], modes: Modes) -> int:
 
 
 def least_bytes(calls: Sequence[Call]) -> int:
-    """Returns :func:`peak_bytes` of the mode that takes least, for all units."""
+    """Returns the smallest :func:`peak_bytes` if all units have the same mode, one of ``FREEING``."""
     return min(peak_bytes(calls, dict.fromkeys([call.unit for call in calls], mode)) for mode in FREEING)
 
 

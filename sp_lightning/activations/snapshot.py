@@ -145,9 +145,9 @@ class Snapshot:
         states: all states that can be restored, except tensors.
         tensors: tensors by name, each with a copy.
         weights: the weights.
-        held: of weights and modules: the name, the dict that contains it, the key, and the weight or module.
+        held: for each weight and module: its name, the dict that contains it, its key in the dict, and the weight or module.
         inputs: tensors among the arguments, with their versions.
-        outside: names and modules outside the module's tree that have weights. Only their own buffers are recorded.
+        outside: modules with weights outside the module's tree, each with its name. Only their own buffers are recorded.
         context: a copy of the context variables.
     """
 
@@ -335,7 +335,7 @@ def _items_state(kind: type, container: Any) -> State:
 
 
 def _dict_state(container: dict[Any, Any], besides: frozenset[str] = frozenset()) -> State:
-    """Returns the state of a dict without the keys ``besides``."""
+    """Returns the state of a dict, except the entries whose keys are in ``besides``."""
 
     def read() -> dict[Any, Any]:
         return {key: value for key, value in container.items() if key not in besides}
@@ -373,7 +373,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     """Returns an object's own attributes. It runs no ``__getattribute__`` of the object's class."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
-    except Exception:  # the object has none, or a property of that name raises
+    except Exception:  # the object has no __dict__, or its class has a property of that name that raises
         return None
     return attributes if type(attributes) is dict else None
 

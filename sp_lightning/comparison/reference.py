@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StepsOnHost(SingleDeviceStrategy):
-    """Lightning's strategy for one device, with copies of the parameters on the CPU in some optimizer steps.
+    """Lightning's strategy for one device. Some optimizers step copies of the parameters on the CPU.
 
     An optimizer has different last bits on a GPU and on the CPU, and different ones again if it runs fused. If the strategy
     reproduces the GPU's bits, plain Lightning's steps stay unchanged. For a module on the CPU nothing is copied; only ``fuse``

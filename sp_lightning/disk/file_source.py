@@ -138,7 +138,8 @@ class FileSource(HostSource):
         return buffer
 
     def _free_one(self) -> None:
-        """Frees a buffer whose bytes no upload has used. If all belong to the transfer in preparation, allocates another one."""
+        """Frees a buffer whose bytes no upload has used. If each buffer belongs to the transfer that
+        is being prepared, allocates another buffer."""
         buffer = next((each for each in self._buffers if each.staged is None), None) or self._allocate()
         if buffer.transfer is not None:
             buffer.transfer.finish()

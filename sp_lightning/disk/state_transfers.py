@@ -41,7 +41,7 @@ class StateTransfers:
 
     Args:
         file: the scratch file.
-        limit: the most bytes of all buffers together. A larger buffer is lent only if no other one is.
+        limit: the most bytes of all buffers together. There are more only if one buffer is larger, or if one update needs more.
         coming: returns what updates will probably load next, in this order.
 
     Attributes:
@@ -146,7 +146,7 @@ class StateTransfers:
         return None if self.nbytes and self.nbytes + nbytes > self.limit else self.lend_more(nbytes)
 
     def lend_more(self, nbytes: int) -> Tensor:
-        """Lends a new buffer beyond the limit. It is freed when it is given back."""
+        """Lends a new buffer. Beyond the limit, :meth:`give_back` frees buffers instead of keeping them."""
         memory = aligned_memory(nbytes)
         self.nbytes += memory.nbytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
@@ -171,7 +171,7 @@ class StateTransfers:
                 self.written(self.behind[0])
             elif self.ahead:
                 self.release(self.ahead[-1])
-            else:  # one update uses all buffers: user code has exchanged tensors of several layers
+            else:  # one update uses all buffers: user code has exchanged tensors of several layers (`Stored.tensors`)
                 return self.lend_more(nbytes)
         return buffer
 

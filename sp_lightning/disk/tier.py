@@ -56,7 +56,7 @@ class DiskTier(StateStore):
 
     Attributes:
         placement: which state is in memory and which is on the disk, from :meth:`place`.
-        state: brings and takes state; None if all state is in memory.
+        state: reads optimizer state from the disk before updates, and writes it back; None if all state is in memory.
         steps: the number of optimizer steps so far.
     """
 

@@ -5,8 +5,8 @@ Parameter of the user is on the host (*host parameter*). In its place, modules h
 parameter*). A device parameter without memory is a *stand-in*.
 
 The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* is copied, and
-*where* to. :func:`sp_lightning.plan.update_policy.decide` decides *where and when* optimizers step. Four parts settle *where*, in
-this order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must have room for steps;
+*where* to. :func:`sp_lightning.plan.update_policy.decide` decides *when* optimizers step. Four parts settle *where*, in this
+order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must have room for steps;
 ``trainer.step_place.StepPlace``, which chooses for ``"auto"``; and ``decide``, which raises an error if the GPU was asked for and
 cannot step.
 

@@ -389,7 +389,8 @@ class Access(Part):
     def helping(self) -> Iterator[bool]:
         """A context for one operation of a thread outside the run that computes with weights for a graph, or writes them.
 
-        It yields True if the thread helps in a forward. Otherwise the operation gets host parameters.
+        Yields True if the thread takes part in the running forward. Otherwise yields False, and the operation gets host
+        parameters.
 
         Raises:
             LateError: the thread helped, and the forward has ended meanwhile.

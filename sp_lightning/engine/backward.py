@@ -262,7 +262,9 @@ class Backward(Part):
         self._closed = True
 
     def failed(self, before: Sequence[int]) -> None:
-        """Called after autograd's engine has raised, in the thread that continues. Ends the graph tasks of that call.
+        """Called after autograd's engine has raised, in the thread that continues.
+
+        Ends the graph tasks that the failed call has begun.
 
         Gradients that had arrived before are in ``param.grad`` afterwards, as after any backward that fails.
 

@@ -587,9 +587,10 @@ class LayerwiseStep:
         return layer is not None and layer.kept and self._engine.stepper.has_state(layer, self._optimizer, parameter)
 
     def _makes_state(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Returns True if an update may make state of these parameters on the GPU, in the default dtype of the process.
+        """Returns True if the optimizer may create state of these parameters on the GPU, because it steps one for the first time.
 
-        On the CPU torch's fused steps name the dtype of their state.
+        The dtype of that state is the default dtype of the process. (On the CPU torch's fused steps name the dtype.) The
+        parameters are recorded as stepped, so the next call returns False.
         """
         if not self._engine.stepper.steps(layer):
             return False

@@ -109,7 +109,7 @@ class Residency:
         released = layer not in self.used and self.release_unpinned()
         slot = self.require(layer, backward=True)
         if released:
-            self.fetch_ahead()
+            self.fetch_ahead()  # after `require`, because the layer that is needed now gets a slot first
         return slot
 
     # ------------------------------------------------------------------ layers are fetched and locked

@@ -188,8 +188,8 @@ class Step(Part):
         """Marks all copies on the device as out of date, because the host's weights may have been written.
 
         Args:
-            goes_on: True if code of the step follows, which computes with device parameters. False if the step of another
-                optimizer follows, which has called this one.
+            goes_on: True if the step continues, and may compute with device parameters. False if another optimizer's step has
+                called the step that ends now: the other one still writes weights.
         """
         self.residency.release_unpinned()
         self.invalidate_unused()

@@ -38,7 +38,10 @@ class BaseTuner:
         """Called when other code follows the measured batch, for example validation."""
 
     def shrink(self) -> None:
-        """Takes the smallest window after the device has run out of memory. Does not change numbers that the user gave."""
+        """Takes the smallest window after the device has run out of memory. A k and k' that the user gave stay as they are.
+
+        Fewer layers stay on the GPU, also if the user gave their number.
+        """
         if self.window.auto:
             plan = self.streamer.plan
             self.window.let_fewer_stay(plan)

@@ -330,7 +330,11 @@ class ExpertRows(AllRows):
         return False
 
     def _reads_rows(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Returns True if a function only reads rows of the call, and these are in the slot."""
+        """Returns True if a function only reads rows of the call, and these are in the slot. Called if rows are missing in it.
+
+        A trusted call reads these rows by ``stack[…]``, or computes with them by a grouped product or a batched one. Any other
+        function must name its rows by indices.
+        """
         if call.rows is None or self.present is None or not call.rows <= self.present:
             return False
         if call.trusted and (func is Tensor.__getitem__ or getattr(func, "__name__", "").lstrip("_") in _BY_GROUPS):
@@ -351,7 +355,14 @@ class ExpertRows(AllRows):
         say_once(self._log, f"Superpipeline: all experts of {layers!r} are uploaded for each call, because {why}.")
 
     def saved_rows(self, index: int | None, view: Tensor | None = None, offset: int = 0) -> Rows:
-        """Returns the row of a saved view. If the view has several rows, returns those that its call reads."""
+        """Returns the rows of a saved tensor.
+
+        Args:
+            index: the parameter that it views. If the parameter is not a stack, there are no rows.
+            view: the saved tensor. If it has several rows of the stack, those that its call reads are returned. None for any
+                tensor of the running call.
+            offset: bytes from the beginning of the slot.
+        """
         if view is None:
             call = self._call()
             return call.rows if call is not None and call.trusted else None

@@ -1,10 +1,10 @@
 """Frozen stacks of experts in 4 bits: :class:`PackedStack` and :func:`pack_experts`.
 
 An operation on a packed stack gets the dequantised weight, computes, and frees it. This works with every model, function and
-device, on plain Lightning as well. torchao quantises. Its own tensors of these formats have few functions for stacks: no grouped
-products, and none that adds PEFT's adapters. Its dequantisation has the same results, but reads and writes about 105 bytes for
-each value, because it computes step by step in float32. :meth:`PackedStack.dequantize` reads and writes about 9
-(``tests/results/2026-11-28-experts-4bit-cpu.md``).
+device, on plain Lightning as well. torchao quantises. But its own tensors of these formats support few functions on stacks: no
+grouped products, and not the function that adds PEFT's adapters. Its dequantisation has the same results, but reads and writes
+about 105 bytes for each value, because it computes step by step in float32. :meth:`PackedStack.dequantize` reads and writes about
+9 (``tests/results/2026-11-28-experts-4bit-cpu.md``).
 """
 
 from __future__ import annotations

@@ -132,7 +132,20 @@ class StateExchange:
         state: dict[Any, Any],
         stay: Iterable[tuple[Tensor, Tensor]],
     ) -> list[tuple[Tensor, Tensor]]:
-        """Gives the user's optimizer its new state. Returns its tensors on the host and on the GPU, which have to be copied."""
+        """Puts the state of a step on the GPU into the user's optimizer, as tensors on the host.
+
+        The caller downloads their values. Until that has ended, the tensors on the host have no valid values.
+
+        Args:
+            key: the layer and its optimizer.
+            pairs: the host parameters, each with its twin on the GPU.
+            new: the state after the step, by the parameters on the GPU. A parameter without new state keeps its old state.
+            state: the user's state. Its dictionaries are changed in place, because user code may hold them.
+            stay: tensors that stay on the host, each with the copy that was stepped, from :meth:`on_gpu`.
+
+        Returns:
+            The downloads: each tensor on the host, with the one on the GPU that is copied to it.
+        """
         entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
         of_host = {id(stepped): own.copy_(stepped) for own, stepped in stay}
         copies = list[tuple[Tensor, Tensor]]()

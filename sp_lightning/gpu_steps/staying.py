@@ -207,7 +207,10 @@ class StayingLayers:
         device.access(sources, Stream.UPDATE, write=True)
 
     def _bring_state(self, key: Key, groups: Sequence[dict[str, Any]], state: dict[Any, Any], kept: _Part) -> None:
-        """Uploads the state of a layer's parameters in one optimizer that are not in ``kept`` yet. The host gives it up."""
+        """Makes twins of the parameters of one optimizer that have none in ``kept`` yet, and uploads their state.
+
+        The host's entries for these parameters are empty afterwards.
+        """
         groups = [{**group, "params": [p for p in group["params"] if id(p) not in kept.twins]} for group in groups]
         if not any(group["params"] for group in groups):
             return

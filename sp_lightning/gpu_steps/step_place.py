@@ -14,7 +14,7 @@ from sp_lightning.plan.update_policy import UpdateFacts, choose_overlap
 from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.updates.fused import is_of_bitsandbytes
 
-_MUCH = 0.9  # the other place changes the last bits, so it has to be at least this much faster
+_MUCH = 0.9  # the other place changes the last bits, so it must take less than this share of the time
 
 
 class MeasuredPlace(StepPlace):

@@ -98,7 +98,8 @@ def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
     given = GpuNormArguments(*map(ctypes.addressof, (places, counts, in_fours)), sums.data_ptr())
     kernel.run(len(chunks), 1, given)
     of_each = sums.split([-(-count // CHUNK) for *_, count in where])
-    # torch's root of several numbers is not always the nearest one (MKL's); one in double precision, rounded again, is.
+    # torch's square root of several numbers (MKL) is not always rounded to the nearest float32. A square root in double
+    # precision that is then rounded to float32 always is.
     roots = [math.sqrt(each) for each in _added(of_each).tolist()]
     return list(torch.tensor(roots, dtype=torch.float32, device="cpu").unbind())
 

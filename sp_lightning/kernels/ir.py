@@ -31,7 +31,8 @@ class Kernel(ir.IRBuilder):
         arguments: the type of its arguments.
 
     Attributes:
-        begin, end: of the items of a call.
+        begin, end: the index of the first item of a call, and the index behind the last one. The kernel's writer chooses what an
+            item is: a piece of a tensor, for example.
         given: the arguments by name.
     """
 
@@ -41,13 +42,14 @@ class Kernel(ir.IRBuilder):
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), (I64, I64, PLACE)), "run")
         super().__init__(function.append_basic_block())
         self.begin, self.end, given = function.args
+        # All arguments are loaded in the first basic block, so that every later block can use the values.
         self.given = {
             name: self.load(self.at(given, I64(getattr(arguments, name).offset), _I8), typ=_GIVEN[kind])
             for name, kind, *_ in arguments._fields_
         }
 
     def at(self, place: Value, index: Value, kind: Value) -> Value:
-        """The address of an element."""
+        """Returns the address of the element with an index. For ``i8`` elements the index is a number of bytes."""
         return self.gep(place, [index], source_etype=kind)
 
     def whole(self, begin: Value, end: Value, size: int) -> Value:

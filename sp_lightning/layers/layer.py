@@ -215,8 +215,8 @@ class StreamedLayer:
 
     :attr:`state` tells where its weights are. The device's copy is valid if :attr:`slot` is set and not ``stale``, and the copy
     is not :attr:`outdated`. Code that writes the host's weights in a way that no version shows calls :meth:`invalidate`.
-    Residents have a slot of their own, for which :class:`~sp_lightning.layers.residents.Residents` answers. The prefetch reads
-    ``slot`` alone: if it fetches in vain, or not at all, the use of the layer corrects that.
+    Residents have a slot of their own. :class:`~sp_lightning.layers.residents.Residents` keeps its copy up to date. The
+    prefetch reads ``slot`` alone: if it fetches in vain, or not at all, the use of the layer corrects that.
 
     Args:
         index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.

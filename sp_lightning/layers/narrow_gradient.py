@@ -112,7 +112,7 @@ class _HasNarrowGradient(ParameterRole):
 
 
 def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], None], *, computed: Any = None) -> None:
-    """Makes a tensor in a lower dtype, or on the device, a parameter's narrow gradient.
+    """Sets ``param.grad`` to a narrow gradient: a tensor in a lower dtype than the parameter, or on the device.
 
     Args:
         parameter: a host parameter without a gradient.
@@ -220,9 +220,10 @@ def _widen(gradient: Any) -> None:
 
 
 def exact_scale(came: Tensor, changes: Sequence[Change]) -> float:
-    """Returns a number with which the norm can be multiplied instead of the gradient, with the same bits; 0 if there is none.
+    """Returns the product of the factors, if norm times product has the bits of the norm of the multiplied gradient; otherwise 0.
 
-    The factor of a gradient scaler is a power of two. Products with it are exact, and so are squares of such float16 products.
+    Without changes the product is 1. The factor of a gradient scaler is a power of two. Products with it are exact, and so
+    are squares of such float16 products.
     """
     numbers = [each.number if isinstance(each, Factor) else 0.0 for each in changes]
     exact = came.dtype is torch.float16 and all(

@@ -76,7 +76,7 @@ TRANSITIONS: Mapping[str, Transition] = {
     "lock": _transition("Slots.lock", (FETCHED, UNPACKED), (HELD, UNPACKED)),
     # A module call begins: its modules compute with the slot's memory.
     "attach": _transition("Residency.begin_call", (UNPACKED, IN_USE), (RESTING, IN_USE)),
-    # The last module call has returned, in inference, and every layer has a slot of its own.
+    # The last module call has returned, in inference, and every layer of the ring has a slot of its own.
     "rest": _transition("Residency._leave", (IN_USE, RESTING)),
     # No module call and no backward uses the layer any more. The layer is HOST afterwards if it has left its slot during
     # the use, because the values in the slot are out of date.

@@ -141,7 +141,7 @@ class ParameterSwap:
                 # isinstance is slow: the metaclass of Parameter checks in Python.
                 if kind is not nn.Parameter and issubclass(kind, (DeviceParameter, OffloadedWrapper)):
                     parameters[attribute] = parameter.host
-        self.on_device = False  # set last, so that a call that was interrupted is repeated
+        self.on_device = False  # set last: after an interrupt in this call, the next call does all of it again
 
     def watch_captured(self, watch: bool) -> None:
         """Adds the role that host parameters have in a step, or removes it.

@@ -24,9 +24,10 @@ class RowFinder:
         return 0
 
     def callers(self, root: nn.Module) -> Mapping[nn.Module, nn.Module]:
-        """Returns the modules with rows that another module calls with its own arguments, each with that module.
+        """Returns the modules with rows that an outer module calls with its own arguments, each with that module.
 
-        The layer is then uploaded for the call of the other module, which reads its weights before it calls their own module.
+        The outer module (PEFT's adapters) reads the layer's weights before it calls the module that owns them. So the
+        layer is uploaded for the call of the outer module.
         """
         return {}
 

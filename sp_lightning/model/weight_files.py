@@ -95,7 +95,12 @@ def open_weights(path: Path, asked: str) -> tuple[Shapes, Read]:
 
     Raises:
         FileNotFoundError: the file, or a file that the index names, is missing.
-        ValueError: the folder has no such file, or several.
+        ImportError: the file needs the package ``safetensors``, which is not installed.
+        ValueError: the folder has no such file, or several; or a value of the state dictionary is not a plain tensor.
+        pickle.UnpicklingError: the file has objects other than tensors and plain values.
+
+    Returns:
+        The shapes of the weights by name, and a function that reads one weight.
     """
     if path.is_dir():
         path = _in_folder(path, asked)

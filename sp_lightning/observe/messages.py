@@ -91,7 +91,7 @@ def less_host_memory(overlap: str = "backward") -> str:
     """Returns the advice for too little host memory.
 
     Args:
-        overlap: the option ``optimizer_overlap``; only with ``"backward"`` gradients take no host memory.
+        overlap: the option ``optimizer_overlap``; ``"backward"`` already frees most gradients early.
     """
     advice = (
         'Use less: Trainer(precision="bf16-true"), an optimizer with less state, frozen layers, or adapters '
@@ -99,7 +99,10 @@ def less_host_memory(overlap: str = "backward") -> str:
     )
     if overlap == "backward":
         return advice
-    return f'{advice} SuperpipelineStrategy(optimizer_overlap="backward") holds no gradients.'
+    early = (
+        'SuperpipelineStrategy(optimizer_overlap="backward") frees gradients in backward, if no code reads them later.'
+    )
+    return f"{advice} {early}"
 
 
 def after_out_of_memory(plan: Plan, smaller: Plan, freed: Modes, *, balanced: bool) -> str:

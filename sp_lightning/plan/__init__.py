@@ -1,4 +1,4 @@
-"""All decisions before a step runs, as frozen objects. Nothing in this folder copies or allocates memory.
+"""Decisions before a step runs. Plans and policies are frozen objects. Nothing in this folder copies or allocates memory.
 
 - ``options`` checks the user's options; ``choices`` has their types, and hints for options of other libraries.
 - ``plan`` gives every layer its place in memory and its slots (``rings``); ``window`` decides which plans fit the GPU.

@@ -110,7 +110,7 @@ def _bytes(rings: Iterable[Ring]) -> int:
 
 
 def _choose_limits(sizes: Sequence[int], window: int) -> tuple[int, ...]:
-    """Returns the largest size of each ring, in bytes."""
+    """Chooses the rings. Returns the size of the largest layer of each, in bytes."""
     distinct = sorted(set(sizes))
     # Thinned out from the largest down, so that the largest one remains.
     distinct = distinct[:: -(len(distinct) // _MOST_SIZES + 1)][::-1]

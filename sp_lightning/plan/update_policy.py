@@ -117,7 +117,8 @@ class UpdateFacts:
         against_gpu_background: why steps on the GPU cannot run in the background.
         accumulation_hooks: True if parameters have post-accumulate hooks.
         step_hooks: True if optimizers have step hooks.
-        unread_before_step: True if user code neither reads nor writes gradients between backward and the step.
+        unread_before_step: True if neither user code nor a gradient scaler reads or writes gradients between backward and the
+            step.
         unread: True if user code does not read gradients until they are set to None.
         read_after_step: True if user code runs between the step and ``zero_grad``, or after the last step.
         tried: True after a step that recorded which layers backward uses.
@@ -238,7 +239,11 @@ class UpdatePolicy:
         return f"{self.overlap} ({self.why})" if self.why else self.overlap
 
     def clip(self, *, read: bool, like_gpu: bool) -> Clip:
-        """Returns when gradients are clipped: by the precision plugin, layer by layer at once, or in the updates.
+        """Returns how gradients are clipped.
+
+        - ``"whole"``: by the precision plugin.
+        - ``"at once"``: layer by layer, in Lightning's call that clips.
+        - ``"in update"``: each layer in its update.
 
         Args:
             read: True if user code may read gradients before the step. Then they must be clipped by then.
@@ -258,7 +263,7 @@ class UpdatePolicy:
 
 
 def decide(facts: UpdateFacts) -> UpdatePolicy:
-    """Decides where and when optimizers step. It takes the place from the facts, and checks that it is possible.
+    """Decides when optimizers step. The facts name the place where they step; this checks that it is possible.
 
     Raises:
         ValueError: an option asks by name for a place or a mode that is not possible.

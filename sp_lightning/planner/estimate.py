@@ -124,7 +124,8 @@ class Estimate:
         It has weights and, in training, gradients (with ``ddp`` twice) and optimizer state. The larger of two is added:
 
         - casts and activations, in forward and backward;
-        - a temporary tensor per trained parameter, in the step of torch's optimizers that are not fused.
+        - a temporary tensor per trained parameter, in the step of torch's optimizers. Fused ones do not need it, but the form of
+          the user's optimizer is not known here.
         """
         plan, ledger = self.plan(1, 1), self.host.ledger
         weights, gradients = plan.plain
@@ -192,7 +193,7 @@ class Estimate:
         offloaded = self.work.offloaded if choice in ("offload", "auto") else 0
         found = host_memory(asked, plan, self.step, offloaded)
         if choice == "auto" and asked.disk is None and found.limit is not None and not found.fits:
-            # A run offloads until host memory is full, and recomputes the activations of other layers.
+            # A run offloads activations until host memory is full, and recomputes those of the remaining layers.
             room = all_but_an_eighth(found.limit - found.nbytes + found.parts["activations"])
             found = host_memory(asked, plan, self.step, room // asked.devices)
         return found

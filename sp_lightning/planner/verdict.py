@@ -204,6 +204,7 @@ def beside(estimate: Estimate) -> str:
     question = estimate.question
     text = ""
     if question.gradient_checkpointing:
+        # Only models of diffusers have a unit.
         enable = "enable_gradient_checkpointing" if estimate.unit else "gradient_checkpointing_enable"
         text += f" and the model's {enable}()"
     if question.lora is not None:

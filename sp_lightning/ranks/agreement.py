@@ -26,7 +26,7 @@ _ONE = "Pass Trainer(devices=1)"
 
 
 def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -> None:
-    """Raises an error for options and modules whose results would differ from one device, or that would hang.
+    """Raises an error for options and modules that would give other results than one device, or would make ranks hang.
 
     Raises:
         ValueError: several devices do not support the module, an option or the precision plugin.

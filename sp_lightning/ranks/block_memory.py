@@ -48,7 +48,7 @@ class SharedBlockMemory(BlockMemory):
     Attributes:
         view: this rank's private view, of the block or of more.
         primary: whether this rank's writes count.
-        written: whether this rank had private pages of the block at the last :meth:`look`.
+        written: whether this rank had private pages of the block at the last :meth:`look`. :func:`merge` makes it False.
     """
 
     def __init__(

@@ -58,7 +58,13 @@ class SharedUpdates(BackgroundUpdates):
             super().submit(layer, update, after)
 
     def _update(self, layer: StreamedLayer, landing: Callable[[], None] | None, work: Callable[[], None]) -> None:
-        """Updates a layer on the primary, in backward after the parts of all ranks have landed. Other ranks wait for it."""
+        """Updates a layer on the primary. Other ranks wait for it.
+
+        Args:
+            layer: the layer.
+            landing: waits for the parts of the gradients' sum, if the layer is updated in backward; otherwise None.
+            work: the update.
+        """
         ranks = self._ranks
         try:
             if landing is not None:
@@ -66,7 +72,8 @@ class SharedUpdates(BackgroundUpdates):
                 ranks.barrier(f"an update of {layer.name!r}", why=Wait.UPDATE_AFTER_LANDING, group=self._group)
             if ranks.primary:
                 if landing is not None:
-                    # Writes of the primary's user code are shared. Those of other ranks are dropped in the step's turn.
+                    # User code of the primary may have written to its private pages of the layer. From now on all ranks have
+                    # them. Outside of backward, `RankTurns.begin` has merged before the step, on all ranks.
                     merge(member.block.memory for member in layer.family)
                 work()
             ranks.barrier(

@@ -280,7 +280,7 @@ class Trial(Placement, RunScope):
         self.take((f"a part of {name}", each) for loader in tree_leaves(loaders) for each in with_state(loader))
 
     def step_begins(self) -> None:
-        """Lets others have their turns, also if all layers of this trial stay on the device."""
+        """Lets other trials have their turns, also if all layers of this trial stay on the device."""
         TURNS.pass_on(self.turn, self)  # the trial itself is not a layer, so it is never on the device
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class BlockMemory:
         """
 
     def renew(self) -> None:
-        """Called before all of the memory is overwritten. Subclasses need not read its old contents."""
+        """Called if the caller is about to overwrite all of the memory. Subclasses need not read the old contents."""
 
     def release_pages(self) -> None:
         """Returns the pages to the system, and loses their contents. The caller writes them before they are read again."""

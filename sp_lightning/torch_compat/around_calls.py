@@ -1,7 +1,8 @@
-"""Runs the package's code around calls of modules without any trace in the modules: no hook, no attribute, no other class.
+"""Runs the package's code around calls of modules without a trace in the modules.
 
-Libraries choose their algorithms by a module's hooks and its ``__dict__`` (``nn.MultiheadAttention``, RF-DETR), and a pickle of
-a module contains its ``__dict__``. So during a run, a patch of ``nn.Module.__call__`` looks modules up by their identity.
+It adds no hook and no attribute, and does not change their class. Libraries choose their algorithms by a module's hooks and its
+``__dict__`` (``nn.MultiheadAttention``, RF-DETR), and a pickle of a module contains its ``__dict__``. So during a run, a patch of
+``nn.Module.__call__`` looks modules up by their identity.
 
 A call that bypasses ``nn.Module.__call__`` bypasses this code, as it bypasses hooks: ``module.forward(x)``, or a reference to
 ``nn.Module.__call__`` that was taken before the patch.

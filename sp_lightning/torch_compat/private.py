@@ -1,8 +1,9 @@
 """All private names of torch that this package uses: names with an underscore, or in modules with one.
 
-torch may change these without notice. So each has one name in this file, with its meaning and the reason why torch's public
-API does not suffice. All of them exist in torch 2.10, 2.11 and 2.15. ``tests/torch_compat/test_torch_private.py`` tests the
-result of each name, and ``tests/repository/test_architecture.py`` keeps private names out of all other files.
+torch may change these without notice. So this file defines one name for each of them, with its meaning and the reason why
+torch's public API does not suffice. All of them exist in torch 2.10, 2.11 and 2.15.
+``tests/torch_compat/test_torch_private.py`` tests the result of each name, and
+``tests/repository/test_architecture.py`` keeps private names out of all other files.
 
 Hot paths call these functions hundreds of times in a step. If the arguments need no change, the name is therefore torch's own
 function and not a wrapper.
@@ -337,7 +338,9 @@ def step_as_torch(
     steps: float,
     settings: Mapping[str, Any],
 ) -> list[Tensor | None]:
-    """Steps one weight in place as torch's optimizer does on that device. The public optimizer would run all optimizer hooks.
+    """Steps one weight in place, with the same implementation as torch's optimizer.
+
+    The public optimizer would run all optimizer hooks.
 
     Args:
         kind, form: the optimizer and its implementation.

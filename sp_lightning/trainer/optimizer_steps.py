@@ -251,7 +251,7 @@ class OptimizerSteps:
         policy = self.policy = complete(decided, facts, paging, like_gpu)
         self._none_stay = against_staying(facts, like_gpu=bool(bits.stepping) and bits.whole)
         run.let_layers_stay(not self._none_stay)
-        if policy.all_threads:  # user code may have changed their number since, in on_fit_start for example
+        if policy.all_threads:  # user code may have changed the number of threads, for example in on_fit_start
             engine.device.background_threads = torch.get_num_threads()
         if self._applied != (engine, facts, policy):
             self._make_steps(policy, optimizers)
@@ -471,7 +471,10 @@ class OptimizerSteps:
         return any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
 
     def bits(self) -> list[str]:
-        """Returns sentences on the bits of steps on the CPU: the CPU's or a GPU's. Empty without a GPU, or if the GPU steps."""
+        """Returns sentences for users: do steps on the CPU have the last bits of steps on a GPU?
+
+        The list is empty before the policy is decided, on a machine without a GPU, and if the GPU steps.
+        """
         if self.policy is None:
             return []
         mixed = bool(self._run.engine.plan.stay)

@@ -112,6 +112,7 @@ def prepare_precision(plugin: Precision | None) -> None:
             f"superpipeline cannot work with {type(plugin).__name__}: it replaces layers by ones whose weights cannot "
             'be streamed. Use precision="bf16-mixed" or "bf16-true".'
         )
+    # A user's own scaler stays as it is: it may scale in a way that this package does not know.
     if is_a(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
         plugin.scaler = HostGradScaler.like(plugin.scaler)
 

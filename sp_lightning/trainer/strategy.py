@@ -323,6 +323,6 @@ class SuperpipelineStrategy(StreamingStrategy, Strategy):
     _several_devices = DDPStrategy
 
 
-# The abstract methods are defined by Lightning's strategies for one or several devices, one of which is a base of each object's
-# class (``HostStrategy.__new__``). Python would otherwise not make objects of this class.
+# Lightning's strategies for one and for several devices define the abstract methods. ``HostStrategy.__new__`` makes each object
+# of a subclass that has one of them as a base. Python would refuse that because this class has abstract methods, so it gets none.
 SuperpipelineStrategy.__abstractmethods__ = frozenset()

@@ -63,7 +63,7 @@ def collect(
     )
     against_layers, instead = _against_layerwise_steps(optimizers, facts.fuses_on_cpu)
     has_accumulation_hooks, has_gradient_hooks = _parameter_hooks(trainer.lightning_module)
-    # From backward to the optimizer's step, and from there to the reset of gradients to None.
+    # Does user code run between backward and the optimizer's step; and between the step and the reset of gradients to None?
     read_before_step = bool(has_gradient_hooks or hooks_of_users(trainer, "gradients"))
     read_after_step = bool(hooks_of_users(trainer, "train", "optimizer", "end"))
     return replace(
@@ -72,6 +72,8 @@ def collect(
             OptimizerFacts(
                 identity=id(each),
                 writes_gradients=writes_gradients(each),
+                # Optimizers with a fused step draw no random numbers. They create tensors only in their first step, which ends
+                # first in any case (`LayerwiseStep._makes_state`).
                 ends_first=not has_fused_step(each) and bool(_against_background_on_gpu(trainer, [each], places)),
             )
             for each in optimizers
@@ -163,7 +165,7 @@ def _against_background(trainer: Any) -> str:
 def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tuple[str, str]:
     """Returns why an optimizer's step on the CPU cannot run layer by layer; empty if all can.
 
-    The second text is the begin of a sentence with a remedy, which continues with another mode; empty if there is no remedy.
+    The second text is the beginning of a sentence with a remedy, which continues with another mode; empty if there is no remedy.
     """
     for optimizer in [each for each in optimizers if not is_separable(each)]:
         name = type(optimizer).__name__

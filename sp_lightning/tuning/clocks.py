@@ -70,7 +70,7 @@ class ClockDevice(Device):
             self.transfer("fetch" if stream is Stream.UPLOAD else "drain", source.layer, source.nbytes)
 
     def transfer(self, kind: Kind, layer: int, nbytes: int) -> None:
-        """Issues a copy to the device (weights or activations) or to the host."""
+        """Simulates a copy to the device (weights or activations) or to the host: advances the clock of its stream."""
         upload = kind in RESOURCES["fetch"]
         stream, rate = (Stream.UPLOAD, self._rates.upload) if upload else (Stream.DOWNLOAD, self._rates.download)
         self.spend(stream, nbytes / rate, kind, layer, nbytes)

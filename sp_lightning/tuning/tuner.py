@@ -1,7 +1,8 @@
 """Measures the first batches, then chooses k, k' and modes of activations so that every batch stays within the budget.
 
 Activations are kept as long as all of them fit. An unmeasured batch runs with *headroom*: it keeps activations, and
-offloads the oldest ones before the memory is full. If that was necessary, the three batches after it choose modes::
+offloads the oldest ones before the memory is full. If that was necessary, two batches are measured, and the batch after them runs
+with modes that were chosen::
 
     headroom ──fits──▶ keep ──a larger batch──▶ headroom
         └──does not fit──▶ trial (all offloaded, each forward twice) ──▶ timed ──▶ chosen
@@ -155,10 +156,10 @@ class Tuner(BaseTuner):
         """
         window, free = self.window, self._device.free_bytes()
         room = window.filled_room
-        assert room is not None
-        if free is None or window.free is None:
+        assert room is not None  # modes are chosen only if there is a budget
+        if free is None or window.free is None:  # on the CPU
             return room - self.streamer.weight_bytes - kept()
-        if self._alone:  # the device's count includes workspaces and everything else
+        if self._alone:  # window.free - free is what this process has allocated since set-up, workspaces included
             return min(room - (window.free - free), free)
         return min(room - self.streamer.weight_bytes - kept(), free)
 
@@ -195,9 +196,9 @@ class Tuner(BaseTuner):
     def shrink(self) -> None:
         """Changes to the smallest window and the modes with the least memory, after the device has run out of memory.
 
-        If all activations were kept and the window was not the smallest, only the window changes.
+        Fewer layers stay on the GPU. If all activations were kept and the window was not the smallest, the modes do not change.
         """
-        self._observe()
+        self._observe()  # first, because the next lines change how much of the memory was used by weights
         self.window.let_fewer_stay(self.streamer.plan)
         smallest = self.window.smallest()
         smaller = smallest.slot_bytes < self.streamer.plan.slot_bytes
@@ -207,7 +208,7 @@ class Tuner(BaseTuner):
         if self._balanced:
             if self._memory is not None:
                 self._carry_out(self._all(self._memory.least_mode(self._largest)))
-            self.window.lower_budget()  # the choice did not fit, although the measurements predicted that it would
+            self.window.lower_budget()  # a batch did not fit into the budget, although the measurements predicted that it would
         elif smaller:
             self.expect_more()
         elif self._activations is not None:
@@ -220,8 +221,8 @@ class Tuner(BaseTuner):
     def _time(self) -> None:
         """Times the next batch.
 
-        If memory allows, its units are recomputed: the copies of offloaded activations would slow computation down and
-        distort the times of layer calls.
+        If modes are being chosen and memory allows, the batch recomputes its units. Copies of offloaded activations would slow
+        computation down and distort the times of layer calls.
         """
         recompute = self._all("recompute")
         if self._balanced and self.window.fits(self.streamer.plan, more=self._more(recompute)):

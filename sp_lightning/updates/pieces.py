@@ -215,7 +215,7 @@ def piece_size(threads: int) -> int:
     would not be better: the memory of a quick measurement fits into a large third-level cache, where every size looks good.
 
     Args:
-        threads: the number of threads of the calling thread's operators.
+        threads: how many threads torch uses for an operator of the calling thread (``torch.get_num_threads()``).
     """
     share = (second_level_cache() or _USUAL_CACHE) // (2 * 4 * 4)  # half of it, for four tensors of 4 bytes an element
     return 1 << max(share * threads, 512).bit_length() - 1
