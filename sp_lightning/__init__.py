@@ -1,7 +1,7 @@
 """Train and predict with models larger than the GPU's memory, as a PyTorch Lightning strategy.
 
-``import sp_lightning`` registers ``"superpipeline"`` with ``lightning``: ``Trainer(strategy="superpipeline")``. For
-``pytorch_lightning`` :mod:`sp_lightning.pytorch_lightning` does so, and has the same classes.
+``import sp_lightning`` registers ``"superpipeline"`` with ``lightning``: ``Trainer(strategy="superpipeline")``. The module
+:mod:`sp_lightning.pytorch_lightning` registers it with ``pytorch_lightning``, and has the strategy and the callback for it.
 """
 
 import sys
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Imports a public name when it is first used."""
+        """Imports a public name when it is first used, and stores the object in this module."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from sp_lightning import registry
@@ -62,7 +62,7 @@ else:
         return sorted({*globals(), *__all__})
 
 
-# The command line imports the rest once its arguments are valid (see sp_lightning._public). orig_argv tells a command from a
-# program whose own arguments look like it.
+# The command line imports _public only after its arguments were checked, because the import takes seconds (see _public). Python's
+# option -m is in orig_argv only. The arguments of a user's program come later in orig_argv, so they cannot be taken for it.
 if sys.orig_argv[1:3] != ["-m", "sp_lightning"] and [Path(word).name for word in sys.argv[:1]] != ["superpipeline"]:
     from sp_lightning import _public  # noqa: F401

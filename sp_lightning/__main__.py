@@ -11,14 +11,15 @@ from sp_lightning.registry import needed_for
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command.
+    """Runs a command. For ``superpipeline``, first adds the working directory to ``sys.path``.
 
     Args:
-        argv: the arguments; None for those of the process.
+        argv: the arguments of the command line; None: those of this process.
 
     Raises:
-        SystemExit: with status 1 if a model does not fit, 2 after an error in a command, 3 if it is unknown whether a model
-            fits. The message has the reason.
+        SystemExit: with status 2 after an error in a command. ``plan``: with status 1 if a model does not fit, 3 if it is
+            unknown whether a model fits. ``check``: with status 1 if results differ, 2 if nothing was compared. The message
+            has the reason.
         MissingCapabilityError: the folder of the command line is missing.
     """
     with needed_for("The command line", can_leave_out=False):
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         _run(given, arguments)
     except BrokenPipeError:  # the reader has closed the pipe (plan … | head)
+        # Python flushes stdout once more when it exits, which would raise the error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
     except (ValueError, TypeError, ImportError, OSError) as error:
@@ -41,6 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
+    """Imports the module of a command, and runs the command.
+
+    Args:
+        given: the parsed arguments; None for the commands of Lightning's CLI, which parses ``arguments`` itself.
+        arguments: the words of the command line.
+    """
     from sp_lightning.planner.arguments import Question, make_parser, separate
 
     with needed_for(f"The command {arguments[0]}", can_leave_out=False):
@@ -64,6 +72,7 @@ def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
             from sp_lightning.planner import plan_command
 
             assert isinstance(given, Question)
+            # Parsed again without defaults: the namespace then has only the arguments that the user gave.
             given.given = frozenset(vars(make_parser(usual=False).parse_args(arguments)))
             plan_command.run_plan(separate(given))
 

@@ -19,7 +19,8 @@ for _package, _needed in (("torch", "2.10"), ("lightning", "2.6")):
             f'Install it: pip install -U "{_package}>={_needed}"'
         )
 
-# The Lightning package that is imported last sets the logger of rank-zero messages. Keep the logger of the user's package.
+# Each Lightning package sets the logger of rank-zero messages when it is imported. If the user has imported pytorch_lightning,
+# the import of lightning below would replace that package's logger. So it is restored afterwards.
 _log = rank_zero.log if "pytorch_lightning" in sys.modules else None
 
 from lightning.pytorch.strategies import StrategyRegistry

@@ -1,4 +1,4 @@
-"""The strategy and its callback for ``pytorch_lightning``. The import of this module registers the strategy in that package.
+"""The strategy and its callback for ``pytorch_lightning``. Importing this module registers the strategy in that package.
 
 ``import sp_lightning`` imports this module if ``pytorch_lightning`` was imported before.
 """

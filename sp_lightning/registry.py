@@ -1,15 +1,15 @@
 """Imports the capabilities. This is the only file of the core that names their folders.
 
-A capability is a folder without which the core works. When an option that needs it is resolved, a function of this file imports
-it and returns its implementation of an interface that the core defines. The core has a default for each interface. The
-capability's own ``__init__`` describes what it adds, its interface, and its cost when it is not used. Nothing is imported from a
+A capability is a folder without which the core works. When an option needs a capability, a function of this file imports the
+folder, and returns its implementation of an interface of the core. The core has a default for each interface. The ``__init__``
+of the capability describes what the capability adds, its interface, and its cost when it is not used. Nothing is imported from a
 capability before it is needed.
 
 If a folder is missing, one of three things happens. Each function below says which:
 
 - **error**: the option raises :class:`MissingCapabilityError` (for example ``disk=``);
 - **fallback**: a default continues without it and logs one line (for example ``k="auto"`` without ``tuning``);
-- **slower**: the results are the same, and nothing is logged (for example optimizer steps without ``kernels``).
+- **slower**: the results are the same, and nothing is logged (for example uploads of experts without ``experts``).
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def row_finder() -> RowFinder:
 def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, may_choose: bool) -> ActivationPlan:
     """Resolves ``activations=``: how the activations of each unit are stored between forward and backward.
 
-    Without the folder, ``"auto"`` (fallback) keeps all activations, and logs that if device memory does not suffice. Other values
-    than ``"auto"`` and ``"keep"`` are an error.
+    Without the folder, ``"auto"`` keeps all activations (fallback); this is logged after an out-of-memory error. All values
+    except ``"auto"`` and ``"keep"`` are an error.
 
     Args:
         choice: the option.
@@ -180,13 +180,16 @@ def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, ma
 
 
 def require_disk(option: str) -> None:
-    """Checks that ``disk=`` is possible. Without the folder it is an error. The functions below are called afterwards."""
+    """Checks that ``disk=`` is possible. Without the folder, it raises an error.
+
+    :func:`placement_on_disk` and :func:`state_on_disk` are called only after this check.
+    """
     with needed_for(option):
         import sp_lightning.disk  # noqa: F401
 
 
 def host_budget(host_memory: int | float) -> HostBudget:
-    """Returns the limit of host memory for ``host_memory=`` without ``disk=``. Without the folder it is an error."""
+    """Returns the limit of host memory for ``host_memory=`` without ``disk=``. Without the folder, it raises an error."""
     with needed_for("host_memory="):
         from sp_lightning.disk.host_budget import LimitedMemory
     return LimitedMemory(host_memory)
@@ -252,7 +255,7 @@ def layer_stepper(optimizer_on: OptimizerOn, gpu_layers: Share) -> MakeStepper |
 
 
 def step_place() -> type[StepPlace]:
-    """Returns the class that decides whether optimizers step on the GPU. Without ``gpu_steps`` (fallback) they do not."""
+    """Returns the class that decides where optimizers step. Without ``gpu_steps`` (fallback), they step on the CPU."""
     if is_installed("gpu_steps"):
         from sp_lightning.gpu_steps.step_place import MeasuredPlace
 
@@ -270,16 +273,17 @@ def make_tuner(
 ) -> BaseTuner:
     """Returns the tuner, which chooses k, k' and the modes of activations between batches.
 
-    Without ``tuning`` (fallback) the first plan stays and all activations are kept.
+    Without ``tuning`` (fallback), the first plan stays, and ``activations="auto"`` keeps all activations.
 
     Args:
-        window: the user's k, k' and GPU memory, and the sizes that fit.
+        window: the user's k, k' and GPU memory, and the plans that fit.
         streamer: the engine.
         device: its device.
         log: the logger for choices.
         chooses_modes: True to choose modes of activations when not all activations fit.
         alone: True if nothing else in this process uses the device's memory.
     """
+    # With stacked experts, the tuner also chooses the size of their cache, even if k and k' are numbers.
     chooses_window = window.auto or (window.room is not None and streamer.plan.stack_bytes > 0)
     if chooses_window or chooses_modes:
         if is_installed("tuning"):
@@ -337,10 +341,13 @@ def host_kernels() -> HostKernels:
 
 
 def gpu_bits(device: torch.device | None) -> GpuBits:
-    """Returns the object that decides which CPU steps have a GPU's bits. Without ``kernels`` (fallback): none, which is logged.
+    """Returns the object that decides which CPU steps are bit-identical to steps on the GPU.
+
+    Without ``kernels`` (fallback), the object decides that no steps are, and one line is logged.
 
     Args:
-        device: the GPU on which plain Lightning steps; None if it steps on the CPU.
+        device: the GPU on which plain Lightning's optimizer would step. None if that is the CPU or a GPU with unknown formulas,
+            or if all layers of this run step on the GPU.
     """
     if is_installed("kernels"):
         from sp_lightning.kernels.like_gpu import ConfirmedBits

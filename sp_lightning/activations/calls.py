@@ -36,12 +36,12 @@ from sp_lightning.torch_compat.private import (
 
 
 def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) -> ActivationPlan:
-    """Resolves ``activations=`` at set-up.
+    """Resolves ``activations=`` at set-up. Returns the plan from which the engine makes its :class:`UnitModes`.
 
     Args:
         choice: ``activations=``.
         module: the root.
-        found: its layers and units.
+        found: the root's layers and units.
 
     Raises:
         ValueError: a pattern in ``choice`` decides nothing.
@@ -73,13 +73,14 @@ class UnitModes:
     Attributes:
         modes: the mode of each unit now; :meth:`choose` changes it.
         idle: True if every unit keeps its activations.
-        calls: the unit calls of the last step's forward. If the step ran several, those of the one that saved the most bytes.
+        calls: the unit calls of the last step's forward. If it ran several forwards, those of the forward that saved the most.
         ring: the host memory for offloaded activations.
         offload: stores saved tensors on the host.
         recompute: runs forwards again in backward.
         headroom: offloads kept activations before device memory ends; None in batches that are known to fit.
         with_inner_experts: the units that cannot be recomputed because experts inside them are layers, with the reason.
-        unrepeatable: the units that stay on the device if the host has no room for them. All others are then recomputed.
+        unrepeatable: the units that cannot be recomputed. If the host has no room for activations, those of these units stay on
+            the device, and other units are recomputed.
     """
 
     def __init__(self, setup: ActivationSetup, modes: Modes) -> None:
@@ -99,7 +100,7 @@ class UnitModes:
         self._forward: list[UnitCall] = []  # the calls of the running forward
         self._in_backward = False  # True if that forward's backward has begun
         self._counts: list[int] = []  # the number of calls of each forward of this step
-        self._expected = [len(self._units)]  # the same of the last step
+        self._expected = [len(self._units)]  # the same of the last step; before it, each unit is expected once
 
     def choose(self, modes: Modes) -> None:
         """Sets the modes, for all later calls. Called between two steps."""
@@ -108,7 +109,7 @@ class UnitModes:
         self._offloads = "offload" in modes.values()
 
     def watch_memory(self, left: Callable[[Callable[[], int]], int], reserve: int) -> None:
-        """Offloads the oldest activations from now on whenever device memory would end; see :class:`Headroom`."""
+        """Offloads the oldest activations from now on before device memory ends. :class:`Headroom` describes the arguments."""
         self.headroom = Headroom(self.offload, left, reserve)
 
     @property
@@ -125,7 +126,7 @@ class UnitModes:
 
     @property
     def store(self) -> Callable[[Tensor], SavedActivation | None] | None:
-        """Offloads a saved tensor, or may do so later; None if all units keep theirs in any case."""
+        """Offloads a saved tensor, or may offload it later; None if all units keep their activations in any case."""
         return None if self.idle and self.headroom is None else self._store
 
     @property
@@ -143,7 +144,7 @@ class UnitModes:
         self.ring.limit = nbytes
 
     def begin(self) -> None:
-        """Called when a training step begins."""
+        """Called when a training step begins. From now on units run in their modes."""
         if self.headroom is not None:
             self.headroom.begin()
         if not self.idle or self.headroom is not None:
@@ -159,7 +160,7 @@ class UnitModes:
         self._installed = not self.idle
 
     def remove(self) -> None:
-        """Runs units' forwards as they are from now on."""
+        """Runs units' forwards without modes from now on."""
         self._installed = False
 
     def flush(self) -> None:
@@ -223,7 +224,7 @@ class UnitModes:
     def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward in its mode."""
         if interpreter_stack() is not None or forward_mode_level() >= 0:
-            return forward(*args, **kwargs)  # checkpoints cannot repeat torch.vmap and forward-mode differentiation
+            return forward(*args, **kwargs)  # checkpoints cannot repeat torch.func and forward-mode differentiation
         for first in first_runs():
             first.before.add(unit, self._units[unit])  # a second run of the outer forward restores this unit, too
         if not torch.is_grad_enabled():
@@ -246,17 +247,20 @@ class UnitModes:
         return output
 
     def _run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a forward inside the engine's saved-tensor hooks."""
+        """Runs a forward in the mode of its unit, inside the engine's saved-tensor hooks.
+
+        If the host has no room for a unit's activations, the unit is recomputed, or kept if it is :attr:`unrepeatable`.
+        """
         unit, mode = call.unit, self.modes[call.unit]
         if mode == "offload" and not call.at_once:
-            room = self.ring.free_bytes
+            room = self.ring.free_bytes  # compared with the bytes that the last step's calls of the unit have saved
             call.offloads = all(each.saved <= room for each in self.calls if each.unit == unit)
             if not call.offloads and unit in self.unrepeatable:
                 self.offload.warn(unit, "stay on the device")
             elif not call.offloads:
                 self.offload.warn(unit, "are computed again in backward")
                 mode = "recompute"
-        # If the user's own checkpoint is around the unit, that one runs it again: two of them would run it three times.
+        # The user's own checkpoint around a unit runs the unit again. With a second checkpoint the unit would run three times.
         if mode == "recompute" and not is_checkpointed():
             return self.recompute.run(unit, self._units[unit], partial(self._look_at_others, forward), args, kwargs)
         if self.recompute.in_trial:
@@ -266,9 +270,12 @@ class UnitModes:
         return forward(*args, **kwargs)
 
     def _look_at_others(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a forward. The first run takes snapshots of units that it refers to: ``other.forward(x)`` is not a call."""
+        """Runs a forward. First adds units that the module's attributes refer to, to the snapshot of the running first run.
+
+        The forward may run such a unit by ``other.forward(x)``, which is not a module call, so the engine does not notice it.
+        """
         for first in first_runs()[-1:]:
-            for name, module in first.before.outside:  # it grows in this loop
+            for name, module in first.before.outside:  # the list may grow in this loop
                 if module in self._set_of_units:
                     first.before.add(name, module)
         return forward(*args, **kwargs)
@@ -291,7 +298,7 @@ class UnitModes:
         if self._in_backward:  # the calls so far belong to an earlier forward of this step
             self._end_forward()
             self._in_backward = False
-        # The same forward of the last step: its first, second, ... If the last step ran fewer forwards, its last one.
+        # The number of calls of the forward with the same number in the last step, or of its last forward if there were fewer.
         expected = self._expected[min(len(self._counts), len(self._expected) - 1)]
         at_once = expected - EXEMPT <= len(self._forward) < expected
         previous = self._forward[-1] if self._forward else None
@@ -299,7 +306,7 @@ class UnitModes:
         return self._forward[-1]
 
     def _end_forward(self) -> None:
-        """Records the calls of a forward: its backward has begun and another unit is called, or the step has ended."""
+        """Records the calls of a forward. Called when a unit is called after the forward's backward, or the step has ended."""
         if self._forward:
             calls = tuple(Call(call.unit, call.saved, call.inputs) for call in self._forward)
             if not self._counts or sum(call.saved for call in calls) > sum(call.saved for call in self.calls):
@@ -311,8 +318,8 @@ class UnitModes:
 class UnitForward:
     """Replaces ``module.forward`` from the beginning of a module's call until its forward begins.
 
-    The user's pre-hooks run between the two. torch reads ``module.forward`` before it runs them, and the mode must not include
-    them. If another thread calls the module at the same time, its forward may run in the mode as well.
+    The user's pre-hooks run between the two. torch reads ``module.forward`` before it runs pre-hooks, and the mode must not
+    include them. If another thread calls the module at the same time, the forward of that call may run in the mode as well.
 
     Args:
         module: the module.
@@ -339,7 +346,7 @@ class UnitForward:
                 attributes["forward"] = self._own
 
     def close(self) -> None:
-        """Called after the call. From now on this object runs the module's own forward, because a hook may have kept it."""
+        """Called after the call. A hook may have kept this object, so it runs the module's own forward from now on."""
         self.remove()
         self._call = None
 
@@ -361,4 +368,6 @@ class UnitForward:
         return copy.deepcopy(self._forward, memo)
 
     def __reduce__(self) -> Any:
+        # A hook pickles the module. The pickle contains the module's own forward, and must not name this package, so `copy.copy`
+        # takes the place of a function that returns its argument.
         return (getattr, (self._module, "forward")) if self._own is None else (copy.copy, (self._own,))

@@ -6,12 +6,12 @@ saves the logarithms of all probabilities. Two replacements take less memory:
 - Only the loss function (``keep_logits=True``). Logits and their gradient are kept in the head's dtype, a third of the memory.
   Results are bit-identical, because each token's loss and gradient are computed from its own row.
 - The head as well. It returns deferred logits, and the loss function computes them chunk by chunk, each in torch's checkpoint. No
-  logits are kept. The head's product is computed twice. The gradient of its weight becomes a sum over chunks: the order of sums
-  differs, and one more gradient of that size is needed while it is computed.
+  logits are kept. The head's product is computed twice. The gradient of the head's weight becomes a sum over chunks: the order of
+  summation differs, and the sum needs memory for one more gradient of that size.
 
 The head is called as a module, so hooks, adapters, quantised weights and the engine work as usual. It is replaced only while the
 model's own forward runs, by an attribute of the instance, which Python finds before the module. The tree of modules stays as it
-is, and it works when PEFT calls that forward without hooks.
+is, and the replacement also works when PEFT calls the model's forward directly, without hooks.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ def chunk_loss(model: nn.Module, tokens: int = 1024, *, keep_logits: bool = Fals
     """Makes a causal language model of transformers compute its loss in chunks of tokens.
 
     This changes forwards with ``labels`` while gradients are enabled. Evaluation, generation and training without ``labels`` are
-    as before. Call it when the model is created, before or after adapters are added. It works without a strategy, too.
+    as before. Call this function when the model is created, before or after adapters are added. A strategy of this package is
+    not needed. A second call replaces the first.
 
-    - With ``keep_logits`` results are bit-identical. Only the float32 copies of logits are not kept.
-    - Without it no logits are kept, and ``output.logits`` cannot be read. Results are bit-identical if the rows of a matrix
-      product do not depend on their number, with two exceptions: the gradient of the head's weights is a sum over chunks, each
-      rounded to its dtype, and dropout in an adapter of the head draws other numbers.
+    - With ``keep_logits=True`` results are bit-identical. Only the float32 copies of logits are not kept.
+    - With ``keep_logits=False`` no logits are kept, and ``output.logits`` cannot be read. Results are bit-identical if each row
+      of a matrix product is the same for any number of rows, with two exceptions: the gradient of the head's weights is a sum
+      over chunks, each rounded to the weights' dtype, and dropout in an adapter of the head draws other numbers.
 
     Args:
         model: the model of transformers, or PEFT's model around it.
         tokens: tokens per chunk. Smaller chunks take little less memory and more time.
-        keep_logits: keep the logits, in the dtype of the head.
+        keep_logits: True to keep the logits, in the dtype of the head.
 
     Raises:
         ValueError: the model has no head, or its loss is not transformers' loss for causal language models; or ``tokens`` is
@@ -96,7 +97,7 @@ def _check(model: nn.Module, head: Any, loss: Any) -> None:
 
 
 def _forward(forward: Callable[..., Any], model: nn.Module, path: str, *args: Any, **kwargs: Any) -> Any:
-    """Runs a model's forward. If it has labels, the model's head is replaced while it runs."""
+    """Runs a model's forward. If ``labels`` are given, the model's head is replaced while the forward runs."""
     given = inspect.signature(forward).bind(*args, **kwargs).arguments if args else kwargs
     if given.get("labels") is None:
         return forward(*args, **kwargs)
@@ -116,7 +117,7 @@ class _Head:
         self._head = head
 
     def __call__(self, hidden: Tensor) -> Any:
-        # This depends on the thread: another one may predict with the same model at the same time.
+        # Grad mode belongs to a thread: another thread may predict with the same model at the same time.
         return DeferredLogits(self._head, hidden) if torch.is_grad_enabled() else self._head(hidden)
 
     def __getattr__(self, name: str) -> Any:
@@ -128,12 +129,15 @@ def _loss(
     vocab_size: Any = None, *, num_items_in_batch: Tensor | int | None = None, ignore_index: int = _IGNORED,
     shift_labels: Tensor | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Computes ``plain``, transformers' loss for causal language models, in chunks."""
+    """Computes ``plain``, transformers' loss for causal language models, in chunks of ``tokens``.
+
+    Calls ``plain`` itself for logits that the head has computed, if they need no gradient or ``keep_logits`` is False.
+    """
     deferred = isinstance(logits, DeferredLogits)
     if not deferred and not (keep_logits and torch.is_grad_enabled() and logits.requires_grad):
         kwargs.update(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
         return plain(logits, labels, vocab_size, **kwargs)
-    if shift_labels is None:  # tokens before n predict n
+    if shift_labels is None:  # the tokens before position n predict token n
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]
     targets = shift_labels.reshape(-1).to(logits.device)
     targets = targets.masked_fill(targets == ignore_index, _IGNORED)
@@ -141,7 +145,8 @@ def _loss(
         losses = _of_deferred(logits, targets, tokens, vocab_size)
     else:
         losses = _KeptLogits.apply(logits.view(-1, vocab_size), targets, tokens)
-    # Each token's loss is the single entry of a row, so that torch sums them in the order in which it sums rows of a vocabulary.
+    # Each token's loss is the single entry of a row, so that torch sums the losses in the same order as rows of a vocabulary. The
+    # target is then 0 for each token that is not ignored.
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = F.nll_loss(-losses[:, None], targets.clamp(max=0), ignore_index=_IGNORED, reduction=reduction)
     if isinstance(num_items_in_batch, Tensor):
@@ -205,9 +210,14 @@ def _of_deferred(deferred: DeferredLogits, targets: Tensor, tokens: int, vocabul
 
 
 class DeferredLogits:
-    """Returned by a head in place of logits: the head, its input, and what the model does with logits before its loss.
+    """Returned by a head in place of logits: the head, its input, and the model's operations on logits before its loss.
 
-    That may be scaling by numbers, and soft caps. Anything else raises an error, and so does any use after :meth:`take`.
+    These operations may be scaling by numbers, soft caps (``tanh``) and ``float()``. Any other operation raises an error, and so
+    does any operation after :meth:`take`.
+
+    Args:
+        compute: computes logits from rows of the head's input.
+        hidden: the head's input.
     """
 
     def __init__(self, compute: Callable[[Tensor], Tensor], hidden: Tensor) -> None:
@@ -215,7 +225,7 @@ class DeferredLogits:
         self._deferred: tuple[Callable[[Tensor], Tensor], Tensor] | None = compute, hidden
 
     def take(self) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-        """Returns a function that computes the logits of rows, and the rows of all tokens. Can be called once."""
+        """Returns a function that computes the logits of rows, and the rows of all tokens. Raises an error at the second call."""
         compute, hidden = self._deferred or _refuse("their second use")
         self._deferred = None
         return compute, hidden.reshape(-1, hidden.shape[-1])

@@ -1,11 +1,11 @@
 """Compares the tensors that autograd saves in the two runs of a forward, bit by bit.
 
-The host does not wait for this, with one exception: one run has saved the 16-bit cast of a weight in the layer's slot, and the
-other run has saved autocast's own cast. The two are then compared on the host.
+The host does not wait for the comparison, with one exception: one run has saved the 16-bit cast of a weight in the layer's slot,
+and the other run has saved autocast's own cast. The two casts are then compared on the host.
 
 Backward follows the graph of the first run and computes with the tensors of the second run. If the two runs save the same bits,
 backward computes the same as without a second run. If not, gradients are wrong. The tensors of the first run are freed before the
-second one. A fingerprint of each remains: sums over its memory, at most 24 kB.
+second run. A fingerprint of each tensor remains: sums over its memory, less than 24 KiB.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class Fingerprint(NamedTuple):
     """A fingerprint of a saved tensor.
 
     Attributes:
-        kind: its class, dtype, shape and strides.
-        sums: sums over its memory, or a copy of it if it is small; each flat, ``uint8``. Empty for a weight.
+        kind: the dtype, shape and strides of a plain tensor. For other tensors also the class or the parts.
+        sums: sums over the tensor's memory, or a copy of a small tensor; each flat, ``uint8``. Empty for a weight, and for a
+            tensor whose values are not compared.
         place: the place of a weight, which no run may write; empty for other tensors.
         cast_in: for a weight's 16-bit cast, the layer's block on the host, and the offset of the cast in it in bytes; otherwise
             None.
@@ -71,7 +72,8 @@ class Fingerprint(NamedTuple):
     def with_sums(self) -> Fingerprint:
         """Returns the fingerprint of a cast's values on the host, for a comparison with autocast's own cast of the weight.
 
-        Autocast casts the weight itself in a run in which the whole weight is on the device, because other code has read it.
+        If other code has read the weight in a run, the whole weight is on the device, and autocast casts it. Returns the present
+        fingerprint if the tensor is not a cast.
         """
         if self.cast_in is None:
             return self
@@ -83,7 +85,7 @@ class Fingerprint(NamedTuple):
 
 
 class SavedRun:
-    """Fingerprints of the tensors that autograd saves in one run of a forward, in that order.
+    """Fingerprints of the tensors that autograd saves in one run of a forward, in the order in which they are saved.
 
     Args:
         layer_at: finds weights on the device.
@@ -106,7 +108,7 @@ class SavedRun:
             unpack: called in place of the present unpack hook, with that hook and its argument.
         """
         present = top_saved_tensors_hooks()
-        if present is None:  # in a trial, in which autograd keeps tensors itself
+        if present is None:  # in a trial in which no hooks pack tensors: only outputs are compared
             yield
             return
         its_pack, its_unpack = present
@@ -137,7 +139,8 @@ class SavedRun:
         kind: tuple[Any, ...] = (tensor.dtype, None if tensor.is_nested else tensor.shape)
         if isinstance(tensor, OffloadedWrapper):
             return Fingerprint((*kind, id(tensor.host)))
-        # A weight may be offloaded, and a view of it may be outside the slot.
+        # A weight is found by its device parameter. The address does not suffice: the weight may be offloaded, and a view of the
+        # weight may be outside the slot.
         weight: Any = tensor if hasattr(tensor, "_of") else base_of(tensor)
         if hasattr(weight, "_of"):
             before = 0 if weight is tensor else _begin(tensor) - _begin(weight)
@@ -164,14 +167,14 @@ class SavedRun:
 
 
 def _begin(tensor: Tensor) -> int:
-    """Bytes from the start of a tensor's storage to its first element."""
+    """Returns the bytes from the start of a tensor's storage to its first element."""
     return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _place(layer: StreamedLayer, offset: int) -> tuple[int, int | None, int]:
-    """Returns the indexes of a layer and of its weight at an offset, and the bytes before it in the weight.
+    """Returns the index of a layer, the index of the layer's weight at an offset, and the offset in that weight, in bytes.
 
-    A cast has no index. Its bytes are counted from the start of the layer.
+    For a cast, the index is None and the offset is counted from the start of the layer.
     """
     which = layer.parameters.at(offset)
     return layer.index, which, offset if which is None else offset - layer.spans[which].offset
@@ -204,7 +207,7 @@ def may_be_unwritten(tensor: Tensor) -> bool:
     """Returns True for tensors, by dtype and shape, that operators save without having written all of them.
 
     Recurrent layers (cuDNN, oneDNN) save a workspace with gaps. Attention on an accelerator saves the seed and the offset of
-    random numbers that it has not drawn. The memory has any values, and backward does not use them.
+    random numbers that it has not drawn. The values in such memory are arbitrary, and backward does not use them.
     """
     if tensor.ndim == 1 and tensor.dtype is torch.uint8:
         return True
@@ -225,14 +228,15 @@ def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
     The memory is read once, as a matrix of 64-bit numbers whose columns are summed modulo 2**64.
 
     - A change of a single bit is detected anywhere.
-    - Elements that have changed places are detected: they are in other columns, unless they moved by a multiple of 1021. That is
-      a prime number, and no size of a model is a multiple of it.
-    - The highest bits are the signs of every second float. They are detected if an odd number of them has changed in a column.
-      The number of rows is odd, so a change of all of them is detected.
+    - Elements that have changed places are detected if they are in other columns. They are in the same columns only if they moved
+      by a multiple of 1021 numbers. This is a prime number, and no size of a model is a multiple of it.
+    - The highest bits of the numbers are the signs of every second float32. A change of signs is detected if their number in a
+      column is odd. The number of rows is odd, so a change of all signs is detected.
     """
     size, begin = tensor.element_size(), tensor.storage_offset()
     extent = 1 + sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if extent != tensor.numel() or begin * size % 8:  # not dense: a part of another tensor, or an expanded one
+    # Not dense (a part of another tensor, or an expanded one), or not aligned for int64.
+    if extent != tensor.numel() or begin * size % 8:
         tensor, begin = tensor.clone(memory_format=torch.contiguous_format), 0
     rows = tensor.nbytes // (8 * _COLUMNS)
     rows -= 1 - rows % 2
@@ -243,17 +247,19 @@ def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
-    """Compares two runs up to the last tensor of the second one, with one kernel for each device.
+    """Compares two runs up to the last tensor of the second run, because torch ends the second run early.
 
-    The host waits only to compare a weight's cast with autocast's own cast (see :meth:`Fingerprint.with_sums`).
+    Each device compares all of its values at once. The host waits only to compare a weight's cast with autocast's own cast (see
+    :meth:`Fingerprint.with_sums`).
 
     Returns:
-        For each device a tensor of shape ``(1,)``, ``uint8``: 1 if the runs differ there, else 0.
+        For each device a tensor of shape ``(1,)``, ``uint8``: 1 if values on the device differ, else 0. If the kind or place of a
+        tensor differs, a single tensor on the CPU that is 1.
     """
     found: list[Tensor] = []
     pairs: dict[torch.device, dict[tuple[int, int], tuple[Tensor, Tensor]]] = {}
     for one, other in zip(first.found, second.found, strict=False):
-        if bool(one.place) != bool(other.place):
+        if bool(one.place) != bool(other.place):  # a weight's cast in the slot, and autocast's own cast
             one, other = (_on_the_host(each.with_sums()) for each in (one, other))
         if (one.kind, one.place) != (other.kind, other.place) or len(one.sums) != len(other.sums):
             return [torch.ones(1, dtype=torch.uint8)]
@@ -272,21 +278,21 @@ def _on_the_host(fingerprint: Fingerprint) -> Fingerprint:
 
 
 class Differences:
-    """Results of comparisons, in flight to the host, and the first difference that was found.
+    """Results of comparisons, in flight to the host, and the error for the first difference that was found.
 
-    On an accelerator, results are copied to the host on the compute stream, and the host does not wait for them. It reads them
-    whenever it has waited for gradients: a result arrives before the gradients that follow from its second run.
+    On an accelerator, results are copied to the host on the compute stream, and the host does not wait for them. The host reads
+    results when it has waited for gradients: the result for a second run arrives before the gradients that follow from the run.
 
     Args:
         device: the device that computes.
-        pin: whether host memory is page-locked.
+        pin: True to page-lock host memory.
     """
 
     def __init__(self, device: Device, *, pin: bool) -> None:
         self._device = device
         self._pin = pin
         self._memory: PinnedMemory | None = None
-        self._free: deque[int] = deque()  # free bytes in it
+        self._free: deque[int] = deque()  # the offsets of free bytes in `_memory`
         self._in_flight: deque[tuple[Callable[[], Exception], int]] = deque()
         self._error: Exception | None = None
         self._lock = threading.RLock()  # each device has a thread of autograd's
@@ -299,7 +305,7 @@ class Differences:
             error: makes the error for a difference.
 
         Raises:
-            Exception: that error, if the host knows of a difference already.
+            Exception: the error for the first difference, of any comparison, if the host has read it already.
         """
         with self._lock:
             for each in results:
@@ -339,12 +345,17 @@ class Differences:
             raise self._error
 
     def clear(self) -> None:
-        """Called at the end of a backward: forgets its differences."""
+        """Called at the end of a backward. Waits for the results in flight, and forgets all differences."""
         with self._lock:
             self._read(everything=True)
             self._error = None
 
     def _read(self, *, everything: bool) -> None:
+        """Reads the results that have arrived, in order, and keeps the error for the first difference.
+
+        Args:
+            everything: wait for all results in flight.
+        """
         if self._in_flight and everything:
             assert self._memory is not None
             self._device.synchronize(self._device.record(Stream.COMPUTE), Wait.READ_AFTER_COMPARE)

@@ -1,7 +1,7 @@
 """Keeps activations on the device while memory is left, and offloads the oldest ones before it ends.
 
-For batches whose memory use was not measured. If such a batch fits, nothing is copied and nothing runs twice. If it does not,
-the oldest activations are offloaded first, because backward needs them last.
+This is for batches whose memory use was not measured. If a batch fits, nothing is copied and nothing runs twice. If a batch does
+not fit, the oldest activations are offloaded first, because backward needs them last.
 
 torch's allocator gives no notice before memory ends. So free memory is compared with the expected allocations:
 
@@ -32,17 +32,18 @@ _COPIES = 4
 gradients. A layer's backward has fewer, of several widths."""
 
 _LOOK = 4
-"""Free memory is counted again after activations have taken a quarter of it, because other tensors are allocated as well."""
+"""Free memory is counted again after activations have taken a quarter of what is free beyond the expected allocations. The other
+quarters are for tensors that are not activations."""
 
 
 class Kept:
-    """What a graph holds in place of a saved tensor that may be offloaded later.
+    """The object that a graph holds in place of a saved tensor that may be offloaded later.
 
     Attributes:
-        tensor: the tensor, as a graph would hold it without this object; None once it was offloaded.
-        version: its version when it was saved.
-        call: the layer whose forward saved it.
-        reference: where it is once it was offloaded.
+        tensor: the tensor, as a graph would hold it without this object; None after the tensor was offloaded.
+        version: the version of the tensor when it was saved.
+        call: the layer call in which the tensor was saved.
+        reference: the place of the tensor after it was offloaded; None before.
     """
 
     __slots__ = ("__weakref__", "_headroom", "call", "reference", "tensor", "version")
@@ -64,13 +65,13 @@ class Headroom:
 
     Args:
         offload: stores tensors on the host.
-        left: returns the bytes of free device memory. Its argument returns the bytes of activations that are kept.
+        left: returns the bytes of free device memory. It may call its argument, which returns the bytes of kept activations.
         reserve: bytes that gradients of weights take in backward.
 
     Attributes:
-        used: True if autograd has saved anything since.
-        evicted_bytes: bytes that were offloaded.
-        most_kept: the most bytes that one step has saved.
+        used: True after autograd has saved a tensor.
+        evicted_bytes: bytes of activations that were offloaded.
+        most_kept: the most bytes of activations that one step has saved.
     """
 
     def __init__(self, offload: Offload, left: Callable[[Callable[[], int]], int], reserve: int) -> None:
@@ -79,10 +80,10 @@ class Headroom:
         self._reserve = reserve
         self._kept: deque[weakref.ref[Kept]] = deque()  # the oldest first
         self._call = UnitCall("the first layer", 0)
-        self._transients: list[int] = []  # of each layer so far: bytes of temporary results
+        self._transients: list[int] = []  # bytes of temporary results of each layer call so far
         self._credit = 0  # bytes that may be saved before memory is counted again
-        self._step_bytes = 0
-        self._before_layer = 0  # how many of them had been saved before the present layer
+        self._step_bytes = 0  # bytes of activations that this step has saved
+        self._before_layer = 0  # `_step_bytes` before the present layer call
         self._most_of_layer = 0  # the most bytes that one layer has saved
         self.used = False
         self.evicted_bytes = 0
@@ -91,18 +92,18 @@ class Headroom:
     # ------------------------------------------------------------------ forward
 
     def begin(self) -> None:
-        """Called when a training step begins."""
+        """Called when a training step begins. Activations of earlier steps are not offloaded any more."""
         self._kept.clear()
         self._credit = self._step_bytes = self._before_layer = 0
 
     def before(self, name: str, row: int, shapes: Iterable[Sequence[int]], inputs: Any) -> None:
-        """Makes room for a layer's forward.
+        """Makes room for a layer's forward. Tensors that are saved from now on count for this layer call.
 
         Args:
             name: the layer's name.
-            row: its row in the timeline.
-            shapes: the shapes of its weights.
-            inputs: the arguments of its module's call.
+            row: the layer's row in the timeline.
+            shapes: the shapes of the layer's weights.
+            inputs: the arguments of the module's call.
         """
         self._call = UnitCall(name, row)
         transient = _COPIES * torch.float32.itemsize * _widest(shapes, inputs)
@@ -113,7 +114,10 @@ class Headroom:
         self._make_room(self._reserve + self._most_of_layer + max(transient, self._usual))
 
     def keep(self, tensor: Tensor) -> Kept | None:
-        """Returns what a graph holds in place of a saved tensor; None if the tensor is never offloaded."""
+        """Returns the object for the graph to hold in place of a saved tensor; None if the tensor is never offloaded.
+
+        Counts the tensor, and may offload older ones to make room.
+        """
         self.used = True
         if not self._offload.can_be_offloaded(tensor):
             return None
@@ -127,7 +131,10 @@ class Headroom:
     # ------------------------------------------------------------------ backward
 
     def load(self, kept: Kept) -> tuple[Tensor, int, int]:
-        """Returns a saved tensor on the device, its version when it was saved, and its version now."""
+        """Returns a saved tensor on the device, its version when it was saved, and its version now.
+
+        If the tensor was offloaded, uploads it. May offload other activations first to make room.
+        """
         with self._offload.lock:
             tensor, reference = kept.tensor, kept.reference
             if tensor is not None:
@@ -147,12 +154,16 @@ class Headroom:
         return sum(self._transients) // max(len(self._transients), 1)
 
     def _spend(self, nbytes: int, needed: int) -> None:
+        """Counts the bytes of a tensor on the device. Makes room for ``needed`` bytes if the credit is used up."""
         self._credit -= nbytes
         if self._credit < 0:
             self._make_room(needed)
 
     def _make_room(self, needed: int) -> None:
-        """Offloads the oldest activations until ``needed`` bytes are free, or all are offloaded."""
+        """Offloads the oldest activations until ``needed`` bytes are free, all are offloaded, or the host is full.
+
+        Sets the credit: the bytes after which free memory is counted again.
+        """
         with self._offload.lock:
             left = self._left(self._count_kept)
             while left < needed and self._kept:
@@ -162,7 +173,7 @@ class Headroom:
             self._credit = max(0, left - needed) // _LOOK
 
     def _evict(self, nbytes: int) -> bool:
-        """Offloads the oldest activations, at least ``nbytes``. Returns False if the host's memory is full."""
+        """Offloads the oldest activations, at least ``nbytes`` if there are as many. Returns False if the host is full."""
         moved, room = 0, True
         while self._kept and moved < nbytes and room:
             kept = self._kept.popleft()()
@@ -175,12 +186,12 @@ class Headroom:
             else:
                 kept.tensor = None
                 moved += self._offload.offloaded_bytes - before
-        self._offload.retire(keep=0)
+        self._offload.retire(keep=0)  # frees the device memory now
         self.evicted_bytes += moved
         return room
 
     def _count_kept(self) -> int:
-        """Bytes of the storages that are kept now."""
+        """Returns the bytes of the storages that are kept now."""
         storages = {}
         for each in self._kept:
             if (kept := each()) is not None and kept.tensor is not None:
@@ -190,7 +201,10 @@ class Headroom:
 
 
 def _widest(shapes: Iterable[Sequence[int]], inputs: Any) -> int:
-    """Returns the number of elements of the largest result that a layer's weights can compute from its first input."""
+    """Returns the number of elements of the largest result that a layer's weights can compute from its first input.
+
+    The first input is the first floating-point tensor with dimensions among ``inputs``. 0 if there is none, or if it is empty.
+    """
     given = (
         each for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.is_floating_point() and each.ndim
     )

@@ -11,15 +11,15 @@ from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import whole_pages
 
 _FILLED = 1 / 2
-"""An idle buffer is used for a smaller tensor down to this share of the buffer's size."""
+"""A tensor uses an idle buffer only if the tensor takes at least this share of the buffer."""
 
 
 class HostRing:
     """A pool of host buffers, pinned and bounded.
 
     Args:
-        device: the device that the transfers are from and to.
-        pin: whether the memory is page-locked.
+        device: the device that copies from and to the buffers.
+        pin: True to page-lock the memory.
         limit: the most bytes of all buffers together; None for no limit.
 
     Attributes:
@@ -40,12 +40,12 @@ class HostRing:
 
     @property
     def free_bytes(self) -> float:
-        """Bytes of idle buffers and of buffers that the limit still allows."""
+        """Bytes of idle buffers and of buffers that the limit still allows; infinite without a limit."""
         idle = sum(buffer.nbytes for buffer in (*self._idle, *self._returned))
         return math.inf if self.limit is None else self.limit - self.nbytes + idle
 
     def take(self, nbytes: int) -> PinnedMemory | None:
-        """Returns a buffer of at least ``nbytes``; None if the limit leaves no memory for one.
+        """Returns a buffer of at least ``nbytes``; None if the limit leaves no memory for one. Frees idle buffers if necessary.
 
         The caller sets :attr:`~sp_lightning.device.host_memory.PinnedMemory.last` to the event of each copy from or to it.
         """
@@ -66,18 +66,18 @@ class HostRing:
         return buffer
 
     def give_back(self, buffer: PinnedMemory) -> None:
-        """Takes a buffer back. Its contents are not needed any more."""
+        """Makes a buffer available for other tensors. Its contents are not needed any more."""
         self._returned.append(buffer)
 
     def close(self) -> None:
-        """Frees the idle buffers. A graph that outlives the run keeps its own."""
+        """Frees the idle buffers. A graph that outlives the run keeps its own buffers."""
         for buffer in (*self._idle, *self._returned):
             self._free(buffer)
         self._idle.clear()
         self._returned.clear()
 
     def _free(self, buffer: PinnedMemory) -> None:
-        """Waits for the last copy from or to a buffer."""
+        """Waits for the last copy from or to a buffer. The memory is freed when the caller drops the buffer."""
         self._device.synchronize(buffer.last, Wait.CLOSE_AFTER_STORE)
         self._device.access(buffer.bytes, None, write=True)
 

@@ -5,10 +5,10 @@
     saved ──store──▶ ring on the host ──return──▶ device ──▶ backward
              (1)                          (2)
 
-(1) A storage is copied on the download stream when autograd first saves a view of it. All views of it share that copy. Its
-device memory is freed when compute has waited for the copy, at the end of the next unit's forward (``retire``). (2) When backward
-begins a unit's call, the storages of the call before it are prefetched. Other storages are copied back on demand. A wrong guess
-costs time, never a result.
+(1) A storage is copied on the download stream when autograd first saves a view of the storage. All views of a storage share one
+copy. The storage's device memory is freed when compute has waited for the copy, at the end of the next unit's forward
+(``retire``). (2) When backward begins a unit's call, the storages of the previous call in the forward are prefetched, because
+backward needs them next. Other storages are uploaded on demand. A wrong guess costs time, never a result.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class OffloadedStorage:
         counter: a tensor that shares the version counter of the saved tensor, but not its memory.
         source: the whole storage on the device, ``uint8``; None once compute may reuse the memory.
         buffer: the storage's memory on the host.
-        offload: copies the storage back. It takes the buffer back when no graph needs this object any more.
+        offload: uploads the storage again. Its ring gets the buffer when no graph holds this object any more.
         row: the row of the copies in timelines.
-        identity: a weak reference to the storage. While it lives, no other storage has the same number.
+        identity: a weak reference to the storage. While the reference lives, no other storage has the same number.
         nbytes: bytes of the storage.
         stored: the event of the copy to the host.
-        returned: the storage in other device memory, ``uint8``, from the copy back until backward is done with it.
-        arrived: the event of the copy back.
+        returned: the storage in other device memory, ``uint8``, from the upload until backward does not need it any more.
+        arrived: the event of the upload.
     """
 
     counter: Tensor
@@ -83,9 +83,9 @@ class OffloadedStorage:
         return self.counter._version
 
     def counts_with(self, tensor: Tensor) -> bool:
-        """Returns True if an in-place write of a tensor increases :attr:`version`.
+        """Returns True if an in-place write of a tensor increases :attr:`version`. Tries this, and restores the counter.
 
-        Not all views of a storage share a counter: each result of ``unsafe_chunk`` has its own.
+        Not all views of a storage share a version counter: each result of ``unsafe_chunk`` has its own counter.
         """
         with preserve_version_counter(tensor):
             before = self.version
@@ -93,18 +93,18 @@ class OffloadedStorage:
             return self.version != before
 
     def __del__(self) -> None:
-        # No graph holds it any more. Any thread may be the last one.
+        # No graph holds this object any more. Any thread may release the last reference.
         self.offload.ring.give_back(self.buffer)
 
 
 class SavedReference(NamedTuple):
-    """What a graph holds in place of an offloaded tensor: the tensor's place in its storage.
+    """The object that a graph holds in place of an offloaded tensor: the tensor's place in its storage.
 
     Attributes:
         storage: the tensor's storage.
         version: the tensor's version when it was saved.
         offset: bytes from the start of the storage.
-        stride: in elements.
+        dtype, shape, stride: those of the tensor; strides in elements.
     """
 
     storage: OffloadedStorage
@@ -126,13 +126,13 @@ class UnitCall:
     Attributes:
         unit: the unit's name.
         row: the row in timelines, which is the index of the unit's layer.
-        previous: the call before this one in the same forward. Its backward follows this one's.
+        previous: the previous call in the same forward. In backward it follows this call.
         at_once: True if backward needs these activations so soon that they stay on the device.
         offloads: True if the activations of this call are offloaded.
         storages: the offloaded storages, the oldest first.
         saved: bytes of the storages that this call was the first to save, offloaded or not.
         inputs: bytes of the storages that this call was the first to take as arguments.
-        in_backward: called once when the call's backward begins; None if nothing is to be called.
+        in_backward: a function to call once when the call's backward begins; None for no function.
     """
 
     unit: str
@@ -157,14 +157,14 @@ class Offload:
         device: the device.
         ring: the host memory.
         device_storages: the addresses of storages that are on the device in any case. The set grows.
-        log: where warnings go; None for Lightning's log.
+        log: the logger for warnings; None for Lightning's log.
 
     Attributes:
         ring: as given.
         lock: guards the tables of storages.
-        active: True once a unit's call has been entered. Before that, :meth:`store` offloads nothing.
+        active: True after the first unit's call has begun. Before, :meth:`store` offloads nothing.
         offloaded_bytes, uploaded_bytes: bytes copied to the host, and back.
-        buffers: the addresses of the module's buffers, which are not offloaded either.
+        buffers: the addresses of the storages of the module's buffers. These storages stay on the device.
     """
 
     def __init__(
@@ -176,14 +176,14 @@ class Offload:
         self._device_storages = device_storages
         self.lock = threading.RLock()
         self._calls = threading.local()  # of each thread: the running call
-        # By the storage's number and version: all that are offloaded, copies in flight included.
+        # All offloaded storages, by the storage's number and version. Storages with a copy in flight are included.
         self._known: weakref.WeakValueDictionary[tuple[int, int], OffloadedStorage] = weakref.WeakValueDictionary()
         # Copies to the host for which compute has not waited: a list for each call, the latest last.
         self._in_flight: deque[list[OffloadedStorage]] = deque()
         self._latest: dict[int, OffloadedStorage] = {}  # of each storage in flight, the version that was copied last
         # Two kinds of storages are copied back to the device:
         # - by `pre_backward` and `load`. When the backward of the next call begins, `pre_backward` frees the device memory,
-        #   unless that call or the one after it needs the storage, too.
+        #   except of storages that this call or the call after it needs.
         # - by `load_once`, for `Headroom`, whose calls have no `pre_backward`. The device memory is freed when the graph releases
         #   the saved tensor.
         # `flush` frees the device memory of both kinds.
@@ -205,14 +205,14 @@ class Offload:
         return getattr(self._calls, "call", None)
 
     def enter(self, call: UnitCall, given: Iterable[Any]) -> UnitCall | None:
-        """Called when a unit's forward begins.
+        """Called when a unit's forward begins. Makes ``call`` the running call of this thread, and counts its inputs.
 
         Args:
             call: the call.
-            given: its arguments, flattened.
+            given: the arguments of the call, flattened.
 
         Returns:
-            The call that contains it, for :meth:`leave`.
+            The running call that contains this call, for :meth:`leave`; None if there is none.
         """
         outer = self.call
         self.active = True
@@ -223,12 +223,21 @@ class Offload:
         return outer
 
     def leave(self, outer: UnitCall | None) -> None:
-        """Called when the forward has returned or raised. Compute waits for the copies of the call before."""
+        """Called when the forward has returned or raised. Compute waits for the copies of all calls except the latest one.
+
+        Args:
+            outer: the result of :meth:`enter`, which becomes the running call again.
+        """
         self._calls.call = outer
         self.retire(keep=1)
 
     def store(self, tensor: Tensor) -> SavedReference | None:
-        """Offloads a saved tensor (1) and returns what the graph holds in its place; None if the tensor stays."""
+        """Offloads a saved tensor (1), and counts its storage in the running call.
+
+        Returns:
+            The object for the graph to hold in place of the tensor; None if the tensor stays on the device. If the call does not
+            offload, a tensor stays, except if its storage was offloaded before.
+        """
         call = self.call
         if call is None or not self.can_be_offloaded(tensor):
             return None
@@ -245,12 +254,18 @@ class Offload:
             return self._refer(tensor, call, offloads=True)
 
     def count(self, tensor: Tensor) -> int:
-        """Returns the bytes of a saved tensor's storage; 0 if they were counted in this step."""
+        """Counts a saved tensor's storage. Returns its bytes; 0 if it is small or was counted before in this step."""
         with self.lock:
             return count_once(tensor, self._saved)
 
     def _refer(self, tensor: Tensor, call: UnitCall, *, offloads: bool) -> SavedReference | None:
-        """Returns the reference of a tensor whose storage is offloaded, or is now if ``offloads``; None if it stays."""
+        """Returns the reference of a tensor whose storage is offloaded; None if the tensor stays on the device.
+
+        Args:
+            tensor: a tensor that can be offloaded.
+            call: the unit call that saves the tensor.
+            offloads: True to offload the storage now if it was not offloaded before.
+        """
         key = storage_id(tensor.untyped_storage()), tensor._version
         storage = self._known.get(key)
         if storage is None or not storage.counts_with(tensor):
@@ -262,7 +277,11 @@ class Offload:
         return SavedReference(storage, tensor._version, offset, tensor.dtype, tensor.shape, tensor.stride())
 
     def can_be_offloaded(self, tensor: Tensor) -> bool:
-        """Returns True for a plain view of a large storage on the device that need not stay there."""
+        """Returns True for a plain view of a large storage on the device, if the storage need not stay on the device.
+
+        A graph's tensor is built again from its storage, dtype, shape and strides. This would lose the class of a subclass, and
+        the bits of a conjugate or negative view.
+        """
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return False
         storage = tensor.untyped_storage()
@@ -273,6 +292,7 @@ class Offload:
         return not (tensor.is_conj() or tensor.is_neg())
 
     def _send(self, saved: Tensor, call: UnitCall) -> OffloadedStorage | None:
+        """Issues the copy of a tensor's storage to the host. Returns None, with a warning, if the host has no room."""
         source = strided(saved, 0, torch.uint8, (saved.untyped_storage().nbytes(),), (1,))
         buffer = self.ring.take(source.nbytes)
         if buffer is None:
@@ -284,11 +304,12 @@ class Offload:
         storage = OffloadedStorage(counter, source, buffer, self, call.row, identity, source.nbytes)
         earlier = self._latest.get(storage.identity.cdata)
         if earlier is not None:
-            # The storage was written after that copy had begun. Nobody reads the copy: unpacking it raises an error.
+            # An earlier copy of the same storage is in flight. If the storage was written since the copy was issued, nobody
+            # reads the copy: unpacking raises an error. If not, a view with another version counter was saved.
             device.wait(Stream.COMPUTE, earlier.stored, Wait.REUSE_AFTER_STORE)
         self._latest[storage.identity.cdata] = storage
         device.access(source, Stream.COMPUTE, write=True)
-        # Compute has waited for the last copy from this buffer. So this copy to the buffer follows that one.
+        # Compute has waited for the last copy from this buffer, so this copy to the buffer follows the last copy.
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
         begun = device.mark(Stream.DOWNLOAD)
         device.copy([storage.on_host], [source], Stream.DOWNLOAD, why=Wait.REUSE_AFTER_STORE)
@@ -301,7 +322,7 @@ class Offload:
         return storage
 
     def warn(self, unit: str, instead: str) -> None:
-        """Logs once that the host has no room for a unit's activations, and what happens instead."""
+        """Logs once that the host has no room for a unit's activations. ``instead`` completes the sentence "They …"."""
         if not self._warned:
             self._warned = True
             self._log.warning(
@@ -311,13 +332,13 @@ class Offload:
             )  # fmt: skip
 
     def retire(self, *, keep: int) -> None:
-        """Frees the device memory of storages in flight, except those of the ``keep`` latest calls. Compute waits for copies."""
+        """Makes compute wait for copies to the host, and frees the device memory. The ``keep`` latest calls are left out."""
         with self.lock:
             while len(self._in_flight) > keep:
                 for storage in self._in_flight.popleft():
                     self._device.wait(Stream.COMPUTE, storage.stored, Wait.REUSE_AFTER_STORE)
                     if storage.source is not None and self._latest.get(storage.identity.cdata) is storage:
-                        # The next tensor in this memory is written by compute.
+                        # The storage has no later copy in flight. The next tensor in this memory is written by compute.
                         self._device.access(storage.source, Stream.COMPUTE, write=True)
                         del self._latest[storage.identity.cdata]
                     storage.source = None
@@ -325,7 +346,10 @@ class Offload:
     # ------------------------------------------------------------------ backward
 
     def pre_backward(self, call: UnitCall) -> None:
-        """Called when backward begins a call: uploads its offloaded storages, and prefetches those of the next call (2)."""
+        """Called when backward begins a call: uploads the call's offloaded storages, and prefetches those of the next call (2).
+
+        The next call in backward is the previous call of the forward. Other storages that were uploaded are freed first.
+        """
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             self.retire(keep=0)
             now = call.needed()
@@ -333,7 +357,7 @@ class Offload:
             wanted = {*now, *next_}
             self._drop([storage for storage in self._returned if storage not in wanted])
             self._begin_return(now)
-            # If device memory is full now, :meth:`load` copies them later, when backward needs them.
+            # If device memory is full now, :meth:`load` uploads these storages later, when backward needs them.
             with suppress(torch.OutOfMemoryError):
                 self._begin_return(next_)
 
@@ -351,7 +375,7 @@ class Offload:
             return strided(memory, reference.offset, reference.dtype, reference.shape, reference.stride)
 
     def load_once(self, reference: SavedReference) -> Tensor:
-        """Does what :meth:`load` does. Its device memory is freed when the graph releases the tensor."""
+        """Does the same as :meth:`load`. The uploaded storage is freed when the graph releases the tensor."""
         with self.lock:
             tensor = self.load(reference)
             if reference.storage in self._returned:
@@ -368,7 +392,7 @@ class Offload:
         with self.lock:
             self.retire(keep=0)
             self._drop(self._returned)  # some were prefetched in vain, so compute waits for their copies
-            # The graphs of these are retained. `load` has made compute wait for their copies.
+            # The graphs that hold these storages are retained. `load` has made compute wait for the uploads.
             for storage in self._returned_once:
                 storage.returned = None
             self._returned_once.clear()
@@ -376,11 +400,16 @@ class Offload:
             self._given.clear()
 
     def close(self) -> None:
-        """Frees the ring."""
+        """Frees the ring, and the device memory of all offloaded storages."""
         self.flush()
         self.ring.close()
 
     def _begin_return(self, storages: Sequence[OffloadedStorage]) -> None:
+        """Issues the uploads of storages that are not on the device.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for all of them. Then none is uploaded.
+        """
         device = self._device
         missing = [each for each in dict.fromkeys(storages) if each.source is None and each.returned is None]
         if not missing:
@@ -390,7 +419,8 @@ class Offload:
         ]  # before any storage is changed: this may raise
         for storage, memory in zip(missing, memories, strict=True):
             storage.returned = memory
-        # Compute may have used that memory last. It has waited for the copies to the host, so the copies back follow these.
+        # Compute may have used the new memory last. Compute has also waited for the storages' copies to the host, so the uploads
+        # follow these copies.
         device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
         for storage, memory in zip(missing, memories, strict=True):
             begun = device.mark(Stream.UPLOAD)
@@ -401,7 +431,8 @@ class Offload:
         self._returned += missing
 
     def _drop(self, storages: Sequence[OffloadedStorage]) -> None:
-        for storage in list(storages):
+        """Frees the device memory of storages that were uploaded. Compute waits for the uploads."""
+        for storage in list(storages):  # a copy, because `storages` may be `_returned`, from which the loop removes
             assert storage.returned is not None
             self._device.wait(Stream.COMPUTE, storage.arrived, Wait.REUSE_AFTER_RETURN)
             self._device.access(storage.returned, Stream.COMPUTE, write=True)
@@ -415,7 +446,7 @@ def count_once(tensor: Tensor, seen: dict[int, StorageWeakRef], *, small: bool =
     Args:
         tensor: a tensor of any kind.
         seen: the storages that are counted already, by their numbers.
-        small: whether small storages count as well.
+        small: True to count small storages as well.
     """
     try:
         storage = tensor.untyped_storage()

@@ -10,14 +10,14 @@ from torch import nn
 _KNOWN = {
     ("bitsandbytes", "Linear8bitLt"): "bitsandbytes' Linear8bitLt moves its 8-bit weights in its first forward",
 }
-"""By package and class, the reason."""
+"""The reason, by package and class."""
 
 _SHOWN = 8
 """The most units that a message lists by name. If there are more, it lists patterns."""
 
 
 def known_cause(module: nn.Module) -> str | None:
-    """Returns why the forward of a unit cannot run twice; None if no module inside it is known for that."""
+    """Returns the reason why the forward of a unit cannot run twice; None if the unit has no module of a known class."""
     kinds = {
         (kind.__module__.partition(".")[0], kind.__name__) for each in module.modules() for kind in type(each).__mro__
     }
@@ -34,7 +34,7 @@ def explained(cause: str, units: Mapping[str, nn.Module]) -> str:
     concerned = [unit for unit, module in units.items() if known_cause(module) == cause]
     patterns = _patterns(concerned, units)
     listed = concerned if len(concerned) <= _SHOWN else patterns
-    # The option accepts no pattern that decides nothing.
+    # A pattern that decides nothing raises an error, so "**" is left out if no unit remains for it.
     others = [] if len(concerned) == len(units) else ['"**": "recompute"']
     modes = ", ".join([*(f'"{pattern}": "offload"' for pattern in patterns), *others])
     return (
@@ -44,9 +44,10 @@ def explained(cause: str, units: Mapping[str, nn.Module]) -> str:
 
 
 def _patterns(concerned: Collection[str], units: Iterable[str]) -> list[str]:
-    """Returns patterns that match these units and no others. Numbers become ``*`` if that matches no other unit."""
+    """Returns patterns that match exactly these units. Indices become ``*`` if the pattern then matches no other unit."""
     found: dict[str, None] = {}
     for unit in concerned:
+        # Only whole components of a name, as in "layers.3.mlp", are indices.
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", unit)
         matches = re.compile(re.escape(pattern).replace(r"\*", "[^.]+") + r"(\.|$)").match
         only = all(each in concerned for each in units if matches(each))

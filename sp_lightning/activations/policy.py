@@ -20,8 +20,8 @@ FREEING: tuple[Mode, ...] = ("recompute", "offload")
 """The modes that free memory on the device."""
 
 EXEMPT = 2
-"""The calls at the end of a forward that keep their activations in ``"offload"``. Backward begins with the last one, and the one
-before it would have to be copied back at once."""
+"""The number of calls at the end of a forward that keep their activations in ``"offload"``. Backward begins with the last call,
+and the activations of the call before it would have to be uploaded again at once."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def peak_bytes(calls: Sequence[Call], modes: Modes) -> int:
     offloaded = [modes[call.unit] == "offload" and at < last for at, call in enumerate(calls)]
     kept = [call.inputs if modes[call.unit] == "recompute" else call.saved for call in calls]
     peak = held = 0
-    in_flight = 0  # bytes of the call before, whose copy to the host ends when this call has returned
+    in_flight = 0  # bytes of the previous call, whose copy to the host is complete when the present call has returned
     for at, call in enumerate(calls):
         peak = max(peak, held + in_flight + call.saved)
         if offloaded[at]:
@@ -117,7 +117,7 @@ def peak_bytes(calls: Sequence[Call], modes: Modes) -> int:
         else:
             in_flight = 0
             held += kept[at]
-    for at in reversed(range(len(calls))):  # in the backward of a call, activations of the call before are copied back
+    for at in reversed(range(len(calls))):  # in the backward of a call, activations of the previous call are uploaded
         in_flight = calls[at - 1].saved if at and offloaded[at - 1] else 0
         if not offloaded[at]:
             held -= kept[at]

@@ -1,8 +1,8 @@
 """Activation checkpointing: backward runs a forward again, by torch's own checkpoint.
 
-torch's checkpoint restores its random state and autocast, and leaves the rest to the user. This file does the rest, so that a
-forward that runs twice has the effects of one run. Before the second run it restores what the first run found, and after it the
-present values:
+torch's checkpoint restores torch's random state and autocast, and leaves the rest to the user. This file does the rest, so that a
+forward that runs twice has the effects of one run. Before the second run this file restores the state from before the first run,
+and after the second run the present state:
 
 - the module's buffers and attributes (BatchNorm's statistics, spectral norms, counters, lists, tensors that ``functional_call``
   puts in place of weights);
@@ -14,7 +14,7 @@ Writes of weights and of tensors among the arguments cannot be undone and raise 
 first run has written it, any other weight if the second run writes it once more.
 
 Other differences (a removed hook, a patched function, a kernel that is not deterministic) change the tensors that autograd saves.
-Those of the two runs are compared (``fingerprints``).
+So the tensors that the two runs save are compared (``fingerprints``).
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Unrepeatable(RuntimeError):
 
 
 class Recompute:
-    """Runs units' forwards so that autograd keeps only their inputs. A trial finds units for which that is not possible.
+    """Runs units' forwards so that autograd keeps only their inputs. A trial finds the units that cannot be recomputed.
 
-    In a trial autograd keeps all activations. Each forward runs again right before its backward, and only to compare what it
-    saves. The trial also looks for writes in forwards, and between them and the end of backward.
+    In a trial autograd saves all activations. Each forward runs again right before its backward, only to compare the tensors
+    that both runs save. The trial also looks for writes of weights and other state in forwards, and until backward has ended.
 
     Args:
         setup: the parts of the engine.
@@ -80,9 +80,9 @@ class Recompute:
         self._layer_at = setup.layer_at
         self._units = setup.found.units
         self.differences = Differences(setup.device, pin=setup.pin)
-        # It tells torch's checkpoint the device whose random state to restore, if no argument does.
+        # torch's checkpoint restores the random state of its arguments' devices. Other arguments may all be on the host.
         self._anchor = setup.device.empty(0)
-        # By unit, the tensors that it writes without a change of their version.
+        # For each unit, the names of tensors that it writes without a change of their version.
         self._volatile: defaultdict[str, set[str]] = defaultdict(set)
         self.in_trial = False
         self._unfit: dict[str, str] = {}
@@ -91,7 +91,7 @@ class Recompute:
     def run(self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward so that autograd keeps only its inputs.
 
-        Everything outside the module and its arguments notices the second run: hooks on inner modules, prints, files and global
+        The second run has effects outside the module and its arguments: on hooks of inner modules, prints, files and global
         variables.
 
         Raises:
@@ -109,12 +109,12 @@ class Recompute:
             nonlocal first, given
             if first is None:
                 first = FirstRun(unit, module, once, self._volatile[unit], self._layer_at, self._units)
-                (args, kwargs), given = given, None
+                (args, kwargs), given = given, None  # the graph holds this function, which must not hold the arguments
                 with first.running(), first.saved.noting(first.unpacked):
                     output = forward(*args, **kwargs)
                 first.ended()
                 return output
-            # The second run gets new lists and dicts, as they were before the first run, which may have added items to its own.
+            # The second run gets new lists and dicts, with the items from before the first run, which may have added items.
             args, kwargs = tree_unflatten([once[position] for position in positions], structure)
             # Backward may compute several gradients at once, by torch.vmap.
             with (
@@ -129,7 +129,7 @@ class Recompute:
 
     @contextmanager
     def _compared(self, first: FirstRun) -> Iterator[None]:
-        """A context for a second run. At its end, what both runs have saved is compared."""
+        """A context for a second run. At its end, the tensors that both runs have saved are compared."""
         second = SavedRun(self._layer_at)
         try:
             with second.noting(_unpacked):
@@ -140,12 +140,15 @@ class Recompute:
     @contextmanager
     def _rerun(self, unit: str, inputs: Any) -> Iterator[None]:
         """A context for the second run of a unit's forward. It drops ``self.log``: the first run has logged."""
-        quiet = in_place_of(self._setup.module, {"log": _log_nothing})  # log_dict calls it, too
+        quiet = in_place_of(self._setup.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
         with self._setup.rerun(self._setup.layers_of[unit], inputs), quiet:
             yield
 
     def _watch_outside(self, unit: str) -> Callable[[], str | None]:
-        """Returns a function that returns what was done since to weights outside a unit; None if nothing."""
+        """Returns a function that looks for later writes of weights outside a unit, and for gradients from nested backwards.
+
+        The function returns a text about the first finding, for an error message; None without one.
+        """
         own = set(self._setup.layers_of[unit])
         # Layers that the running backward has updated are left out: nothing may use them before the next step, and the update
         # may change their weights at any moment.
@@ -167,7 +170,7 @@ class Recompute:
     # ------------------------------------------------------------------ the trial
 
     def begin_trial(self, unfit: Mapping[str, str]) -> None:
-        """Begins a trial. It leaves out units that are known to be unfit; the reason of each is given."""
+        """Begins a trial. It leaves out the units in ``unfit``, which cannot be recomputed, each with the reason."""
         self.in_trial, self._unfit = True, dict(unfit)
 
     def end_trial(self) -> dict[str, str]:
@@ -181,13 +184,14 @@ class Recompute:
         """Runs a unit's forward in a trial.
 
         Returns:
-            Its output, and a function to call when its backward begins; None if the unit cannot be recomputed.
+            The forward's output, and a function to call when the backward of the forward begins. The function is None if the
+            unit cannot be recomputed, or if the user's own checkpoint runs the forward again.
         """
         if unit in self._unfit:
             return forward(*args, **kwargs), None
         if (
             current_graph_task() != -1
-        ):  # this is a second run already, of a unit or of a checkpoint around it: not tried
+        ):  # backward runs the forward, for a checkpoint around the unit or for another unit: not tried
             return forward(*args, **kwargs), None
         try:
             first = FirstRun(
@@ -213,10 +217,12 @@ class Recompute:
         return output, again
 
     def _try_again(self, first: FirstRun, forward: Callable[..., Any], given: _Given, around: _Around) -> None:
-        """Runs a forward again at the beginning of its backward, and compares what it saves. Its results are not used.
+        """Runs a forward again at the beginning of its backward, and compares the tensors that both runs save.
+
+        The output is not used. If the runs differ, or if the second run raises an error, the unit cannot be recomputed.
 
         Raises:
-            Unrepeatable: each run saves other values, so the additional runs may have changed what later steps compute.
+            Unrepeatable: each run saves other values, so the additional runs may have changed the results of later steps.
         """
         if not self.in_trial or first.unit in self._unfit:
             return
@@ -239,7 +245,7 @@ class Recompute:
             second = again()
             if _differ(first.saved, second):
                 self._unfit[first.unit] = str(first.differs())
-                # If a third run equals the second one, something was active only around the first run.
+                # If a third run equals the second run, a run does not change the next: only the first run had other conditions.
                 moves = _differ(second, again())
         except torch.OutOfMemoryError:  # steps that recompute have more memory than the trial
             pass
@@ -251,7 +257,7 @@ class Recompute:
             raise first.moves()
 
     def backward_ended(self) -> None:
-        """Called at the end of a backward. In a trial, it finds units whose state was written after their forward."""
+        """Called at the end of a backward. Drops its differences. In a trial, finds units with writes after their forward."""
         self.differences.clear()
         watched, self._watched = self._watched, []
         for first in watched if self.in_trial else ():
@@ -267,7 +273,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
 
 def is_checkpointed() -> bool:
     """Returns True inside a non-reentrant checkpoint of the user, in its first or its second run."""
-    return checkpoint_hook() is not None  # inside our own checkpoint, a SavedRun's hooks are on top of it
+    return checkpoint_hook() is not None  # inside our own checkpoint, a SavedRun's hooks are the current ones
 
 
 def _differ(one: SavedRun, other: SavedRun) -> bool:
@@ -281,7 +287,7 @@ def _unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Returns True if checkpoint keeps a value whole. Objects are not flattened, even those that are registered with torch."""
+    """Returns True if a value is one argument of torch's checkpoint. Only tuples, named tuples, lists and dicts are flattened."""
     return type(value) not in (tuple, list, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
@@ -301,7 +307,7 @@ class _Given:
         """Returns the positional and the keyword arguments.
 
         Raises:
-            RuntimeError: a tensor among them was written since.
+            RuntimeError: a tensor among the arguments was written since.
         """
         each = zip(self._leaves, self._tensors, strict=True)
         return tree_unflatten([self._tensor(*leaf) if tensor else leaf for leaf, tensor in each], self._structure)
@@ -323,7 +329,7 @@ class _Around:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context in which they are restored."""
+        """A context with the random states and autocast of the first run, in which gradients are enabled."""
         now = generator_states()
         with ExitStack() as contexts:
             contexts.enter_context(no_transforms())
@@ -338,20 +344,20 @@ class _Around:
 
 
 class FirstRun:
-    """The first run of a forward: a snapshot from before it, what it changes, and what it saves.
+    """The first run of a forward: a snapshot from before the run, the run's writes, and the tensors that autograd saves.
 
     Args:
         unit: the module's name.
         module: the module.
         given: the forward's arguments.
-        volatile: the names of tensors that the unit has written without a change of their version. More are added.
+        volatile: the names of tensors that the unit has written without a change of their version. :meth:`ended` adds names.
         layer_at: finds weights on the device.
         units: the units by name, for errors.
 
     Attributes:
-        unit: the same.
+        unit: the module's name.
         before: the snapshot.
-        saved: what autograd saves in it.
+        saved: fingerprints of the tensors that autograd saves in the run.
     """
 
     def __init__(
@@ -376,7 +382,7 @@ class FirstRun:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context for the first run."""
+        """A context for the first run. In the context, :func:`first_runs` contains the run."""
         _watch_torchscript()
         first_runs().append(self)
         try:
@@ -385,10 +391,11 @@ class FirstRun:
             first_runs().remove(self)
 
     def ended(self) -> None:
-        """Called after the first run. It drops the copies of large tensors that the forward has not changed.
+        """Called after the first run. Drops the copies of large tensors that the forward has not changed.
 
         Raises:
-            Unrepeatable: the forward has written something that cannot be restored, or has saved a tensor in TorchScript.
+            Unrepeatable: the forward has written a weight or an argument, has given a weight a gradient, or has saved a tensor in
+                TorchScript.
         """
         before = self.before
         if self.scripted is not None:
@@ -417,16 +424,16 @@ class FirstRun:
                 self._unchanged.append((name, copied.tensor, copied.version))
 
     def drop_values(self) -> None:
-        """Drops everything that only a further run needs."""
+        """Drops the values that only a further run needs."""
         self.before.states.clear()
         self.before.tensors.clear()
         self.saved.found.clear()
 
     def check(self) -> None:
-        """Checks that nothing was written since the first run that cannot be restored.
+        """Checks that no state was written since the first run that a further run needs and cannot restore.
 
         Raises:
-            Unrepeatable: something was.
+            Unrepeatable: a weight or another tensor was written, or a weight or module was exchanged.
         """
         changed = [(weight.name, _MODIFIED) for weight in self.before.weights if weight.is_written]
         changed += [
@@ -439,6 +446,7 @@ class FirstRun:
             if tensor._version != version or name in self._volatile
         ]
         for name, how in changed:
+            # If all trained weights were written, an optimizer has probably stepped them.
             trained = [weight.is_written for weight in self.before.weights if weight.is_trained()]
             stepped = how == _MODIFIED and bool(trained) and all(trained)
             between = "two backwards of one graph" if self._again > 1 else "forward and backward"
@@ -453,11 +461,11 @@ class FirstRun:
         """A context with the state from before the first run. The present state is restored at its end.
 
         Args:
-            done: returns what the second run has done to weights outside the unit; None if nothing.
+            done: a result of ``_watch_outside``. Returns a text about an action that prevents a second run; None without one.
 
         Raises:
-            Unrepeatable: something was written since the first run that cannot be restored, or the second run has written a
-                weight outside the unit, or has given it a gradient.
+            Unrepeatable: state that cannot be restored was written since the first run (:meth:`check`), or ``done`` returns a
+                text after the second run.
         """
         self._again += 1
         self.check()
@@ -468,7 +476,7 @@ class FirstRun:
             try:
                 put(states, (state.before for state in states))
                 yield
-            finally:  # torch ends the second run by an exception as soon as backward has what it needs
+            finally:  # torch ends the second run by an exception as soon as it has saved the tensors that backward needs
                 put(states, now)
                 self.refuse(done())
 
@@ -482,10 +490,11 @@ class FirstRun:
         try:
             return unpack(packed)
         except CheckpointError as error:
-            if self._again == before:
+            if self._again == before:  # the error is not about a second run of this forward
                 raise
-            raise self.differs() from error  # other tensors were saved, or another number of them
+            raise self.differs() from error  # the second run has saved tensors of other shapes or dtypes, or fewer
         except RuntimeError as error:
+            # Arguments are unpacked before the second run begins.
             if self._again == before and _MODIFIED in str(error):
                 raise Unrepeatable(
                     f"A tensor that {self.unit!r} was given has been written since its forward, which backward was to compute "
@@ -514,7 +523,11 @@ class FirstRun:
         )
 
     def refuse(self, done: str | None, cause: str | None = None) -> None:
-        """Raises an error for what a forward has done, with its known cause, if any.
+        """Raises an error about a forward if it has done anything that prevents a second run.
+
+        Args:
+            done: the forward's action, as the message names it after "The forward of …"; None if there is none.
+            cause: the reason, from :func:`known_cause`; None if the unit has no module of a known class.
 
         Raises:
             Unrepeatable: ``done`` is not None.
@@ -548,12 +561,17 @@ def first_runs() -> list[FirstRun]:
 
 @cache
 def _watch_torchscript() -> None:
-    """Records calls of TorchScript that save tensors in first runs. torch has no hooks for such calls."""
+    """Replaces ``__call__`` of TorchScript's classes, once in a process, to record calls that save tensors in first runs.
+
+    torch has no hooks for TorchScript's calls.
+    """
     for kind in TORCHSCRIPT:
         kind.__call__ = _watched(kind.__call__)
 
 
 def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a replacement for ``call``. It sets :attr:`FirstRun.scripted` if the call saves a tensor in a first run."""
+
     def run(function: Any, *args: Any, **kwargs: Any) -> Any:
         hooks = top_saved_tensors_hooks() if first_runs() else None
         if hooks is None:

@@ -1,4 +1,4 @@
-"""Records the state that a forward reads: its module's, its arguments' and the process's. It can be restored."""
+"""Records the state that a forward reads, so that it can be restored: of its module, its arguments and the process."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TensorCopy(NamedTuple):
     Attributes:
         tensor: the tensor itself.
         before: the copy.
-        version: the tensor's version then, which counts in-place writes.
+        version: the tensor's version when it was copied, which counts in-place writes.
         kept: True if the copy is kept even if the first run does not write the tensor.
         trusted: True if every write changes the version.
     """
@@ -98,14 +98,14 @@ class TensorCopy(NamedTuple):
 class WeightState(NamedTuple):
     """A weight before a forward, by its place among the device parameters.
 
-    It holds no device parameter, because a reference to one keeps its layer on the device.
+    This object holds no device parameter, because a reference to a device parameter keeps its layer on the device.
 
     Attributes:
-        name: its name in the unit.
-        group: the device parameters of its layer.
-        position: its position among them.
-        writes: the number of its writes then.
-        gradient: the identity and the version of its gradient then; None without a gradient.
+        name: the weight's name in the unit.
+        group: the device parameters of the weight's layer.
+        position: the weight's position among these device parameters.
+        writes: the counter of the weight's writes before the forward.
+        gradient: the identity and the version of the weight's gradient before the forward; None without a gradient.
     """
 
     name: str
@@ -115,22 +115,22 @@ class WeightState(NamedTuple):
     gradient: tuple[int, int] | None
 
     def is_trained(self) -> bool:
-        """Returns True if it requires a gradient now."""
+        """Returns True if the weight requires a gradient now."""
         return bool(self.group.hosts[self.position].requires_grad)
 
     def train(self, trained: bool) -> None:
-        """Sets ``requires_grad``."""
+        """Sets ``requires_grad`` of the weight."""
         if trained != self.is_trained():
             self.group.all[self.position].requires_grad = trained
 
     @property
     def is_written(self) -> bool:
-        """True if the forward or any other code has written it since."""
+        """True if the forward or any other code has written the weight since."""
         return int(self.group.writes(self.position)) != self.writes
 
     @property
     def has_other_gradient(self) -> bool:
-        """True if it has another gradient now. A missing gradient does not count: background updates set it to None."""
+        """True if the weight has another gradient now. A missing gradient does not count: background updates set it to None."""
         return _gradient(self.group.hosts[self.position]) not in (None, self.gradient)
 
 
@@ -139,7 +139,7 @@ class Snapshot:
 
     Args:
         module: the forward's module. Modules inside it are included.
-        given: the forward's arguments. Objects among them are followed, except tensors.
+        given: the forward's arguments. The state of objects among them is recorded; of tensors among them only the version.
 
     Attributes:
         states: all states that can be restored, except tensors.
@@ -170,7 +170,7 @@ class Snapshot:
         self.context = contextvars.copy_context()
 
     def add(self, name: str, module: nn.Module) -> None:
-        """Records a module that the forward calls, and the modules inside it. Its name is a prefix of theirs."""
+        """Records a module that the forward calls, and the modules inside it. ``name`` is a prefix of their names."""
         for inner, child in module.named_modules():
             self._look_at_module(join_names(name, inner), child)
 
@@ -216,7 +216,8 @@ class Snapshot:
             if value.is_leaf and not isinstance(value, nn.Parameter):
                 self._copy(name, value)
         elif isinstance(value, nn.Module):
-            # A module outside the tree. If it has weights, it may refer to the whole model.
+            # A module outside the tree. A module with weights to which an attribute refers may contain the whole model, so only
+            # the module's own buffers are recorded. A module among the arguments is recorded whole.
             if objects < _DEEP and any(True for _ in value.parameters()):
                 self._look_at_buffers(name, value)
                 self.outside.append((name, value))
@@ -235,10 +236,10 @@ class Snapshot:
         """Copies a tensor.
 
         Args:
-            name: its name, under which it is copied once.
+            name: the tensor's name. A second tensor of this name is not copied.
             tensor: the tensor.
-            trusted: True if its module is known to change the version with each write.
-            uncounted: True if kernels write it without a change of its version.
+            trusted: True if the tensor's module is known to change the version with each write.
+            uncounted: True if kernels write the tensor without a change of its version.
         """
         if name not in self.tensors and _can_be_copied(tensor):
             kept = uncounted or tensor.nbytes <= _SMALL
@@ -295,7 +296,7 @@ def _state_of(value: Any) -> State | None:
     if isinstance(value, np.ndarray):  # a read-only array does not change; an array on a disk is too large to copy
         fixed = isinstance(value, np.memmap) or not value.flags.writeable
         return None if fixed else _state(value.copy, partial(_write_array, value))
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # a SystemRandom has no state
         return _state(value.getstate, value.setstate)
     if isinstance(value, (torch.Generator, np.random.RandomState)):
         return _state(value.get_state, value.set_state)
@@ -313,7 +314,7 @@ def _write_array(into: Any, value: Any) -> None:
 
 
 def _item_state(place: dict[str, Any], key: str) -> State:
-    """Returns the state of a key in a dict, which may be missing."""
+    """Returns the state of a key in a dict. The key may be missing, now or later."""
 
     def write(value: Any) -> None:
         if value is _ABSENT:
@@ -325,6 +326,8 @@ def _item_state(place: dict[str, Any], key: str) -> State:
 
 
 def _items_state(kind: type, container: Any) -> State:
+    """Returns the state of a container's items. ``kind`` is its base class among the keys of ``_FILL``."""
+
     def write(items: Any) -> None:
         if not _same(container, items):
             kind.clear(container)  # type: ignore[attr-defined]
@@ -352,7 +355,7 @@ def _dict_state(container: dict[Any, Any], besides: frozenset[str] = frozenset()
 
 
 def _without_graph(value: Any) -> Any:
-    """Returns a value that holds no graph. Otherwise the graph of each batch would hold that of the batch before."""
+    """Returns a value, detached from its graph if any. Otherwise each batch's graph would hold the previous batch's graph."""
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     return value

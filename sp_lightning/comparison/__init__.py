@@ -1,9 +1,9 @@
-"""Compares a user's own model, trained by plain Lightning and by the strategy, bit by bit.
+"""Trains a user's own model with plain Lightning and with the strategy, and compares the two bit by bit.
 
 **Adds** ``sp_lightning.check`` and the command ``check``. **Enters** through ``registry.PUBLIC``, the public names that are
-imported when they are first used, and registers ``command`` with the command line. **Unused** it is not imported.
+imported when they are first used, and registers ``command`` with the command line. **Unused** this folder is not imported.
 
-- ``check``: decides which runs there are, and what their differences mean.
+- ``check``: decides which runs are made, and what their differences mean.
 - ``subject``: makes the module, the data and the trainer's settings anew for each run; ``configured`` reads them from a config.
 - ``runs``: runs one variant. ``reference`` is the strategy of plain Lightning if optimizers step on the CPU.
 - ``record``: the values of a run, in files, and their comparison.

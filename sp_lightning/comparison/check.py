@@ -29,9 +29,10 @@ from sp_lightning.trainer.strategy import SuperpipelineStrategy
 ALL = "all"
 """For ``activations`` and ``optimizer_overlap``: every mode, one after the other."""
 _LARGE = 2**27
-"""Memory is freed between runs if a checkpoint is larger, in bytes. It takes longer than a run of a small model."""
+"""If a checkpoint has more bytes than this, garbage is collected before the next run. For a small model, collecting takes longer
+than a run."""
 _STOPS = NotRunError, torch.OutOfMemoryError
-"""Errors that end a run."""
+"""The errors that :meth:`_Checking._run` raises."""
 _MODES = {"activations": get_args(Mode), "optimizer_overlap": ("off", "forward", "backward")}
 
 
@@ -96,10 +97,13 @@ class _Checking:
         self.found = Report()
 
     def report(self) -> Report:
-        """Runs everything.
+        """Runs plain Lightning and the variants of the strategy, compares them, and returns the report.
+
+        Called once more, for the CPU, if plain Lightning has too little memory on the device.
 
         Raises:
             NotRunError: nothing could be compared.
+            ValueError, TypeError: an option of the strategy is invalid.
         """
         settings, options, unused = self._subject.described()
         options |= self._given
@@ -107,7 +111,7 @@ class _Checking:
             raise ValueError(
                 'optimizer_on="auto" cannot be checked: a check compares one place. Use optimizer_on="cpu" or "gpu".'
             )
-        if unused and not self.found.notes:  # the CPU may be the second device that is tried
+        if unused and not self.found.notes:  # in a second call, for the CPU, the note is there already
             self.found.notes.append(
                 f"Not used, because a check has its own length, files and devices: {', '.join(unused)}."
             )
@@ -116,7 +120,8 @@ class _Checking:
         variants = _variants(options)
         self._plain = self._plain_steps(options, variants)
         for variant in variants:
-            SuperpipelineStrategy(**variant)  # what cannot be is refused before anything runs
+            SuperpipelineStrategy(**variant)  # invalid options raise an error before the first run
+            # Both sides step fused, or both do not: otherwise their last bits differ.
             if self._plain["like"] is None:
                 variant["fused_optimizer"] = self._plain["fuse"]
         plain = self._run_if_it_fits(RunVariant("plain", **self._plain))
@@ -167,11 +172,12 @@ class _Checking:
             self._attempt(ways[-1], plain)
         if first is None:
             if self.found.rows:
-                return  # every variant has stopped, and plain Lightning has not
+                return  # every variant ended with an error, and plain Lightning did not
             raise NotRunError(" ".join(self.found.notes))
         watched = {**(first.way.options or {}), "debug_writes": True}
         if watched.get("optimizer_overlap") == "backward":
-            watched["optimizer_overlap"] = "off"  # debug_writes compares weights over a backward
+            # debug_writes compares weights before and after a backward, in which this mode updates them.
+            watched["optimizer_overlap"] = "off"
         ways.append(RunVariant("streamed, debug_writes and hooks on gradients", watched, watched="gradients"))
         self._attempt(ways[-1], plain)
         self._continue(first, plain)
@@ -184,10 +190,10 @@ class _Checking:
     # ------------------------------------------------------------------ runs
 
     def _run(self, way: RunVariant) -> RunResult:
-        """Runs a variant.
+        """Runs a variant, and prints its name on the standard error.
 
         Raises:
-            NotRunError: it raised an error.
+            NotRunError: the run raised an error.
             torch.OutOfMemoryError: the device has too little memory.
         """
         self._runs += 1
@@ -211,10 +217,15 @@ class _Checking:
             return None
 
     def _attempt(self, way: RunVariant, plain: RunResult, *, keep: bool = False) -> RunResult | None:
-        """Runs the strategy, compares its record, and removes its files unless ``keep``.
+        """Runs a variant, and adds the comparison of its record with plain Lightning's to the report.
 
-        If the strategy raises one of its own errors, as it would for the user, the error is noted, and None is returned. Any
-        other error counts as a difference.
+        If the run ends with an error, returns None. Too little memory becomes a note in the report, and so does an error that the
+        strategy raises for the user's settings. Any other error counts as a difference.
+
+        Args:
+            way: the variant.
+            plain: the run of plain Lightning.
+            keep: True to keep the checkpoint and the other files of the run.
         """
         try:
             done = self._run(way)
@@ -236,6 +247,7 @@ class _Checking:
         return done
 
     def _note(self, what: str, way: RunVariant, compared: Compared) -> None:
+        """Adds a comparison to a row of the report. The row keeps its first difference."""
         row = self.found.rows.setdefault(what, Compared())
         row.tensors, row.values = row.tensors + compared.tensors, row.values + compared.values
         row.first = row.first or (compared.first and replace(compared.first, run=way.name))
@@ -256,7 +268,7 @@ class _Checking:
     # ------------------------------------------------------------------ the rest of the report
 
     def _describe(self, plain: RunResult, ours: RunResult) -> None:
-        """Adds the layers that the strategy has found, and the memory of plain Lightning, to the report."""
+        """Adds the number of layers, their share of all bytes, and the time and memory of plain Lightning to the report."""
         plan = ours.plan
         assert plan is not None
         streams = sum(layer.nbytes for layer in (*plan.layers, *plan.tables))
@@ -267,6 +279,7 @@ class _Checking:
         self.found.runs.append(_figures(plain, sum(plan.plain) + nbytes))
 
     def _explain(self, ways: list[RunVariant], plain: RunResult) -> None:
+        """Adds sentences on the cause of a difference to the report. Trains again for them."""
         rows, explanation = self.found.rows, self.found.explanation
         explanation += sentences(rows, ways)
         differ = {row.first.run for what, row in rows.items() if row.first and what != "the run itself"}
@@ -282,6 +295,7 @@ class _Checking:
         explanation += [*found, avoided_by(way, name, lambda other: self._differs(other, plain))]
 
     def _differs(self, way: RunVariant, plain: RunResult) -> bool:
+        """Returns True if a variant differs from plain Lightning, or if its run ends with an error."""
         try:
             ours = self._run(replace(way, watched="nothing")).record
             compared = compare(ours, plain.record, ["gradients"], self._but)
@@ -292,7 +306,7 @@ class _Checking:
     # ------------------------------------------------------------------ a model that is too large for plain Lightning
 
     def _without_plain(self, options: dict[str, Any]) -> Report:
-        """Compares on the CPU if the host has the memory, else two windows with each other."""
+        """Compares on the CPU if the host has enough memory; otherwise compares the strategy with itself, in two windows."""
         too_large = f"Plain Lightning has too little memory for this model on {self._device}."
         if self._device.type != "cpu" and _fits_host(self._subject):
             self._subject = replace(self._subject, settings={**self._subject.settings, "accelerator": "cpu"})
@@ -324,7 +338,7 @@ def _window(options: dict[str, Any], k: int) -> RunVariant:
 
 
 def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the options for each mode if one of them is ``"all"``."""
+    """Returns the strategy's options for each run. An option with the value ``"all"`` gives one run for each of its modes."""
     asked = {name: modes for name, modes in _MODES.items() if options.get(name) == ALL}
     return [{**options, **dict(zip(asked, chosen, strict=True))} for chosen in product(*asked.values())]
 
@@ -360,7 +374,7 @@ def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Returns True if a ``raise`` of this package ended the run: not user code, torch, or a failed assertion."""
+    """Returns True if a ``raise`` statement of this package ended the run, and not user code, torch, or a failed assertion."""
     at = None if error.__cause__ is None else error.__cause__.__traceback__
     if at is None or isinstance(error.__cause__, AssertionError):
         return False
@@ -374,7 +388,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def _fits_host(subject: Subject) -> bool:
-    """Returns True if the host has memory for weights, gradients and Adam's state, twice."""
+    """Returns True if the host has memory for weights, gradients and Adam's state, twice. Makes the module to measure it."""
     parameters = list(subject.make().module.parameters())
     trained = sum(each.nbytes for each in parameters if each.requires_grad)
     room = available_bytes()

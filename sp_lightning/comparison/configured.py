@@ -12,14 +12,14 @@ class Configured(LightningCLI):
     """Lightning's CLI without a trainer.
 
     Attributes:
-        settings: arguments of ``Trainer``.
+        settings: the arguments of ``Trainer`` in the config.
     """
 
     settings: dict[str, Any]
 
     @classmethod
     def of(cls, config: str, model: Callable[[], Any] | None, data: Callable[[], Any] | None, seed: int) -> Configured:
-        """Reads a config.
+        """Reads a config, and makes the module and the data module.
 
         Args:
             config: the file.

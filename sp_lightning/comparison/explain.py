@@ -29,7 +29,7 @@ _BEFORE = "What it is given differs already, by code outside of modules that run
 
 
 def sentences(rows: dict[str, Compared], ways: list[RunVariant]) -> Iterator[str]:
-    """Yields explanations that follow from the kinds that differ.
+    """Yields explanations that follow from the rows and the runs that differ.
 
     Args:
         rows: the comparison of each kind.
@@ -49,11 +49,11 @@ def first_module(ours: RunResult, plain: RunResult) -> tuple[str, ...]:
     """Finds the module whose output is the first to differ, in the order in which plain Lightning's calls end.
 
     Args:
-        ours: a run with recorded outputs of modules.
-        plain: such a run of plain Lightning.
+        ours: a run of the strategy with recorded inputs and outputs of modules.
+        plain: a run of plain Lightning with the same records.
 
     Returns:
-        Its name (``"**"`` if there is none) and sentences on it.
+        The name of the module and sentences on it. If no output differs, the name is ``"**"``, a pattern for all modules.
     """
     for (moment, name, again), (given, expected) in plain.calls.items():
         given_ours, output = ours.calls.get((moment, name, again), ("", ""))
@@ -68,12 +68,12 @@ def first_module(ours: RunResult, plain: RunResult) -> tuple[str, ...]:
 
 
 def avoided_by(way: RunVariant, name: str, differs: Callable[[RunVariant], bool]) -> str:
-    """Tries options one by one until one avoids the difference, and names it.
+    """Tries options one by one until one avoids the difference. Returns a sentence that names this option.
 
     Args:
         way: the run that differs.
         name: the module whose output differs first, or a pattern.
-        differs: runs a variant and returns True if it differs, too.
+        differs: runs a variant and returns True if that run differs as well.
     """
     options: dict[str, Any] = dict(way.options or {})
     tried: list[dict[str, Any]] = [

@@ -40,7 +40,7 @@ class Entry:
 
 
 class Record:
-    """The values of a run, in the order of time. They are in files, because a model may fill the memory.
+    """The values of a run, in the order of time. The values are in files, because a model may fill the memory.
 
     Args:
         folder: the folder for the files; it is created.
@@ -52,7 +52,7 @@ class Record:
         folder.mkdir()
 
     def add(self, kind: str, moment: str, values: Any) -> None:
-        """Keeps copies of all tensors and plain values in a structure."""
+        """Writes copies of all tensors and plain values in a structure to a file. An empty structure adds no entry."""
         found = {name: _copied(value) for name, value in flatten(values)}
         if found:
             file = self._folder / str(len(self.entries))
@@ -60,7 +60,7 @@ class Record:
             self.entries.append(Entry(kind, moment, file))
 
     def keep_only(self, kind: str) -> None:
-        """Removes the files of all other kinds."""
+        """Removes the entries of all other kinds, and their files."""
         for entry in self.entries:
             if entry.kind != kind:
                 entry.file.unlink(missing_ok=True)
@@ -93,9 +93,9 @@ class Compared:
     """The comparison of all values of one kind.
 
     Attributes:
-        tensors: the number of tensors.
+        tensors: the number of tensors of the reference.
         first: the first difference, if there is one.
-        values: the number of tensors and other values.
+        values: the number of tensors and other values of the reference.
     """
 
     tensors: int = 0
@@ -111,7 +111,7 @@ def compare(
     Args:
         ours: the record of the run in question.
         plain: the record of the reference.
-        leave_out: kinds that only one of them has.
+        leave_out: kinds that are not compared, because only one of the records has them.
         but: places that are not compared, as :func:`unrepeatable` returns them.
 
     Returns:
@@ -122,7 +122,10 @@ def compare(
 
 
 def unrepeatable(again: Record, plain: Record, kind: str) -> set[tuple[str, str]]:
-    """Returns the places where two runs have different values of one kind. Numbers of batches and calls do not count."""
+    """Returns the places where two runs have different values of one kind.
+
+    A place has no number of a batch or call: it stands for all batches and calls.
+    """
     both = zip(_of(again, kind), _of(plain, kind), strict=False)
     return {place for ours, entry in both for place, *_ in _differences(ours, entry)}
 
@@ -163,7 +166,7 @@ def _differences(ours: Entry, plain: Entry) -> Iterator[tuple[tuple[str, str], D
 def difference(ours: Any, plain: Any) -> str | None:
     """Describes how two values differ; None if they are bit-identical."""
     if not isinstance(ours, Tensor) or not isinstance(plain, Tensor):
-        same = type(ours) is type(plain) and (ours == plain or (ours != ours and plain != plain))  # the latter of NaN
+        same = type(ours) is type(plain) and (ours == plain or (ours != ours and plain != plain))  # the last: two NaN
         return None if same else f"{ours!r} is not {plain!r}"
     if ours.dtype != plain.dtype or ours.shape != plain.shape:
         return f"{_form(ours)} is not {_form(plain)}"

@@ -1,4 +1,4 @@
-"""Plain Lightning on one device. Optimizers step on the CPU if the strategy's steps have the bits of the CPU."""
+"""Plain Lightning on one device. An optimizer steps on the CPU if the strategy's steps of it have the CPU's bits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 class StepsOnHost(SingleDeviceStrategy):
     """Lightning's strategy for one device. Some optimizers step copies of the parameters on the CPU.
 
-    An optimizer has different last bits on a GPU and on the CPU, and different ones again if it runs fused. If the strategy
+    The last bits of an optimizer's steps on a GPU and on the CPU differ, and a fused step has yet other bits. If the strategy
     reproduces the GPU's bits, plain Lightning's steps stay unchanged. For a module on the CPU nothing is copied; only ``fuse``
     matters.
 
     Args:
         device: the device of the module.
         fuse: True if optimizers run fused that support it and whose users have not decided.
-        like: decides which optimizer steps have the GPU's bits; None if none have.
+        like: decides which optimizers of the strategy step with the GPU's bits. They step unchanged. None if no optimizer does.
 
     Attributes:
         moved: True after a step on the CPU with parameters on another device.
@@ -52,7 +52,7 @@ class StepsOnHost(SingleDeviceStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
         def closed() -> Any:
-            self._leave_host(optimizer)  # some optimizers call it again
+            self._leave_host(optimizer)  # some optimizers call the closure again
             result = closure()
             self._enter_host(optimizer)
             return result
@@ -63,6 +63,7 @@ class StepsOnHost(SingleDeviceStrategy):
             self._leave_host(optimizer)
 
     def _enter_host(self, optimizer: Optimizer) -> None:
+        """Replaces an optimizer's parameters by copies on the CPU, with their gradients and state, and lets groups run fused."""
         for group in optimizer.param_groups:
             group["params"][:] = [self._on_host(optimizer, parameter) for parameter in group["params"]]
             fuse = self._fuse and has_fused_step(optimizer)
@@ -76,13 +77,14 @@ class StepsOnHost(SingleDeviceStrategy):
         self.moved = True
         copy = nn.Parameter(parameter.detach().to("cpu", copy=True), requires_grad=parameter.requires_grad)
         copy.grad = None if parameter.grad is None else parameter.grad.to("cpu", copy=True)
-        if parameter in optimizer.state:  # the same object, which the optimizer may have in hand
+        if parameter in optimizer.state:  # the same object, which the optimizer may refer to
             state = optimizer.state[copy] = optimizer.state.pop(parameter)
             state.update({name: value.cpu() for name, value in state.items() if isinstance(value, Tensor)})
         self._originals[copy] = parameter
         return copy
 
     def _leave_host(self, optimizer: Optimizer) -> None:
+        """Copies the new values to the optimizer's own parameters, and undoes :meth:`_enter_host`. State stays on the CPU."""
         for group in optimizer.param_groups:
             for index, copy in enumerate(group["params"]):
                 original = self._originals.pop(copy, None)

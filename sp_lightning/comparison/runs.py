@@ -49,7 +49,7 @@ class RunVariant:
         options: the options of the strategy; None for plain Lightning.
         fuse: True if plain Lightning's optimizers that step on the host run fused, if their ``fused`` is not set.
         like: chooses the optimizers of plain Lightning that step on the host; None for all.
-        on_device: True if all optimizers of plain Lightning step on the device, as the strategy's.
+        on_device: True if all optimizers of plain Lightning step on the device, as the strategy's do (``optimizer_on="gpu"``).
         poison: True to fill released memory with NaN.
         watched: the values that hooks record in addition to losses and logged values: nothing, all gradients, or the inputs and
             outputs of each module.
@@ -94,7 +94,7 @@ class RunResult:
 
 
 class Recorder(Callback):
-    """Records the outputs of steps and logged values. It does not write weights."""
+    """Records the outputs of steps, logged values, the peak of device memory, and when batches end. It does not write weights."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -116,7 +116,7 @@ class Recorder(Callback):
         self._device.reset_peak()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        peak = self._device.peak_bytes()  # read in each batch, because the choice of a window resets it
+        peak = self._device.peak_bytes()  # read in each batch, because the choice of a window resets the peak
         self.peak = peak if self.peak is None or peak is None else max(peak, self.peak)
         self._keep(trainer, "training", "losses", outputs)
         self.ends.append(perf_counter())
@@ -131,7 +131,7 @@ class Recorder(Callback):
         self._keep(trainer, "prediction", "predictions", outputs)
 
 
-WRITE_NO_WEIGHTS.add(Recorder)  # lets the engine work as without this callback
+WRITE_NO_WEIGHTS.add(Recorder)  # so the engine works as without this callback; subclasses are not included
 
 
 class GradientRecorder(Recorder):
@@ -192,11 +192,11 @@ class KeptLogger(CSVLogger):
         )
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.experiment, name)  # other loggers have methods beyond those of this one
+        return getattr(self.experiment, name)  # user code may call methods that only its own logger has
 
 
 class KeptCalls:
-    """Replaces any object that receives logged values, and all of its attributes.
+    """Replaces any object that receives logged values. Each attribute and each result of a call is another such object.
 
     Args:
         name: the expression by which user code reaches the object.
@@ -220,12 +220,12 @@ class KeptCalls:
 
 
 STOPPED = "Prediction stopped."
-"""The begin of the text that replaces predictions in a record, if an error ended the prediction."""
+"""The beginning of the text that replaces predictions in a record, if an error ended the prediction."""
 _RECORDERS = {"nothing": Recorder, "gradients": GradientRecorder, "modules": CallRecorder}
 
 
 def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
-    """Makes all objects from the same seed, and trains, validates and predicts.
+    """Makes all objects from the same seed, and trains, validates and predicts. Changes random states of the process.
 
     Args:
         subject: the checked module and its data.
@@ -233,7 +233,8 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
         folder: a new folder for the files of this run. It is created.
 
     Raises:
-        Exception: any error of user code or the strategy.
+        NotRunError: no batch was trained.
+        Exception: any error of user code or the strategy, except in predictions: those errors are recorded.
     """
     folder.mkdir()
     record = Record(folder / "record")

@@ -31,7 +31,7 @@ _SETTINGS = (
 """Arguments of ``Trainer`` that a check uses. It sets the length, the files and the devices itself."""
 _MODULE = "package.module:Factory, which returns a LightningModule"
 _DATA = "package.module:Name, which makes a LightningDataModule, or training batches"
-# These write files, log times, or need another strategy. They do not change numbers.
+# These callbacks write files, log times, or need another strategy. They do not change numbers.
 _LEFT_OUT = (
     callbacks.Checkpoint, callbacks.DeviceStatsMonitor, callbacks.ModelSummary, callbacks.ProgressBar,
     callbacks.ThroughputMonitor, callbacks.Timer, SuperpipelineCallback,
@@ -58,9 +58,10 @@ class RunInputs:
 
     @property
     def to_predict(self) -> dict[str, Any] | None:
-        """Arguments of ``Trainer.predict`` for the data, after training; None if the module does not predict.
+        """Arguments of ``Trainer.predict`` for the data, after training; None if nothing is predicted.
 
-        The training data is used if the module and the data module have no data for predictions.
+        If the module and the data module have no data for predictions, the training data is used. In this case nothing is
+        predicted without a ``predict_step``, or if the training data is a collection of loaders.
         """
         datamodule, loaders = self.data.get("datamodule"), self.data.get("train_dataloaders")
         if is_overridden("predict_dataloader", self.module):
@@ -70,7 +71,7 @@ class RunInputs:
         if not is_overridden("predict_step", self.module):
             return None
         loaders = (datamodule or self.module).train_dataloader() if loaders is None else loaders
-        # Lightning builds a DataLoader again for predictions, which fails for some classes. It uses an iterator unchanged.
+        # Lightning would build a DataLoader anew for predictions, which fails for some classes. It uses an iterator unchanged.
         return None if isinstance(loaders, (dict, list, tuple)) else {"dataloaders": iter(loaders)}
 
 
@@ -160,8 +161,8 @@ class Subject:
         return settings, options, unused
 
     def _from_config(self) -> Any:
-        """Lightning's CLI, which has read the config."""
-        from sp_lightning.comparison.configured import Configured  # which needs jsonargparse
+        """Returns Lightning's CLI after it has read the config. Raises a NotRunError if the config cannot be read."""
+        from sp_lightning.comparison.configured import Configured  # imported on use: it needs jsonargparse
 
         try:
             return Configured.of(str(self.config), _resolved(self.factory), _resolved(self.data, _DATA), self.seed)
@@ -174,7 +175,7 @@ class Subject:
 
 
 def without_files(given: Sequence[Any]) -> list[Any]:
-    """Returns the callbacks without those that a check leaves out."""
+    """Returns the callbacks without those of the classes that a check leaves out."""
     return [each for each in given if not isinstance(each, _LEFT_OUT)]
 
 
@@ -184,6 +185,7 @@ def _callbacks(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def _counting(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of ``Trainer`` that are set and that a check uses."""
     return {name: value for name, value in settings.items() if name in _SETTINGS and value is not None}
 
 
@@ -197,7 +199,7 @@ def _resolved(given: Factory | None, wanted: str = _MODULE) -> Callable[[], Any]
     """Returns a factory, which may be given by its name.
 
     Raises:
-        ValueError: the name cannot be imported. The message names what is ``wanted``.
+        ValueError: the name cannot be imported, or is a module's. The message has the text ``wanted``.
     """
     if not isinstance(given, str):
         return given
@@ -212,7 +214,7 @@ def _resolved(given: Factory | None, wanted: str = _MODULE) -> Callable[[], Any]
 
 
 def _called(given: Factory | None, wanted: str = _MODULE) -> Any:
-    """Calls a factory.
+    """Returns the result of a factory; None without a factory.
 
     Raises:
         NotRunError: the factory raised an error.

@@ -25,8 +25,8 @@ _NEW_ZERO = 10.0
 class Accelerator(Device):
     """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 
-    The copy streams are made once. torch's allocator keeps a memory pool for each stream, so new streams in each step would make
-    it grow (prime-rl#3196).
+    The copy streams are made once. torch's allocator keeps a memory pool for each stream, so with new streams in each step the
+    allocator's memory would grow (prime-rl#3196).
 
     Args:
         device: the device on which layers compute; without an index, the current one of its type.
@@ -42,7 +42,8 @@ class Accelerator(Device):
         self.plain_steps_on = plain_steps_on(device)
         self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE)}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
-        # torch counts memory per process. For one trial: bytes of the other trials, and the peak of its earlier turns.
+        # torch counts memory per process. If trials share the process: the bytes of the other trials, and the peak of this
+        # trial's earlier turns.
         self._others = self._earlier = 0
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
@@ -104,7 +105,7 @@ class Accelerator(Device):
         if stream is not Stream.COMPUTE:
             waiting.wait_event(event)
             return
-        # Two events measure the stall for stall_seconds. They are reused, because creating them takes longest.
+        # Two events measure the stall for stall_seconds. They are reused, because creating events takes longest.
         try:
             before, after = self._spare.pop()
         except IndexError:
@@ -217,7 +218,7 @@ class Accelerator(Device):
         return super().stall_seconds(*why)
 
     def _sum_waits(self) -> None:
-        """Adds up the measured waits that the device has passed."""
+        """Adds up the measured waits that the device has passed, and keeps the others for the next call."""
         still_open = []
         for why, before, after in self._waits:
             if after.query():
@@ -230,7 +231,7 @@ class Accelerator(Device):
 
 @functools.cache
 def _step_stream(device: torch.device) -> torch.Stream:
-    """Returns the step stream of all runs. torch's allocator keeps freed memory per stream, and steps use gigabytes."""
+    """Returns the step stream, one for all runs: torch's allocator keeps freed memory per stream, and steps use gigabytes."""
     return torch.Stream(device)
 
 
@@ -261,7 +262,7 @@ def name_of(device: Device) -> str | None:
 
 
 def plain_steps_on(device: torch.device) -> torch.device | None:
-    """Returns the GPU if plain Lightning's optimizer steps on it with known formulas (CUDA, and ROCm, which has the same)."""
+    """Returns the device if it is a GPU on which the formulas of torch's optimizers are known (CUDA and ROCm); otherwise None."""
     return device if device.type == "cuda" else None
 
 

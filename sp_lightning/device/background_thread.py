@@ -26,7 +26,7 @@ class Piece:
 
 
 class Pieces:
-    """The queue. Its methods may be called from any thread."""
+    """A queue of work, ordered by urgency. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
@@ -47,7 +47,7 @@ class Pieces:
             return piece
 
     def urge(self, wanted: Future[None]) -> None:
-        """Moves work that a thread waits for before all other work that has an urgency."""
+        """Moves work that a thread waits for before all other work that has an urgency. Work without an urgency is not moved."""
         with self._lock:
             for piece in self._pieces:
                 if piece.done is wanted and piece.urgency is not None:
@@ -62,8 +62,8 @@ class BackgroundThread:
     """The background thread.
 
     Args:
-        of_operators: number of threads that torch's operators use in it.
-        begin: called first in the thread.
+        of_operators: number of threads that torch's operators use in the background thread.
+        begin: called first in the background thread.
     """
 
     def __init__(self, of_operators: int, begin: Callable[[], None]) -> None:
@@ -71,14 +71,14 @@ class BackgroundThread:
 
         def set_number() -> None:
             begin()
-            # torch sets the number of a new thread lazily, to the value that any thread has set last. Trigger that first, or it
-            # would overwrite the value set here.
+            # torch sets the number of threads of a new thread lazily, to the value that any thread has set last. The first call
+            # triggers this. Otherwise it would happen later, and overwrite the value that the second call sets.
             torch.get_num_threads()
             torch.set_num_threads(of_operators)
 
         self._pieces = Pieces()
         self._executor = ThreadPoolExecutor(1, "superpipeline", set_number)
-        self._executor.submit(lambda: None).result()
+        self._executor.submit(lambda: None).result()  # starts the thread, which calls set_number
         torch.set_num_threads(threads)  # the default for threads that start later
 
     def submit(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
@@ -88,7 +88,7 @@ class BackgroundThread:
         return done
 
     def urge(self, wanted: Future[None]) -> None:
-        """Runs work next, unless its urgency is None."""
+        """Moves queued work before all other work that has an urgency. Work without an urgency is not moved."""
         self._pieces.urge(wanted)
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class BackgroundThread:
         self._executor.shutdown()
 
     def _do_next(self) -> None:
-        """Runs the most urgent work, which need not be the work of the :meth:`submit` that queued this call."""
+        """Runs the most urgent work. It need not be the work that was queued together with this call."""
         piece = self._pieces.take()
         piece.done.set_running_or_notify_cancel()
         try:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 
 def close_all(*parts: Callable[[], object]) -> None:
-    """Calls each function once, in order. If one raises, calls all of them again in this order, so that none is left out.
+    """Calls each function once, in order. If one raises, calls all of them again in this order, so that each part is closed.
 
     Each function must be safe to call twice: an interrupt (Ctrl-C) may have stopped the first call half-way.
 
@@ -18,7 +18,7 @@ def close_all(*parts: Callable[[], object]) -> None:
         for part in parts:
             part()
     except BaseException:
-        with ExitStack() as again:
+        with ExitStack() as again:  # calls its functions in reverse order, and the others as well if one raises
             for part in reversed(parts):
                 again.callback(part)
         raise

@@ -1,16 +1,16 @@
 """The interface between the engine and the device: memory, streams, copies, waits, times, and the background thread.
 
 :class:`Device` is the synchronous CPU, whose copies are complete when the call returns, so that nothing has to wait.
-:class:`~sp_lightning.device.accelerator.Accelerator` has the same methods and three streams. The rest of the package
-receives one of the two and does not ask which.
+:class:`~sp_lightning.device.accelerator.Accelerator` has the same methods and several streams (:class:`Stream`). The rest of the
+package uses both in the same way.
 
 # Note: waits
 
 Two operations on the same memory are ordered either because they are on one stream, or by a wait: :meth:`Device.record` makes an
-event on one stream, and :meth:`Device.wait` makes another stream (or :meth:`Device.synchronize` the host) wait for it. Every wait
-has a member of :class:`Wait`, which says what the wait guarantees.
+event on one stream, and :meth:`Device.wait` makes another stream wait for the event (:meth:`Device.synchronize`: the host). Every
+wait has a member of :class:`Wait`, whose value is the guarantee of the wait.
 
-The simulated device of the tests notices two operations that no wait orders (``tests/support/simdevice.py``).
+The simulated device of the tests detects two operations that no wait orders (``tests/support/simdevice.py``).
 ``tests/device/test_waits.py`` leaves out one wait at a time and shows the error that follows. A new wait therefore needs a new
 member and a row in that test.
 """
@@ -48,13 +48,14 @@ class Stream(enum.Enum):
     REDUCE = "between devices"
     """The sum of gradients over ranks."""
     STEP = "steps on the device"
-    """Optimizer kernels, so that the model's kernels need not wait for a step's uploads. Its memory is reused only on it."""
+    """Optimizer kernels. They have a stream of their own so that the model's kernels need not wait for a step's uploads. Memory
+    that is allocated on this stream is reused only on this stream."""
     UPDATE = "host, in the background"
     """The background thread of the host, which runs optimizer steps. The device has no such stream."""
 
 
 class Wait(enum.Enum):
-    """Every wait of the engine. The value of a member says what the wait guarantees (see "Note: waits" above)."""
+    """Every wait of the engine. The value of a member is the guarantee of the wait (see "Note: waits" above)."""
 
     # Enum's own __hash__ is a Python function (3.11), and each copy looks up its wait in a dictionary.
     __hash__ = object.__hash__
@@ -154,7 +155,7 @@ class Device:
 
         Args:
             nbytes: size in bytes.
-            by: torch's current stream, on which the allocator orders reuse.
+            by: the stream that is torch's current stream now. The allocator orders reuse of memory on this stream.
         """
         memory = self.empty(nbytes)
         self.wait(Stream.UPLOAD, self.record(by), Wait.FETCH_AFTER_USE)
@@ -189,8 +190,8 @@ class Device:
             targets: the tensors to write.
             sources: the tensors to read, with the shapes and dtypes of ``targets``.
             stream: the stream of the copies.
-            why: the wait to which a synchronous device adds the seconds of the copies. Default: that of a layer (upload) or of a
-                gradient (download).
+            why: the wait to which a synchronous device adds the seconds of the copies. Default: ``USE_AFTER_FETCH`` for an
+                upload, ``REUSE_AFTER_DRAIN`` for a download.
         """
         start = perf_counter()
         with no_inference_mode():
@@ -208,7 +209,7 @@ class Device:
     def receive(self, source: Tensor) -> Tensor:
         """Returns a copy of a device tensor in host memory. The host waits for the copy.
 
-        The copy has no gaps, and the order of dimensions of the tensor.
+        The copy has no gaps in memory. Its dimensions have the same order in memory as the tensor's.
         """
         shape, stride = source.shape, torch.empty_like(source, device="meta").stride()
         with no_inference_mode():
@@ -219,11 +220,11 @@ class Device:
         return memory
 
     def on_host(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor of the device copied to the CPU, differentiable; any other tensor unchanged."""
+        """Returns a differentiable copy on the CPU of a tensor of this accelerator; any other tensor unchanged."""
         return tensor.to("cpu") if self.has(tensor) else tensor
 
     def has(self, tensor: Tensor) -> bool:
-        """Returns True if a tensor is in the memory of an accelerator."""
+        """Returns True if this device is an accelerator and a tensor is in its memory."""
         return not self.computes_on_host and tensor.device == self.device
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -247,13 +248,13 @@ class Device:
     def later(self, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
         """Queues host work for the background thread, which runs one piece at a time.
 
-        Kernels that the work issues to :attr:`Stream.STEP` run after all kernels issued to the compute stream so far: a learning
-        rate may be a tensor on the device.
+        If :attr:`steps` is True, kernels that the work issues to :attr:`Stream.STEP` run after all kernels issued to the compute
+        stream so far: a learning rate may be a tensor on the device.
 
         Args:
             work: the function to run.
-            urgency: work with a lower number runs first; :meth:`finish` moves the awaited work to the front. None: in the order
-                of calls, before all work with a number.
+            urgency: work with a lower number runs first; :meth:`finish` moves the awaited work before other work with a number.
+                None: in the order of calls, before all work with a number.
         """
         if self._background is None:
             threads = torch.get_num_threads()
@@ -265,7 +266,7 @@ class Device:
         """Makes this the current device of the present thread. A new thread starts with the device of index 0."""
 
     def finish(self, work: Future[None], why: Wait) -> None:
-        """Waits for work that was queued by :meth:`later`.
+        """Waits for work that was queued by :meth:`later`, and moves it before other work that has an urgency.
 
         Raises:
             BaseException: the error that the work raised.
@@ -279,7 +280,7 @@ class Device:
             self._stalled[why] += perf_counter() - start
 
     def access(self, memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
-        """Declares that a stream reads or writes memory now. Does nothing here; the simulated device checks the order.
+        """Declares that a stream reads or writes memory now. The simulated device of the tests checks the order of accesses.
 
         :meth:`copy` declares its own accesses.
 
@@ -326,7 +327,10 @@ class Device:
         """Ends a trial's turn: other trials allocate memory from now on."""
 
     def begin_peak(self) -> None:
-        """Calls :meth:`reset_peak`, and keeps the old peak, because users read ``torch.cuda.max_memory_allocated()``."""
+        """Calls :meth:`reset_peak`, and keeps the old peak for :meth:`most_bytes`.
+
+        The reset also changes the result of ``torch.cuda.max_memory_allocated()`` for user code.
+        """
         self._most = self.most_bytes()
         self.reset_peak()
 

@@ -31,7 +31,7 @@ class Operands:
     state: Sequence[Tensor | None]
 
     def columns(self, begin: int) -> list[list[Tensor]]:
-        """Returns the operator's arguments for the elements that the kernel leaves, which are those from ``begin`` on.
+        """Returns the operator's arguments for the elements from ``begin`` on, which the kernel does not update.
 
         Each argument is in a list, as foreach operators expect.
         """

@@ -16,7 +16,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
 _LARGE = 2**20
-_ANOTHER_LIBRARY = AttributeError, OSError, TypeError
+_ANOTHER_LIBRARY = AttributeError, OSError, TypeError  # raised if the C library is not glibc
 
 
 class PinnedMemory:
@@ -24,9 +24,10 @@ class PinnedMemory:
 
     Attributes:
         bytes: the memory, ``uint8``, page-aligned, at least ``nbytes`` long.
-        pinned: True if the memory is page-locked; False if ``pin`` is False or the system refused.
+        pinned: True if the memory was page-locked at first; False if ``pin`` is False or the system refused. :meth:`unpin` does
+            not change it.
         nbytes: size of ``bytes``.
-        last: the event of the last copy from or to it, set by the user of the memory.
+        last: the event of the last copy from or to the memory. The code that uses the memory sets it.
 
     Args:
         device: the device that copies from and to the memory.
@@ -50,7 +51,7 @@ class PinnedMemory:
 
 
 def _unpin(device: Device, memory: Tensor, process: int) -> None:
-    """Unpins memory after all copies issued so far, so that the owner need not know the last one."""
+    """Waits for all copies issued so far, so that the owner need not know the last copy, and unpins the memory."""
     # A forked worker inherits the finalizer and a copy of the memory. It must not use the device.
     if os.getpid() != process:
         return
@@ -80,7 +81,7 @@ def return_pages(memory: Tensor) -> None:
 
 
 def free_garbage() -> None:
-    """Frees reference cycles (for example a finished run) before free memory is measured."""
+    """Frees reference cycles (a finished run), and returns free memory to the system. Called before free memory is measured."""
     gc.collect()
     return_free_memory()
 

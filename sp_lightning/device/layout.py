@@ -76,8 +76,8 @@ def lay_out(
         kept = dtype or tensor.dtype
         nbytes = tensor.numel() * kept.itemsize
         # empty_like makes the strides dense and keeps their order. It is slow for the fake tensors of ``superpipeline plan``, so
-        # it is called only for tensors that are not contiguous. The context: this reads no values, so it must neither wait for
-        # a parameter's update, nor fetch an offloaded tensor.
+        # it is called only for tensors that are not contiguous. The context is needed because no values are read: the functions
+        # must neither wait for a parameter's update, nor fetch an offloaded tensor.
         with torch.DisableTorchFunctionSubclass():
             dense = tensor if tensor.is_contiguous() else torch.empty_like(tensor, device="meta")
             stride = tuple(dense.stride())
@@ -110,14 +110,17 @@ _hidden: dict[int, int] = {}
 
 
 def hide(tensor: Tensor, span: Span, why: str) -> None:
-    """Removes the memory of a host tensor. Until :func:`shown` is called, a read raises a RuntimeError with the text ``why``."""
+    """Removes the memory of a host tensor. A read raises a RuntimeError with the text ``why``, until the tensor has memory again.
+
+    Notes the former address for :func:`addresses`. The caller restores the memory, and then calls :func:`shown`.
+    """
     with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
         _hidden[id(tensor)] = tensor.data_ptr()
         tensor.data = absent(span, tensor.device, why)
 
 
 def shown(tensor: Tensor) -> None:
-    """Notes that a hidden tensor has memory again."""
+    """Notes that the caller has given a hidden tensor memory again."""
     _hidden.pop(id(tensor), None)
 
 
@@ -167,7 +170,7 @@ def absent(like: Span | Tensor, device: torch.device, why: str) -> Tensor:
 def flat_bytes(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor's elements in order, flat ``uint8``: a view if the tensor is contiguous, else a copy."""
     flat = tensor.reshape(-1).contiguous()
-    with no_inference_mode():  # one element counts as contiguous with any stride
+    with no_inference_mode():  # as_strided, because one element counts as contiguous with any stride
         return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 

@@ -21,17 +21,17 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.private import storage_id, storage_use_count
 
 MOST_SAVED = 256
-"""Number of different saved views that a lease keeps. A model may slice its weights differently in each step."""
+"""The most saved views that a lease keeps. The limit is needed if a model slices its weights differently in each step."""
 
 
 @dataclass(eq=False, slots=True)
 class SavedView:
-    """A view of a slot that autograd saves in each step. It is looked up by its identity, which is fastest.
+    """Describes a view of a slot that autograd saves in each step. A lease looks it up by its identity, which is fastest.
 
     Attributes:
         offset: bytes from the start of the memory.
-        dtype, shape, stride: of the view; strides in elements.
-        again: True if the same object occurs in each step, so that a lease may keep its view.
+        dtype, shape, stride: the dtype, the shape and the strides (in elements) of the view.
+        again: True if :class:`SavedViews` returns this object in each step, so that a lease may keep its view.
     """
 
     offset: int
@@ -42,14 +42,14 @@ class SavedView:
 
 
 class SavedViews:
-    """The views that autograd saves of layers with equal layouts, one :class:`SavedView` for each."""
+    """The views that autograd saves of layers with equal layouts, with one :class:`SavedView` for equal views."""
 
     def __init__(self) -> None:
         self._at: defaultdict[int, list[SavedView]] = defaultdict(list)
         self._count = 0
 
     def find(self, tensor: Tensor, offset: int) -> SavedView:
-        """Returns the view that describes a tensor, which starts ``offset`` bytes into the memory."""
+        """Returns the object that describes a tensor, which starts ``offset`` bytes into the memory. Keeps new objects."""
         dtype, shape, stride = tensor.dtype, tensor.shape, tensor.stride()
         known = self._at[offset]
         for saved in known:  # one or two: comparing them is faster than hashing
@@ -65,7 +65,7 @@ class SavedViews:
 def lend(memory: Tensor) -> Tensor:
     """Returns a tensor of the same memory under a *new* storage.
 
-    When the new storage has expired (``StorageWeakRef``), no tensor can reach the memory through it.
+    When the new storage has expired (``StorageWeakRef``), no tensor can reach the memory through this storage.
 
     Args:
         memory: a flat ``uint8`` tensor on any device. The new storage keeps it alive.
@@ -81,7 +81,7 @@ class Lease:
     The memory has a storage of its own, so the owners of that storage are the users of the memory.
 
     Attributes:
-        memory: the memory under that storage.
+        memory: the memory under its own storage.
 
     Args:
         memory: a flat ``uint8`` tensor on any device.
@@ -99,7 +99,8 @@ class Lease:
     def in_use(self) -> bool:
         """True if a tensor or storage outside of the lease, in Python or in C++, can reach the memory.
 
-        It stays True after ``share_memory_`` has moved the storage to another address: other processes may have mapped it.
+        After ``share_memory_`` has moved the storage to another address, the result stays True: other processes may have mapped
+        the storage.
         """
         storage = self._storage
         tensors, objects, address = self._own
@@ -111,7 +112,7 @@ class Lease:
 
     @property
     def moved(self) -> bool:
-        """True if ``share_memory_`` has moved the storage to another address. Its views no longer see the memory."""
+        """True if ``share_memory_`` has moved the storage to another address. The storage's views no longer see the memory."""
         return self._storage.data_ptr() != self._own[2]
 
     def in_use_beside(self, own: int) -> bool:
@@ -127,7 +128,7 @@ class Lease:
     def views(self, key: Hashable, spans: Sequence[Span]) -> list[Tensor]:
         """Returns the parameters at ``spans``, made once for each ``key``.
 
-        Callers make views of these tensors and must not keep them: they do not count as use.
+        Callers make views of these tensors, and must not keep the tensors themselves: these do not count as use.
         """
         if key not in self._views:
             self._views[key] = [view(self.memory, span) for span in spans]
@@ -154,7 +155,7 @@ class Lease:
 def shared(tensor: Tensor, beside: int = 0) -> bool:
     """Returns True if other tensors or graphs hold the tensor's memory, apart from this tensor and ``beside`` known ones."""
     storage = tensor.untyped_storage()
-    # One owner is this tensor. Another is the storage object: Python has one per storage, here or in user code.
+    # This tensor is one owner. The storage object is the second: Python has one object per storage, for all code.
     return storage_use_count(storage_id(storage)) > 2 + beside or sys.getrefcount(storage) > _UNHELD
 
 

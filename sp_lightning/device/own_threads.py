@@ -32,11 +32,11 @@ class LateError(RuntimeError):
 
 
 class OwnThreads:
-    """The threads of one run. Callers of methods that change it hold the engine's lock.
+    """The threads of one run. Callers of methods that change this object hold the engine's lock.
 
     Attributes:
         main: the identifier of the thread that runs the steps.
-        here: for the present thread, the number of calls that it is inside of as a helper (``depth``).
+        here: for the present thread, the number of nested calls that it runs as a helper (``depth``).
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,10 @@ class OwnThreads:
 
     @property
     def beside(self) -> bool:
-        """True if the present thread may only be a helper: it is one, perhaps a late one, or does not belong to the run."""
+        """True if the present thread is a helper, perhaps a late one, or does not belong to the run.
+
+        Such a thread can take part in the run only as a helper.
+        """
         return self.here.depth > 0 or (threading.get_ident() != self.main and current_graph_task() == -1)
 
     @property
@@ -85,7 +88,7 @@ class OwnThreads:
 
 
 class _ThreadCalls(threading.local):
-    """For one thread: the number of calls it is inside of as a helper, and the forward of the outermost one."""
+    """For one thread: the number of nested calls that it runs as a helper, and the number of the outermost call's forward."""
 
     depth = 0
     forward = 0

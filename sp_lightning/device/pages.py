@@ -21,7 +21,7 @@ with suppress(ImportError):  # Windows has no fcntl, and shares no memory
     import fcntl
 
 Page = tuple[int, int]
-"""First and last byte (exclusive) of consecutive pages, counted from the start of the memory."""
+"""Consecutive pages: their first byte, and the byte behind the last. Counted from the start of the memory, or addresses."""
 
 _TESTED_PAGE = 4096
 
@@ -46,8 +46,8 @@ def create(nbytes: int, name: str) -> int:
     """Creates memory that other processes can map, and returns its descriptor. The last process that closes it frees it.
 
     Args:
-        nbytes: its size, a multiple of the page size. A page takes memory when it is first written.
-        name: its name in ``/proc``.
+        nbytes: the size of the memory, a multiple of the page size. A page takes memory when it is first written.
+        name: the name of the memory in ``/proc``.
     """
     descriptor = os.memfd_create(name)
     os.ftruncate(descriptor, nbytes)
@@ -65,13 +65,13 @@ def written_pages(view: Tensor) -> list[Page]:
 
 
 def was_written(tensor: Tensor) -> bool:
-    """Returns True if this process has written a page of a tensor in a private mapping. Other memory counts as written."""
+    """Returns True if this process has written a page of a tensor in a private mapping. Ordinary memory counts as written."""
     begin = tensor.data_ptr() // PAGE * PAGE
     return bool(_written_addresses(begin, begin + whole_pages(tensor.data_ptr() - begin + tensor.nbytes)))
 
 
 def pages_in_memory(address: int, nbytes: int) -> int | None:
-    """Counts the pages of a private mapping that are in memory; None if one was written, or Linux reports nothing of one."""
+    """Counts the pages of a private mapping that are in memory; None if a page was written, or if Linux does not report all."""
     pages = whole_pages(address % PAGE + nbytes) // PAGE
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         entries = _entries(pagemap.fileno(), address, pages)
@@ -81,7 +81,7 @@ def pages_in_memory(address: int, nbytes: int) -> int | None:
 
 
 def _written_addresses(begin: int, end: int) -> list[Page]:
-    """Returns the written pages between two addresses. They are anonymous; the others are pages of the file, or absent."""
+    """Returns the written pages between two addresses. Linux reports them as present or swapped, and not as pages of a file."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         try:
             return list(_scan(pagemap.fileno(), begin, end))
@@ -111,7 +111,7 @@ def _read(pagemap: int, begin: int, end: int) -> Iterator[Page]:
 
 
 def _entries(pagemap: int, begin: int, pages: int) -> Tensor:
-    """Returns the entries of pages, 64 bits each. They end where Linux reports no more."""
+    """Returns the entries of pages, 64 bits each. There may be fewer entries than pages, if Linux does not report all pages."""
     found = os.pread(pagemap, 8 * pages, begin // PAGE * 8)
     return torch.frombuffer(bytearray(found), dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
 

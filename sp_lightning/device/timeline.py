@@ -18,7 +18,8 @@ class Interval(NamedTuple):
         kind: ``fetch``: upload of weights. ``forward``, ``backward``: computation of a layer. ``between``: computation between
             two layers. ``reduce``: sum of gradients over devices, including the wait for the other ranks. ``network``: the
             same over nodes. ``drain``: download of gradients. ``update``: optimizer step. ``store``, ``return``: download and
-            upload of activations. ``bring``, ``take``: upload and download for an optimizer step on the device.
+            upload of activations. ``read``, ``write``: simulated transfers from and to a disk. ``bring``, ``take``: upload
+            and download for an optimizer step on the device.
         layer: the layer's index in the plan; the number of layers for the residents; None for no layer.
         begin, end: seconds since a zero that all intervals of a run share.
         nbytes: copied bytes; 0 for computations.
@@ -32,7 +33,7 @@ class Interval(NamedTuple):
 
 
 class Timeline:
-    """Collects intervals during a batch, and reads their times later, so that the host never waits for the device.
+    """Collects intervals during a batch, and reads their times after it, so that the host never waits for the device.
 
     Args:
         seconds: converts a mark of the device into seconds; returns None if the stream has not reached the mark yet.

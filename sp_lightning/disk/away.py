@@ -1,4 +1,4 @@
-"""Tensors whose values are on a disk. Computing with one reads it; in a forked process, which cannot read it, that raises."""
+"""Tensors whose values are on a disk. An operation on one loads its values; in a forked process the operation raises an error."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from sp_lightning.torch_compat.private import save_by_way_of, take_for_parameter
 class OnDiskTensor(AbsentTensor):
     """A tensor whose values are on a disk. Its ``data`` is one NaN, or one zero, expanded to the shape of the tensor.
 
+    In a forked process the class marks weights and gradients, too. These have only ``process`` and ``what`` (``"weight"`` or
+    ``"gradient"``, for the error).
+
     Attributes:
-        owner: the :class:`~sp_lightning.disk.state_on_disk.StateOnDisk` that reads it.
-        stored: the owner's record of it.
-        span: its place in the stored bytes, with its shape and its strides.
-        process: the process that can read it.
+        owner: the :class:`~sp_lightning.disk.state_on_disk.StateOnDisk` that reads the tensor.
+        stored: the owner's record of the layer's state to which the tensor belongs.
+        span: the tensor's place in the bytes of ``stored``, with its shape and its strides.
+        process: the id of the process that can read the tensor.
     """
 
     owner: Any
@@ -41,8 +44,8 @@ class OnDiskTensor(AbsentTensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not kwargs and _moves_to_host(func, args):  # Lightning calls this for all state at the end of a run
-            return args[0]
-        if func in UNCHANGED_BY_UPDATES:  # metadata, which the data has, too
+            return args[0]  # without a read from the disk
+        if func in UNCHANGED_BY_UPDATES:  # metadata: the expanded `data` has the same
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         leaves = tree_leaves((args, kwargs))
@@ -64,7 +67,8 @@ class OnDiskTensor(AbsentTensor):
         if storages is None:
             load([self])
             return self.__reduce_ex__(protocol)
-        # The pickle names a storage of the right size that is neither read nor written, so that it takes no memory.
+        # `save` is writing a file. The pickle refers to a storage of the right size. Nothing touches its memory, so that it takes
+        # no pages. `save` writes the values from the disk in its place.
         storage = torch.UntypedStorage(self.span.nbytes)
         storages[id(storage)] = storage, self
         shell = torch.empty(0, dtype=self.span.dtype).set_(storage, 0, self.span.shape, self.span.stride)
@@ -79,11 +83,19 @@ def _moves_to_host(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 
 
 _writing = threading.local()
-"""``storages``: while a thread writes a file, the storages in its pickle that represent tensors on a disk, by ``id``."""
+"""``storages``: while :func:`save` writes a file in this thread, the storages in the pickle that stand for tensors on a disk, by
+``id``."""
 
 
 def send_away(tensor: Tensor, owner: Any, span: Span, stored: Any = None) -> None:
-    """Makes a tensor an :class:`OnDiskTensor` and frees its memory. The caller has its values, and ``owner`` can read them."""
+    """Makes a tensor an :class:`OnDiskTensor`, which drops its memory.
+
+    Args:
+        tensor: the tensor. The caller has stored its values.
+        owner: the object that can read the values.
+        span: the tensor's place in the bytes of ``stored``.
+        stored: the owner's record of the values.
+    """
     nothing = torch.nan if span.dtype.is_floating_point or span.dtype.is_complex else 0
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = torch.full((), nothing, dtype=span.dtype, device="cpu").expand(span.shape)
@@ -96,19 +108,21 @@ def return_to(tensor: OnDiskTensor, memory: Tensor) -> None:
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         tensor.data = memory
     tensor.__class__ = Tensor  # type: ignore[assignment]
-    for name in ("owner", "stored", "span", "process"):  # last, because another thread may use the tensor meanwhile
+    # Last, because another thread may be in `load` with this tensor.
+    for name in ("owner", "stored", "span", "process"):
         del vars(tensor)[name]
 
 
 def load(tensors: Sequence[OnDiskTensor], beside: Collection[Any] = ()) -> None:
-    """Reads tensors for user code. They are ordinary tensors then.
+    """Reads tensors for user code. Afterwards they are ordinary tensors.
 
     Args:
         tensors: the tensors to read.
-        beside: other arguments of the same call, which must not be evicted meanwhile.
+        beside: all arguments of user code's call. Reading must not evict any of these tensors.
 
     Raises:
-        RuntimeError: this is a forked process (a ``DataLoader`` worker, for example), which has no threads that read files.
+        RuntimeError: this is a forked process (a ``DataLoader`` worker, for example). It has neither the threads that read state
+            nor the mappings of weights and gradients.
         OSError: the disk failed.
     """
     owners: dict[Any, list[OnDiskTensor]] = {}
@@ -126,7 +140,7 @@ def load(tensors: Sequence[OnDiskTensor], beside: Collection[Any] = ()) -> None:
 
 
 def save(content: Any, stream: IO[bytes]) -> None:
-    """Does what ``torch.save`` does. Tensors that are on a disk pass through memory one after the other, and stay on the disk."""
+    """Writes a checkpoint as ``torch.save`` does. Tensors on a disk are read into memory one at a time, and stay on the disk."""
     leaves = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
     mapped = any(type(leaf) is Tensor and leaf.layout is torch.strided and is_on_disk(leaf) for leaf in leaves)
     if not mapped and not any(type(leaf) is OnDiskTensor for leaf in leaves):
@@ -135,6 +149,7 @@ def save(content: Any, stream: IO[bytes]) -> None:
     written: Any = None
 
     def value(data: Any) -> Any:
+        """Returns the storage to write in place of ``data``. Evicts the mapped weight that was written before."""
         nonlocal written
         if written is not None:
             page_out(written.data_ptr(), written.nbytes())
@@ -154,7 +169,7 @@ def save(content: Any, stream: IO[bytes]) -> None:
 
 
 def leave_files(optimizer: Any) -> None:
-    """Copies an optimizer's state out of the checkpoint that it is mapped from: another program may truncate that file."""
+    """Copies an optimizer's state to memory. It may be mapped from a checkpoint, which another program may truncate."""
     with torch.DisableTorchFunctionSubclass(), no_inference_mode():
         for leaf in tree_leaves(dict(state_of(optimizer))):
             if type(leaf) is Tensor:
@@ -162,7 +177,11 @@ def leave_files(optimizer: Any) -> None:
 
 
 def can_go_away(tensor: Any, least: int) -> bool:
-    """Returns True if a tensor may go to the disk: it is plain and dense, has ``least`` bytes or more, and shares no memory."""
+    """Returns True if a tensor of optimizer state may be stored on the disk, or is there already.
+
+    A tensor in memory must be plain and dense, be on the CPU, require no gradient, fill its storage, and have ``least`` bytes or
+    more.
+    """
     if type(tensor) not in (Tensor, OnDiskTensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     if type(tensor) is OnDiskTensor:
@@ -177,18 +196,19 @@ def can_go_away(tensor: Any, least: int) -> bool:
 # ---------------------------------------------------------------------- forked processes have no mapped scratch files
 
 _noted: Any = WeakIdKeyDictionary()
-"""For parameters that are on a disk, or have their gradients there: the process that has the file."""
+"""For parameters whose weights or gradients are mapped from a scratch file: the id of the process that has the mapping."""
 
 _tensor_grad: Any = Tensor.grad
 
 
 def note_on_disk(parameters: Sequence[nn.Parameter]) -> None:
-    """Notes parameters that are mapped from a scratch file, or whose gradients are. A forked process lacks the mapping."""
+    """Records parameters whose weights or gradients are mapped from a scratch file, for the errors of forked processes."""
     for parameter in parameters:
         _noted[parameter] = os.getpid()
 
 
 def _after_fork() -> None:
+    """Makes operations on weights and gradients on a disk raise an error in a forked process, which lacks their mappings."""
     for parameter, process in list(_noted.items()):
         with torch.DisableTorchFunctionSubclass():
             gradient = _tensor_grad.__get__(parameter)
@@ -197,7 +217,7 @@ def _after_fork() -> None:
                 tensor.__class__ = OnDiskTensor
                 vars(tensor).update(process=process, what=what)
                 if what == "weight":
-                    take_for_parameter(parameter)
+                    take_for_parameter(parameter)  # the class is not nn.Parameter any more
 
 
 if hasattr(os, "register_at_fork"):

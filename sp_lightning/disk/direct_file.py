@@ -34,14 +34,16 @@ PIECE = 8 * 2**20
 """Bytes that one call reads or writes. Several pieces are in flight at once."""
 
 THREADS = 4
-"""Reads in flight, and as many writes: enough for the queue of a fast drive, and few beside the threads that compute. Reads and
-writes have separate threads, because many drives, and limits of control groups, have a rate for each."""
+"""The number of threads that read, and of threads that write: enough to fill the queue of a fast drive, and few compared to the
+threads that compute. Reads and writes have separate threads, because many drives and control groups limit the rate of each
+separately."""
 
 
 def aligned_memory(nbytes: int) -> Tensor:
-    """Returns whole pages of memory that begin at a page, as direct I/O needs them.
+    """Returns at least ``nbytes`` bytes of page-aligned memory in whole pages, flat ``uint8``, as direct I/O needs it.
 
-    The mapping is shared, so that a process that is forked during a transfer (a ``DataLoader`` worker) gets no copies.
+    The mapping is shared. A private mapping would be copied on write if a process (a ``DataLoader`` worker) is forked during a
+    transfer, and direct I/O could then use the wrong copy (``man 2 open``).
     """
     return torch.frombuffer(mmap.mmap(-1, whole_pages(nbytes)), dtype=torch.uint8)
 
@@ -50,7 +52,7 @@ class Transfer:
     """Reads or writes in flight.
 
     Args:
-        pieces: the calls.
+        pieces: the futures of the calls that read or write a piece each.
     """
 
     def __init__(self, pieces: Sequence[Future[None]]) -> None:
@@ -62,12 +64,15 @@ class Transfer:
         return all(piece.done() for piece in self._pieces)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Calls ``call`` after the last piece, in a thread of the disk; at once if all pieces are done."""
+        """Calls ``call`` when all pieces are done: in a thread of the disk, or at once if they are done already.
+
+        ``call`` may run several times, for example if two pieces end at the same time.
+        """
         for piece in self._pieces:
             piece.add_done_callback(lambda _: call() if self.done else None)
 
     def finish(self) -> None:
-        """Waits until no call uses the memory any more, also if one has failed."""
+        """Waits until all pieces have ended, successfully or not. From then on this transfer does not use the memory."""
         wait(self._pieces)
 
     def wait(self) -> None:
@@ -84,17 +89,24 @@ class Transfer:
 def in_pieces(
     threads: ThreadPoolExecutor, call: Callable[[int, Tensor], None], offset: int, memory: Tensor
 ) -> list[Future[None]]:
-    """Calls ``call`` in threads for each piece of memory, with the place of the piece in a file."""
+    """Divides memory into pieces of :data:`PIECE` bytes, and submits a call for each.
+
+    Args:
+        threads: run the calls.
+        call: is called with the offset of a piece in the file, and the piece.
+        offset: the offset of ``memory`` in the file.
+        memory: flat ``uint8``.
+    """
     return [threads.submit(call, offset + at, memory[at : at + PIECE]) for at in range(0, memory.nbytes, PIECE)]
 
 
 class DirectFile:
-    """An open file.
+    """An open file that is read and written past the page cache if the file system allows it.
 
     Args:
         descriptor: the descriptor of the file.
-        path: the name for errors.
-        messages: texts of errors: a read failed, a write failed, the name of a file that ends too early, and a remedy.
+        path: the path that errors show.
+        messages: the parts of error messages: a read failed, a write failed, the subject of "ends too early", and a remedy.
 
     Attributes:
         direct: True if reads and writes bypass the page cache.
@@ -116,15 +128,16 @@ class DirectFile:
         return direct
 
     def read(self, memory: Tensor, offset: int, needed: int | None = None) -> None:
-        """Reads whole pages to memory that begins at a page.
+        """Reads whole pages to page-aligned memory.
 
         Args:
             memory: flat ``uint8``.
-            offset: the place of the pages in the file.
-            needed: the bytes that the file must have, because it may end within the last page; None for all.
+            offset: the offset of the pages in the file.
+            needed: the number of bytes that must be read. It may be less than ``memory``, because the file may end within the
+                last page. None: all bytes of ``memory``.
 
         Raises:
-            OSError: the disk failed, or the file has fewer bytes.
+            OSError: the disk failed, or the file ends before ``needed`` bytes.
         """
         view, done = buffer_of(memory), 0
         needed = memory.nbytes if needed is None else needed
@@ -135,16 +148,16 @@ class DirectFile:
             except OSError as error:
                 raise OSError(error.errno, f"{unread}: {error.strerror}{remedy}", self.path) from error
             if done + count < needed:
-                if count < (PAGE if self.direct else 1):
+                if count < (PAGE if self.direct else 1):  # the file has ended
                     missing = needed - done - count
                     raise OSError(errno.EIO, f"{short} ends {missing} bytes too early{remedy}", self.path)
                 if self.direct:
-                    count = count // PAGE * PAGE  # the next read begins at a page
+                    count = count // PAGE * PAGE  # direct I/O: the next read must begin at a page
             done += count
         self._leave_cache(offset, memory.nbytes)
 
     def write(self, memory: Tensor, offset: int) -> None:
-        """Writes whole pages of memory that begins at a page.
+        """Writes page-aligned memory in whole pages.
 
         Raises:
             OSError: the disk failed.
@@ -157,7 +170,7 @@ class DirectFile:
                 _, unwritten, _, remedy = self._messages
                 raise OSError(error.errno, f"{unwritten}: {error.strerror}{remedy}", self.path) from error
         if not self.direct:
-            os.fdatasync(self.descriptor)  # dirty pages cannot leave the page cache
+            os.fdatasync(self.descriptor)  # the page cache cannot drop dirty pages
         self._leave_cache(offset, memory.nbytes)
 
     def _leave_cache(self, offset: int, nbytes: int) -> None:
@@ -176,10 +189,10 @@ def buffer_of(memory: Tensor) -> memoryview:
 
 @dataclass(eq=False)
 class Extent:
-    """A part of a scratch file. Its place is free again when this object is deleted.
+    """A part of a scratch file. The part may be allocated again after this object is deleted.
 
     Attributes:
-        offset, nbytes: its place and size, multiples of a page.
+        offset, nbytes: the offset and the size of the part, multiples of a page.
     """
 
     offset: int
@@ -198,15 +211,15 @@ class ScratchFile(DirectFile):
     """A temporary file of one run. It has no name, so a killed process leaves nothing behind.
 
     Args:
-        folder: its folder.
-        what: its contents, for messages.
-        promised: True if it is only mapped: it needs reserved disk space, and no direct I/O.
+        folder: the folder in which the file is created.
+        what: the contents of the file, for messages.
+        promised: True if the file is only mapped. Then its disk space must be reserved, and direct I/O is off.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the file cannot be created.
 
     Attributes:
-        read_bytes, written_bytes: the bytes that were read and written so far.
+        read_bytes, written_bytes: the bytes whose read or write has begun so far.
     """
 
     def __init__(self, folder: Path, what: str = "optimizer state", *, promised: bool = False) -> None:
@@ -218,12 +231,13 @@ class ScratchFile(DirectFile):
         self._writers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
         self.read_bytes = self.written_bytes = 0
         weakref.finalize(self, _close, self.descriptor, (self._readers, self._writers), os.getpid())
-        # If a file system cannot reserve space, glibc writes to the file, which direct I/O does not allow.
+        # A mapped file needs reserved space, and no direct I/O. If a file system cannot reserve space, glibc writes single bytes
+        # to the file instead, which direct I/O does not allow.
         if self.direct and (promised or not self._works()):
             self.direct = self._switch(direct=False)
 
     def _works(self) -> bool:
-        """Writes and reads a page: some file systems refuse direct I/O only then."""
+        """Returns True if direct I/O works. Writes and reads a page, because some file systems refuse direct I/O only then."""
         memory = buffer_of(aligned_memory(PAGE))
         try:
             os.pwritev(self.descriptor, [memory], 0)
@@ -237,11 +251,11 @@ class ScratchFile(DirectFile):
         """Reserves disk space, so that the disk cannot be full later.
 
         Args:
-            nbytes: the bytes to reserve beyond those in use.
+            nbytes: the bytes to reserve after the parts that are allocated.
             others: the bytes that the run has taken in other files, for the error.
 
         Raises:
-            OSError: the disk has no room.
+            OSError: the disk has no room. A file system that cannot reserve space is an error only for a mapped file.
         """
         wanted = self._end + nbytes
         if wanted <= self._reserved:
@@ -251,7 +265,7 @@ class ScratchFile(DirectFile):
         except OSError as error:
             if not self._promised and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 return
-            os.ftruncate(self.descriptor, self._reserved)  # gives back a part that was reserved
+            os.ftruncate(self.descriptor, self._reserved)  # frees the space that the failed call has reserved
             status = os.statvfs(self.path)
             free = human_bytes(self._reserved + status.f_bavail * status.f_frsize)
             what = self._what
@@ -282,12 +296,12 @@ class ScratchFile(DirectFile):
         return extent
 
     def begin_read(self, offset: int, memory: Tensor) -> Transfer:
-        """Begins to read whole pages into memory that begins at a page."""
+        """Begins to read whole pages into page-aligned memory."""
         self.read_bytes += memory.nbytes
         return Transfer(in_pieces(self._readers, lambda at, piece: self.read(piece, at), offset, memory))
 
     def begin_write(self, offset: int, memory: Tensor) -> Transfer:
-        """Begins to write whole pages of memory that begins at a page."""
+        """Begins to write page-aligned memory in whole pages."""
         self.written_bytes += memory.nbytes
         return Transfer(in_pieces(self._writers, lambda at, piece: self.write(piece, at), offset, memory))
 
@@ -296,11 +310,11 @@ _MORE_ROOM = "Free some, name a folder on another disk (SuperpipelineStrategy(di
 
 
 def refuse_full(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raises an error if the disk has no room for the scratch files of a run, before any is written.
+    """Raises an error if the disk has no room for the scratch files of a run. Called before any of them is created.
 
     Args:
         folder: the folder of the scratch files.
-        sizes: bytes by their use, without optimizer state, which is not known yet.
+        sizes: the bytes of the files by their use, without optimizer state, whose size is not known yet.
 
     Raises:
         OSError: the disk has no room.
@@ -346,7 +360,7 @@ def _without_name(folder: Path) -> int:
     try:
         return os.open(folder, flags | os.O_TMPFILE, 0o600)
     except (AttributeError, OSError) as error:
-        # The file system or the system has no files without names: a kernel before 3.11 takes this for a folder.
+        # The file system or the system has no files without names. A kernel before 3.11 takes the flag for O_DIRECTORY (EISDIR).
         if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
             raise
     created, name = tempfile.mkstemp(prefix=".superpipeline-", dir=folder)
@@ -358,8 +372,8 @@ def _without_name(folder: Path) -> int:
 
 
 def _close(descriptor: int, threads: Sequence[ThreadPoolExecutor], process: int) -> None:
-    for pool in threads if os.getpid() == process else ():  # a forked process has none of the threads
-        pool.shutdown(wait=False)  # transfers hold the file, so none is in flight
+    for pool in threads if os.getpid() == process else ():  # a forked process does not have the threads
+        pool.shutdown(wait=False)  # a transfer holds the file, so no transfer is in flight when the file is deleted
     os.close(descriptor)
 
 

@@ -1,4 +1,4 @@
-"""The source of layers' bytes if weights are in files: reads them to staging memory, and the next layers' ahead."""
+"""The source of uploads if weights stay in files: reads a layer to staging memory, and prefetches the next layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sp_lightning.layers.slots import Slots, Staged
 from sp_lightning.updates.background import BackgroundUpdates
 
 WINDOW = 3
-"""Layers in staging memory at once: one that is uploaded, and two that are read meanwhile."""
+"""The number of layers in staging memory at once: one that is uploaded, and two that are read meanwhile."""
 
 
 @dataclass(eq=False)
@@ -29,9 +29,9 @@ class _Buffer:
 
     Attributes:
         memory: the memory.
-        layer: the layer whose bytes it has, or will have.
-        transfer: the read from the file.
-        staged: how often the layer had been uploaded when the upload from this buffer was prepared; None before.
+        layer: the layer whose bytes are in the buffer, or are being read into it; None if the buffer is free.
+        transfer: the read from the files.
+        staged: ``layer.fetches`` when :meth:`FileSource.stage` returned the buffer for an upload; None before that.
     """
 
     memory: PinnedMemory
@@ -52,7 +52,7 @@ class _Buffer:
 class FileSource(HostSource):
     """The source of one device with weights of some layers in files.
 
-    The order of the last uploads predicts which layer is read next: the one that followed the same two layers.
+    The order of uploads predicts the next layer to read: the layer that followed the same two layers last time.
     """
 
     def __init__(
@@ -70,10 +70,12 @@ class FileSource(HostSource):
                 self._pin = layer.block.pin
 
     def _fetches_as_updated(self, layer: StreamedLayer) -> bool:
+        # `stage` reads a layer in a file on the host.
         in_file = any(isinstance(member.block, FileBlock) for member in layer.family)
         return not in_file and super()._fetches_as_updated(layer)
 
     def ready(self, layer: StreamedLayer) -> bool:
+        """Returns True if the layer is updated and in staging memory. Begins to read the layer if a buffer is free."""
         if not isinstance(layer.block, FileBlock):
             return super().ready(layer)
         buffer = self._read(layer)
@@ -94,21 +96,25 @@ class FileSource(HostSource):
         try:
             buffer.transfer.wait()
         except OSError:
-            buffer.layer = buffer.transfer = None
+            buffer.layer = buffer.transfer = None  # so that the next call reads the layer again
             raise
         self._device.access(layer.block.weights, None, write=False)
         self._device.access(buffer.bytes, None, write=True)
         layer.block.complete(buffer.bytes)
         buffer.staged = layer.fetches
+        # `itself`: a layer is read again for each upload. With a single layer in files, the next read is of this layer.
         for following in islice(self._fetches.coming(itself=True), WINDOW - 1):
             if self._read(following) is None:
                 break
         return buffer.bytes[: layer.planned.nbytes], None
 
     def _read(self, layer: StreamedLayer) -> _Buffer | None:
-        """Returns a buffer with a layer's bytes, which may be in flight; None if no buffer is free."""
+        """Returns the buffer for a layer's next upload, and begins to read the layer into it; None if no buffer is free.
+
+        If a prefetch has begun the read already, its buffer is returned.
+        """
         for buffer in self._buffers:
-            if buffer.layer is layer and buffer.staged is None:
+            if buffer.layer is layer and buffer.staged is None:  # a staged buffer belongs to another upload
                 return buffer
         free = next((each for each in self._buffers if each.layer is None), None) or self._reclaim()
         if free is None:
@@ -118,7 +124,7 @@ class FileSource(HostSource):
         return free
 
     def _reclaim(self) -> _Buffer | None:
-        """Returns a buffer that may be filled; None if there is none.
+        """Returns a buffer that may be filled; None if no upload from a buffer was issued.
 
         If there are fewer than :data:`WINDOW` buffers, allocates one. Otherwise waits for the upload that was issued first, and
         returns its buffer.
@@ -138,8 +144,8 @@ class FileSource(HostSource):
         return buffer
 
     def _free_one(self) -> None:
-        """Frees a buffer whose bytes no upload has used. If each buffer belongs to the transfer that
-        is being prepared, allocates another buffer."""
+        """Frees a prefetched buffer that no upload uses yet. If all buffers belong to the upload that is being prepared,
+        allocates another one."""
         buffer = next((each for each in self._buffers if each.staged is None), None) or self._allocate()
         if buffer.transfer is not None:
             buffer.transfer.finish()

@@ -10,7 +10,7 @@ from sp_lightning.plan.host_memory import HostBudget
 from sp_lightning.plan.units import enough_bytes, exact_bytes, human_bytes
 
 MARGIN = 1 / 16
-"""The share of ``host_memory`` that is left to batches, activations on the CPU, and the process itself, with a disk."""
+"""With a disk, the share of ``host_memory`` that is left to batches, to activations on the CPU, and to the process itself."""
 
 _LEAST_MARGIN = 96 * 2**20
 """The least margin in bytes: with adapters on a small language model, the first step took 77 MiB beyond all estimates."""
@@ -29,9 +29,9 @@ def kept_for_processes(host_memory: int, devices: int, *, disk: bool) -> int:
     """Returns the bytes of ``host_memory`` that a run will leave to its processes, as far as they are known before the run.
 
     Args:
-        host_memory: in bytes.
-        devices: of a node, with a process for each.
-        disk: True if a disk takes the rest. Then a share of the memory is left to the processes.
+        host_memory: the limit in bytes.
+        devices: the number of devices of a node. Each has a process.
+        disk: True with ``disk=``. Then the processes get a share of the memory; otherwise a fixed number of bytes.
     """
     return _margin(host_memory, disk=disk) + _of_libraries(devices)
 
@@ -51,7 +51,7 @@ def _margin(host_memory: int, *, disk: bool = True) -> int:
 
 
 def _with_margin(needed: int, *, disk: bool = True) -> int:
-    """Returns the smallest ``host_memory`` with which ``needed`` bytes can be used, beside the margin."""
+    """Returns the smallest ``host_memory`` that has room for ``needed`` bytes and the margin."""
     least = needed + _LEAST_MARGIN
     return max(int(needed / (1 - MARGIN)) + 1, least) if disk else least
 
@@ -60,9 +60,9 @@ def room_for(host_memory: int | float | None, elsewhere: int = 0, *, disk: bool 
     """Returns the bytes of host memory that can be taken from now on; None if the system does not report them.
 
     Args:
-        host_memory: the limit of the process in bytes, or a share of the free memory; None for all free memory.
-        elsewhere: bytes of it that other processes have taken, which share the rest.
-        disk: True if a disk takes the rest. Then a share of the memory is left free.
+        host_memory: the limit in bytes, or a share of the free memory; None for all free memory.
+        elsewhere: the bytes that other processes have taken of a limit in bytes, which all processes share.
+        disk: True with ``disk=``. Then a share of the memory is left free.
     """
     available = machine.available_bytes()
     if isinstance(host_memory, int):
@@ -74,7 +74,7 @@ def room_for(host_memory: int | float | None, elsewhere: int = 0, *, disk: bool 
 
 
 def remedy_for(missing: int, given: int | float | None) -> str:
-    """Returns what the user can do if host memory is too small, with a disk.
+    """Returns a remedy for the user if host memory is too small with a disk.
 
     Args:
         missing: the bytes that are missing.
@@ -87,7 +87,7 @@ def remedy_for(missing: int, given: int | float | None) -> str:
 
 
 def itself() -> str:
-    """Returns what this process takes before training needs more, in words."""
+    """Returns words for an error: the process, with the memory that it has taken so far."""
     return f"the process, which itself takes {human_bytes(machine.resident_bytes())}"
 
 

@@ -1,8 +1,9 @@
-"""Weights and gradients on a disk: memory that is mapped from a scratch file, with the pages of a few layers resident.
+"""Weights and gradients on a disk: memory that is mapped from a scratch file, with the pages of a few layers in memory.
 
-User code finds ordinary tensors: the system reads pages that it touches, and pages that it writes are written to the file when
-their layer is evicted. So reads and writes need no notice, and results cannot depend on them. Optimizer state has another file,
-which is read and written past the page cache. The space of this file is reserved before it is mapped; it never shrinks.
+User code finds ordinary tensors. The system reads the pages that user code touches, and writes changed pages to the file when
+their layer is evicted. So the engine need not notice when user code reads or writes them. Optimizer state has another file, which
+is read and written past the page cache. The disk space of a mapped file is reserved before it is mapped. A mapped file never
+shrinks.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from sp_lightning.disk.state_placement import WINDOW, AccessPredictor
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.store.block_memory import BlockMemory
 
-_PAGE_OUT = 21  # of Linux 5.4
-_POPULATE_READ = 22  # of Linux 5.14; a failed read is an error then, not a signal
-_ZERO_RANGE = 0x10 | 0x01  # of fallocate: blocks stay allocated; their contents are neither written nor read
-_WRITE_OUT = 1 | 2 | 4  # wait for writes in flight, begin the others, wait for them
+_PAGE_OUT = 21  # MADV_PAGEOUT, from Linux 5.4 on
+_POPULATE_READ = 22  # MADV_POPULATE_READ, from Linux 5.14 on. A failed read is an error, and not a signal
+_ZERO_RANGE = 0x10 | 0x01  # for fallocate: blocks stay allocated; their contents are neither written nor read
+_WRITE_OUT = 1 | 2 | 4  # for sync_file_range: waits for writes in flight, begins the other writes, and waits for them
 
 
 class MappedFile:
-    """A scratch file whose parts are mapped.
+    """A scratch file whose parts are mapped, with at most ``WINDOW`` blocks in memory.
 
     Args:
-        folder: its folder.
-        what: its contents, for messages.
+        folder: the folder of the file.
+        what: the contents of the file, for messages.
 
     Attributes:
-        read_bytes, written_bytes: the bytes that were requested to be read and written so far.
+        read_bytes, written_bytes: the bytes of the blocks that were read and evicted so far.
     """
 
     def __init__(self, folder: Path, what: str = "weights") -> None:
@@ -51,7 +52,7 @@ class MappedFile:
         self._file = ScratchFile(folder, what, promised=True)
         self._lock = threading.RLock()
         self._in_memory: deque[MappedMemory] = deque()
-        # By thread: updates in the background have another order.
+        # By thread, because updates in the background use blocks in another order.
         self._uses = defaultdict[int, AccessPredictor[MappedMemory]](lambda: AccessPredictor(2))
         self._leaving: deque[Future[None]] = deque()
         self._failure: OSError | None = None
@@ -60,7 +61,11 @@ class MappedFile:
         weakref.finalize(self, self._thread.shutdown, wait=False)
 
     def allocate(self, nbytes: int, pin: bool) -> MappedMemory:
-        """Returns memory. It is never page-locked, which would keep it resident.
+        """Allocates memory for a block.
+
+        Args:
+            nbytes: the size in bytes.
+            pin: ignored. A page lock would keep the pages in memory.
 
         Raises:
             OSError: the disk has no room, or its files cannot be mapped.
@@ -78,7 +83,7 @@ class MappedFile:
         self._file.reserve(nbytes)
 
     def use(self, memory: MappedMemory) -> None:
-        """Brings a block's pages to memory, evicts the least recently used block, and reads the next one ahead.
+        """Reads a block's pages to memory, evicts the least recently used blocks, and prefetches the block predicted next.
 
         Raises:
             OSError: the read, or an earlier write, failed.
@@ -89,24 +94,33 @@ class MappedFile:
             uses.note(memory)
             following = next(uses.coming(), None)
         number = memory.advise(_POPULATE_READ)
-        if number not in (0, errno.EINVAL):  # an older kernel reads pages when they are touched
+        if number not in (0, errno.EINVAL):  # EINVAL: an older kernel, which reads pages when they are touched
             raise self._failed("read", errno.EIO if number == errno.EFAULT else number)
         if following is not None and following is not memory:
             following.advise(mmap.MADV_WILLNEED)
 
     def renew(self, memory: MappedMemory) -> None:
-        """Prepares a block for writing all of it: its contents are dropped, and nothing is read.
+        """Prepares a block that the caller is about to overwrite. Drops its contents, so that they are not read.
+
+        Evicts the least recently used blocks, as :meth:`use`.
 
         Raises:
             OSError: an earlier write failed.
         """
         with self._lock:
             self._enter(memory)
-        # If the file system does not support that, pages are read when they are written.
+        # An error is ignored: if the file system does not support this call, pages are read when they are written.
         libc.fallocate(self._file.descriptor, _ZERO_RANGE, memory.begin, len(memory.pages))
 
     def _enter(self, memory: MappedMemory) -> bool:
-        """Makes a block the most recently used one. Returns True if its pages have to be read."""
+        """Makes a block the most recently used one, and evicts blocks until at most ``WINDOW`` are in memory.
+
+        Returns:
+            True if the block was not in memory.
+
+        Raises:
+            OSError: an earlier write failed.
+        """
         if self._failure is not None:
             raise self._failure
         while self._leaving and (len(self._leaving) > WINDOW or self._leaving[0].done()):
@@ -120,14 +134,18 @@ class MappedFile:
         return came
 
     def leave(self) -> None:
-        """Evicts all pages."""
+        """Evicts all blocks, and waits until their pages are written.
+
+        Raises:
+            OSError: a write failed.
+        """
         with self._lock:
             while self._in_memory:
                 self._leave(self._in_memory.popleft())
         self.sync()
 
     def sync(self) -> None:
-        """Waits for all writes.
+        """Waits for the writes of all evicted blocks.
 
         Raises:
             OSError: a write failed.
@@ -139,6 +157,7 @@ class MappedFile:
                 raise self._failure
 
     def _written(self, leaving: Future[None]) -> None:
+        """Waits for the write of an evicted block. Raises its error, which each later call raises, too."""
         try:
             leaving.result()
         except OSError as error:
@@ -146,12 +165,14 @@ class MappedFile:
             raise
 
     def _leave(self, memory: MappedMemory) -> None:
+        """Evicts a block: unmaps its pages, and writes them in a thread."""
         self.written_bytes += memory.nbytes
-        # In a shared mapping this unmaps the pages; the page cache keeps what was written.
+        # In a shared mapping this only unmaps the pages: the page cache keeps them with their changes.
         memory.advise(mmap.MADV_DONTNEED)
         self._leaving.append(self._thread.submit(self._write_out, memory))
 
     def _write_out(self, memory: MappedMemory) -> None:
+        """Writes a block's changed pages from the page cache to the disk, and drops all its pages from the page cache."""
         descriptor, size = self._file.descriptor, len(memory.pages)
         if libc.sync_file_range(descriptor, memory.begin, size, _WRITE_OUT):
             raise self._failed("written", ctypes.get_errno())
@@ -171,9 +192,9 @@ class MappedMemory(BlockMemory):
     """The memory of a block whose weights or gradients are on a disk.
 
     Attributes:
-        begin: its place in the file.
-        nbytes: its size.
-        pages: the mapping of :func:`map_pages`.
+        begin: the offset of the memory in the file.
+        nbytes: its size in bytes.
+        pages: the mapping, from :func:`map_pages`.
     """
 
     pinned = True  # avoids a warning: this memory is never page-locked
@@ -219,18 +240,19 @@ def _load() -> Any:
 
 
 libc: Any = None
-"""The C library; None if it lacks a function that is needed here."""
+"""The C library; None if it lacks a function that this file calls."""
 with suppress(OSError, AttributeError, TypeError):
     libc = _load()
 
 
 def supported() -> bool:
-    """Returns True if the system has what this file needs."""
+    """Returns True if the C library and Python have the functions and constants that this file needs, as on Linux."""
     return libc is not None and hasattr(mmap, "MADV_DONTFORK")
 
 
 _mapped: dict[int, int] = {}
-"""The end of each mapping by its beginning. Any thread, or a forked process, may read it, so there is no lock."""
+"""The end address of each mapping, by its first address. There is no lock: a forked process reads this, too, and a lock that
+another thread held at the fork would never be released in it."""
 
 
 def is_on_disk(tensor: Any) -> bool:
@@ -239,24 +261,24 @@ def is_on_disk(tensor: Any) -> bool:
         return False
     with torch.DisableTorchFunctionSubclass():  # does not read an OnDiskTensor
         address = tensor.data_ptr()
-    # A list of numbers: making a list of pairs may collect garbage, which may unmap.
+    # The keys only: making a list of pairs may start a garbage collection, whose finalizers remove entries.
     begins = sorted(_mapped)
     at = bisect_right(begins, address) - 1
     return at >= 0 and address < _mapped.get(begins[at], 0)
 
 
 def map_pages(file: ScratchFile, extent: Extent) -> Any:
-    """Maps a part of a file while a tensor views it. ``mmap`` would hold a descriptor for each mapping.
+    """Maps a part of a file. Python's ``mmap`` is not used, because it would hold a file descriptor for each mapping.
 
     Args:
         file: the file.
-        extent: the part. Its place is free again after it is unmapped.
+        extent: the part. It is freed after it is unmapped.
 
     Returns:
-        An object with the buffer protocol.
+        An object with the buffer protocol. The part stays mapped while this object, or a tensor that views it, exists.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: the system does not map the part.
     """
     size = extent.nbytes
     address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file.descriptor, extent.offset)
@@ -268,7 +290,7 @@ def map_pages(file: ScratchFile, extent: Extent) -> Any:
             "ulimit -v",
             file.path,
         )
-    advise(address, size, mmap.MADV_DONTFORK)
+    advise(address, size, mmap.MADV_DONTFORK)  # a forked process gets errors instead: see `away.note_on_disk`
     pages = _array_of(size).from_address(address)
     _mapped[address] = address + size
     finalizer = weakref.finalize(pages, _unmap, os.getpid(), address, extent)
@@ -278,7 +300,7 @@ def map_pages(file: ScratchFile, extent: Extent) -> Any:
 
 @cache
 def _array_of(size: int) -> Any:
-    return type("Pages", (ctypes.c_char * size,), {})  # finalizers need a class that Python makes
+    return type("Pages", (ctypes.c_char * size,), {})  # a class of Python, because finalizers need weak references
 
 
 def _unmap(process: int, address: int, extent: Extent) -> None:
@@ -288,12 +310,12 @@ def _unmap(process: int, address: int, extent: Extent) -> None:
 
 
 def page_out(address: int, nbytes: int) -> None:
-    """Evicts the whole pages of a mapped area. Private pages that were written are kept."""
+    """Evicts the whole pages of a mapped area from memory. The system keeps the contents of private pages that were written."""
     begin, end = whole_pages(address), (address + nbytes) // PAGE * PAGE
     if end > begin:
         advise(begin, end - begin, _PAGE_OUT)
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:
-    """Calls ``madvise`` without the GIL. Returns its error number, or 0."""
+    """Calls ``madvise`` without the GIL. Returns the error number of the call; 0 if it succeeded."""
     return ctypes.get_errno() if libc.madvise(address, nbytes, advice) else 0

@@ -1,4 +1,4 @@
-"""The engine's parts if weights are in the user's files, or trained weights and gradients in scratch files. One device only."""
+"""Placements of one device: weights that stay in the user's files, and trained weights and gradients in scratch files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FilePlacement(Placement):
     """Weights of some layers stay in the user's files.
 
     Args:
-        places: the places of the weights by the names of the layers; None for weights that are copied to memory.
+        places: for each layer with weights in files, by name: the place of each weight; None for a weight in memory.
         remark: a sentence for the user.
         nbytes: the bytes of weights in files.
     """
@@ -44,7 +44,8 @@ class FilePlacement(Placement):
     def block(
         self, layer: Layer, planned: PlannedLayer, *args: Any, fetched_seldom: bool = False, **options: Any
     ) -> HostBlock:
-        if fetched_seldom or planned.name not in self.places:  # masters have the name of their layer
+        # Masters are never in files, although `places` may have their name: it is the name of their layer.
+        if fetched_seldom or planned.name not in self.places:
             return super().block(layer, planned, *args, fetched_seldom=fetched_seldom, **options)
         return FileBlock(layer, planned, *args, reader=self.reader, places=self.places[planned.name], **options)
 
@@ -60,7 +61,7 @@ class ScratchPlacement(Placement):
     """Trained weights or gradients of some layers are in scratch files.
 
     Args:
-        inner: the placement of the other weights.
+        inner: the placement of all other weights.
         folder: the folder of the scratch files.
         on_disk: the weights and gradients in scratch files.
         remark: a sentence for the user.
@@ -83,7 +84,7 @@ class ScratchPlacement(Placement):
 
     @property
     def moved(self) -> int:
-        """Bytes of weights and gradients that were read and written so far."""
+        """The bytes of weights and gradients that were read and written so far."""
         return sum(file.read_bytes + file.written_bytes for file in (self.file, self._gradients))
 
     def leave(self) -> None:
@@ -95,7 +96,7 @@ class ScratchPlacement(Placement):
     def block(
         self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, allocate: Allocate, **options: Any
     ) -> HostBlock:
-        if planned.name in self._with_gradients:  # masters have the name of their layer
+        if planned.name in self._with_gradients:  # also for masters, which have the name of their layer
             staging = Staging(device, pin=False, allocate=self._gradients.allocate)
             note_on_disk([parameter for _, parameter in layer.parameters])
         if id(planned) not in self._chosen:
@@ -103,7 +104,8 @@ class ScratchPlacement(Placement):
         sources = [(parameter.data_ptr(), parameter.nbytes) for _, parameter in layer.parameters]
         block = HostBlock(layer, planned, device, staging, self.file.allocate, **options)
         note_on_disk(block.parameters)
-        for source in sources:  # they may be mapped from a file, which stays mapped until all of it is absorbed
+        # The sources may be mapped from a file, which stays mapped until all its weights are absorbed. So they are evicted.
+        for source in sources:
             page_out(*source)
         block.memory.use()  # evicts the least recently absorbed block
         return_free_memory()
@@ -119,7 +121,8 @@ class ScratchPlacement(Placement):
         return replace(
             ledger,
             weights=ledger.weights - weights,
-            gradients=max(0, ledger.gradients - gradients),  # fewer if the mode of updates was chosen later
+            # The ledger has fewer gradients if the mode of updates, which was chosen after this placement, frees them early.
+            gradients=max(0, ledger.gradients - gradients),
             weights_on_disk=weights,
             gradients_on_disk=gradients,
         )
@@ -131,5 +134,5 @@ def on_disk(placement: Placement) -> OnDisk:
 
 
 def _room_for_gradients(layer: PlannedLayer) -> int:
-    """Returns the most bytes of a layer's gradients in a file, with those of its masters."""
+    """Returns the most bytes that the gradients of a layer and its masters take in a file, with padding."""
     return whole_pages(layer.gradient_bytes + ALIGNMENT * (len(layer.spans) + len(layer.casts))) + PAGE

@@ -1,4 +1,4 @@
-"""Optimizer state on a disk. A layer's state is in memory while the layer is updated; the next layer's is read meanwhile."""
+"""Optimizer state on a disk. A layer's state is in memory while the layer is updated. The next layers' state is prefetched."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.torch_compat.private import tree_leaves
 
 LEAST = 2**16
-"""Smaller tensors, in bytes, stay in memory: step counters, and the state of biases and norms."""
+"""The least bytes of a tensor on the disk. Smaller tensors stay in memory: step counters, and the state of biases and norms."""
 
 
 class StateOnDisk:
-    """Optimizer state. That of some layers is on a disk between two updates.
+    """The optimizer state of a run. The state of some layers is on a disk between two updates.
 
-    A layer's state in one optimizer is one extent of the file. It is read into a buffer. During the update the optimizer's
-    tensors are views of the buffer; afterwards the buffer is written. State is prefetched in the order of the last step, into all
-    free buffers, in forward as well. Code that needs the buffer of a write waits for the write.
+    A layer's state in one optimizer is one extent of the file, which is read into a buffer. During the update the optimizer's
+    tensors are views of the buffer. After the update the buffer is written. State is prefetched in the order of the last step,
+    into all free buffers, also during forward. If all buffers are in use, a read waits for the write of a buffer.
 
     Args:
         file: the scratch file.
         placement: which layers' state stays in memory, and the memory of the buffers.
-        still: a context in which no update is under way, for user code that reads state, in any thread.
+        still: a context in which no update is under way. User code reads state in it, in any thread.
     """
 
     def __init__(
@@ -50,18 +50,20 @@ class StateOnDisk:
         self._transfers = StateTransfers(file, placement.staging, self._coming)
         self._stay = frozenset(placement.in_memory)
         self._still = still
-        # Several threads of the user may read state, while threads of the disk read ahead.
+        # Several threads of user code may read state, while threads of the disk prefetch.
         self._lock = self._transfers.lock
         self._stored: dict[Key, Stored] = {}
         self._updates = AccessPredictor[Key](1)
-        self._roomy: set[Key] = set()  # for these, room for new state was made
+        self._roomy: set[Key] = set()  # the keys for whose new state `load` has freed the buffers
         self._seen: list[tuple[Tensor, Stored, Span]] = []  # tensors that user code has read, and their places
-        self._looking: set[int] = set()  # the threads that have read state
+        self._looking: set[int] = set()  # the ids of the threads in which user code has read state
 
     # ------------------------------------------------------------------ around an update
 
     def load(self, key: Key, part_of: Any) -> None:
-        """Reads the state of a layer to memory before its update.
+        """Reads the state of a layer to memory before its update, and prefetches the state of the next layers.
+
+        Before a layer's first update, frees the buffers, because the optimizer makes the new state in memory of its own.
 
         Args:
             key: the layer and the user's optimizer.
@@ -72,13 +74,14 @@ class StateOnDisk:
         """
         tensors = _tensors(part_of)
         away = [tensor for tensor in tensors if type(tensor) is OnDiskTensor]
-        # An earlier run has stored them, or user code has moved them to a layer whose state stays in memory.
+        # These tensors become ordinary ones: an earlier run has stored them, or user code has moved them to a layer whose state
+        # stays in memory.
         for tensor in [tensor for tensor in away if tensor.owner is not self or key[0].name in self._stay]:
             tensor.load()
         away = [tensor for tensor in away if type(tensor) is OnDiskTensor]
         with self._lock:
             none_yet = not tensors and key[0].name not in self._stay and key not in self._roomy
-            # The first step makes state for parameters that have a gradient.
+            # The step makes state only for parameters with a gradient.
             if none_yet and any(p.grad is not None for group in part_of.param_groups for p in group["params"]):
                 self._transfers.make_room()
                 self._roomy.add(key)
@@ -87,16 +90,18 @@ class StateOnDisk:
             for tensor in away:
                 stored = tensor.stored
                 assert stored.buffer is not None
-                tensor.data = part(stored.buffer, tensor.span)
+                tensor.data = part(stored.buffer, tensor.span)  # the class stays: updates do not dispatch on it
             self._updates.note(key)
             self._transfers.read_ahead()
 
     def _coming(self) -> Iterator[Stored]:
-        """Returns what the next updates will load if they have the order of the last step."""
+        """Yields the state that the next updates will load if they have the order of the last step."""
         return (self._stored[key] for key in self._updates.coming() if key in self._stored)
 
     def store(self, key: Key, part_of: Any) -> None:
-        """Writes the state of a layer after its update, unless it stays in memory. Small tensors and tensors with views stay.
+        """Begins to write the state of a layer after its update, if the layer's state is on the disk.
+
+        Small tensors, and tensors of which user code holds a view, stay in memory.
 
         Args:
             key, part_of: see :meth:`load`.
@@ -116,16 +121,16 @@ class StateOnDisk:
                     memory.copy_(tensor)
                 if type(tensor) is OnDiskTensor or not shared(tensor):
                     send_away(tensor, self, span, stored)
-            for each in old:
+            for each in old:  # the places that the tensors had before, if user code has exchanged tensors
                 if each is not stored:
                     self._transfers.release(each)
-            # Forget what user code has read if it is stored again or was replaced: its old place has other bytes now.
+            # Forget tensors that user code has read, if they are stored again or were replaced: their places have other bytes.
             again = set(map(id, leaving))
             self._seen = [seen for seen in self._seen if seen[1] is not stored and id(seen[0]) not in again]
             self._transfers.write(stored)
 
     def absorb(self, optimizers: Iterable[Optimizer], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
-        """Writes state that no update has made: that of a checkpoint, or of an optimizer's own set-up.
+        """Writes state that no update has made: the state of a checkpoint, or of an optimizer's own set-up.
 
         Args:
             optimizers: all optimizers of the run. No update is under way.
@@ -147,17 +152,20 @@ class StateOnDisk:
             self._updates = AccessPredictor(1)  # updates have another order
 
     def _stored_for(self, key: Key, tensors: Sequence[Tensor]) -> Stored:
+        """Returns the record of a layer's state, without a transfer in flight. Allocates a new part of the file if necessary."""
         spans, end = list[Span](), 0
         for tensor in tensors:
             stride = tensor.span.stride if type(tensor) is OnDiskTensor else tensor.stride()
             spans.append(Span("", end, tensor.nbytes, tensor.shape, tuple(stride), tensor.dtype))
             end += whole_pages(tensor.nbytes)
         found = self._stored.get(key)
-        # After user code has exchanged tensors, or reordered parameters in groups, writing there would overwrite other tensors.
+        # User code may have exchanged tensors, or reordered parameters in groups. Then a write to the present part of the file
+        # would overwrite the bytes of other tensors.
         same = found is not None and found.spans == tuple(spans) and _are(found.tensors, tensors)
         if found is None or not same:
             found = self._stored[key] = Stored(self._transfers.file.allocate(end), tuple(spans))
-        elif found in self._transfers.behind:  # user code has read all of it since
+        # User code has read all tensors of the record. So `load` found none on the disk, and left a transfer in flight.
+        elif found in self._transfers.behind:
             self._transfers.written(found)
         elif found in self._transfers.ahead:
             self._transfers.release(found)
@@ -166,9 +174,17 @@ class StateOnDisk:
     # ------------------------------------------------------------------ what users see
 
     def bring_for_user(self, tensors: Sequence[OnDiskTensor], beside: Collection[Any]) -> None:
-        """Reads tensors for user code. They stay in memory until their next update, or until other tensors need the room."""
+        """Reads tensors for user code. They stay in memory until their next update, or until other tensors need the memory.
+
+        Args:
+            tensors: the tensors to read.
+            beside: all arguments of user code's call, which must stay in memory.
+
+        Raises:
+            OSError: the disk failed.
+        """
         with self._still(), self._lock, no_dispatch_modes(), torch.no_grad():
-            # Another thread may have been first.
+            # Another thread may have read some of them meanwhile.
             tensors = [tensor for tensor in tensors if type(tensor) is OnDiskTensor]
             self._looking.add(threading.get_ident())
             if self._alone():
@@ -179,16 +195,17 @@ class StateOnDisk:
                 self._seen.append((tensor, stored, span))
 
     def _alone(self) -> bool:
-        """Returns True if no other thread may compute with tensors that user code has read: their memory may be freed.
+        """Returns True if no other thread can be computing with tensors that user code has read. Then their memory may be freed.
 
-        Reads of tensors that another thread has loaded are not noticed. So this is False if any thread may be the user's.
+        An operation on a tensor that was read is not noticed. So each other thread counts, except threads of this package, and
+        daemons that have never read state.
         """
         others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-        ours = "superpipeline"  # how the names of our threads begin
+        ours = "superpipeline"  # the names of this package's threads begin so
         return all((each.daemon and each.ident not in self._looking) or each.name.startswith(ours) for each in others)
 
     def give(self, tensor: OnDiskTensor) -> None:
-        """Reads a tensor to memory of its own."""
+        """Reads a tensor to memory of its own. From then on it is an ordinary tensor."""
         span = replace(tensor.span, offset=0)
         with no_inference_mode():
             memory = torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="cpu")
@@ -196,11 +213,17 @@ class StateOnDisk:
         return_to(tensor, memory)
 
     def _make_room(self, nbytes: int, beside: Collection[int]) -> None:
-        """Evicts tensors that user code has read, the oldest first, so that they take no more memory than the buffers may.
+        """Writes tensors that user code has read back to the disk, the oldest first, until few enough are in memory.
+
+        Together with the tensors that are read next, they may take as much memory as the buffers. A tensor stays if user code
+        holds a view of it, or has changed its size.
 
         Args:
             nbytes: the bytes of the tensors that are read next.
-            beside: the ``id`` of tensors that stay, because the same call uses them.
+            beside: the ``id`` of each tensor that stays, because the same call uses it.
+
+        Raises:
+            OSError: the disk failed.
         """
         nbytes += sum(span.nbytes for _, _, span in self._seen)
         for seen in [each for each in self._seen if id(each[0]) not in beside]:
@@ -213,10 +236,10 @@ class StateOnDisk:
                 part(memory, replace(span, offset=0)).copy_(tensor)
                 if stored in self._transfers.behind:
                     self._transfers.written(stored)
-                self._transfers.release(stored)
+                self._transfers.release(stored)  # user code may have written the tensor, so a buffer is out of date
                 self._transfers.file.begin_write(stored.extent.offset + span.offset, memory).wait()
                 send_away(tensor, self, span, stored)
-                self._seen = [each for each in self._seen if each is not seen]  # "==" would read the tensors
+                self._seen = [each for each in self._seen if each is not seen]  # "==" would read tensors from the disk
 
     def read(self, tensor: OnDiskTensor) -> Tensor:
         """Returns the bytes of a tensor, from the disk or from a buffer. The tensor stays on the disk."""
@@ -224,13 +247,14 @@ class StateOnDisk:
             return self._read(tensor)
 
     def _read(self, tensor: OnDiskTensor) -> Tensor:
+        """Does the same as :meth:`read`, without waiting for updates."""
         stored, span = tensor.stored, tensor.span
         with self._lock:
             memory = aligned_memory(span.nbytes)
             if stored in self._transfers.ahead:
                 try:
                     stored.transfer.wait()
-                except OSError:  # reading ahead failed; the update reads again
+                except OSError:  # the prefetch has failed: below, and in the update, the state is read again
                     self._transfers.release(stored)
             if stored.buffer is None:
                 self._transfers.file.begin_read(stored.extent.offset + span.offset, memory).wait()

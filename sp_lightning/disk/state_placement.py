@@ -1,6 +1,6 @@
-"""Chooses what is on a disk: optimizer state first, then gradients and trained weights; and which weights stay in files.
+"""Chooses the data on a disk: optimizer state first, then gradients and trained weights. Chooses weights that stay in files.
 
-:class:`AccessPredictor` predicts what is used next.
+:class:`AccessPredictor` predicts which data is used next.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class StatePlacement:
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory for the state."""
+        """The bytes of host memory for the state, with the buffers of transfers."""
         return sum(self.in_memory.values()) + self.staging
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes on the disk. Each step reads and writes them."""
+        """The bytes of state on the disk. Each step reads and writes all of them."""
         return sum(self.on_disk.values())
 
     def __str__(self) -> str:
@@ -62,30 +62,33 @@ class StatePlacement:
 
 
 def staging_bytes(sizes: Mapping[str, int]) -> int:
-    """Returns host memory for state in flight: three median layers (read, updated, written), or twice the largest layer.
+    """Returns the host memory for state in flight, in bytes: three median layers or twice the largest layer, whichever is larger.
 
-    Twice, because an optimizer makes a layer's first state in memory of its own, from which it is copied.
+    Of three layers one is read, one is updated and one is written. The largest layer counts twice, because an optimizer makes a
+    layer's first state in memory of its own, from which it is copied to a buffer.
     """
     return max(2 * max(sizes.values()), 3 * int(median(sizes.values()))) if sizes else 0
 
 
 def least_room(sizes: Mapping[str, int]) -> int:
-    """Returns the least host memory for state: some layers' stays, and the largest of the other layers' is in flight."""
+    """Returns the least host memory for state, in bytes: of all layers, or of some, with buffers for the others' in flight."""
     return min(sum(sizes.values()), _fewest(sizes)[0])
 
 
 def _fewest(sizes: Mapping[str, int]) -> tuple[int, list[str]]:
-    """Returns the least memory if some state is on the disk, and the layers whose state is in memory then: the largest ones."""
+    """Returns the least memory if some state is on the disk, and the layers whose state is in memory in this case.
+
+    These layers are the largest ones. The buffers have twice the size of the next layer.
+    """
     names = sorted(sizes, key=sizes.__getitem__, reverse=True)
     taken = ((sum(sizes[each] for each in names[:i]) + 2 * sizes[names[i]], names[:i]) for i in range(len(names)))
     return min(taken, key=itemgetter(0), default=(0, []))
 
 
 def place_state(sizes: Mapping[str, int], room: int | None, given: int | float | None = None) -> StatePlacement:
-    """Keeps as much state in memory as fits, and puts the rest on the disk.
+    """Chooses the layers whose state is in memory, as many as fit. The other layers' state is on the disk.
 
-    It starts with the layers that have the most state. Then the state on the disk is that of smaller layers, and the staging
-    buffers, through which it passes, can be smaller.
+    Layers with the most state are chosen first. Then only smaller layers are on the disk, and smaller staging buffers suffice.
 
     Args:
         sizes: bytes of the state of each layer.
@@ -93,7 +96,7 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
         given: ``host_memory``, for the error.
 
     Raises:
-        MemoryError: the staging buffers alone do not fit.
+        MemoryError: not even the placement that takes the least memory fits.
     """
     if room is None or sum(sizes.values()) <= room:
         return StatePlacement(sizes, {}, 0, room)
@@ -110,14 +113,15 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
         rest = {other: nbytes for other, nbytes in below.items() if other != name}
         if sum(above.values()) + sizes[name] + staging_bytes(rest) <= room:
             below, above[name] = rest, sizes[name]
-    if sum(above.values()) + 2 * max(below.values()) > room:  # no room for three median layers
+    # Buffers for three median layers do not fit. Buffers for twice the largest layer do, with the layers that `_fewest` chose.
+    if sum(above.values()) + 2 * max(below.values()) > room:
         above = {name: sizes[name] for name in names}
         below = {name: nbytes for name, nbytes in sizes.items() if name not in above}
     return StatePlacement(above, below, min(staging_bytes(below), room - sum(above.values())), room)
 
 
 WINDOW = 4
-"""How many layers have their trained weights, or their gradients, in memory at a time if these are on a disk."""
+"""The number of layers whose trained weights, or gradients, are in memory at a time if they are on a disk."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class OnDisk:
 
     Attributes:
         weights: the layers and masters whose weights are on the disk.
-        gradients: the layers whose gradients are on the disk, with those of their masters.
+        gradients: the layers whose gradients, and whose masters' gradients, are on the disk.
     """
 
     weights: tuple[PlannedLayer, ...] = ()
@@ -149,27 +153,27 @@ class OnDisk:
 
     @property
     def window(self) -> int:
-        """Bytes of memory that weights and gradients on the disk pass through."""
+        """The bytes of host memory through which weights and gradients on the disk pass."""
         weights = max((layer.nbytes for layer in self.weights), default=0)
         return WINDOW * (weights + max((layer.gradient_bytes for layer in self.gradients), default=0))
 
     @property
     def spared(self) -> int:
-        """Bytes of memory that the disk saves."""
+        """The bytes of host memory that the disk saves."""
         return self.weight_bytes + self.gradient_bytes - self.window
 
 
 def choose_on_disk(plan: Plan, missing: int, but: Collection[str] = (), *, gradients: bool) -> OnDisk:
-    """Chooses the trained weights and gradients that are on the disk.
+    """Chooses the trained weights and gradients that are on the disk, until no memory is missing.
 
-    Masters go first, because only their update reads them; then gradients, which are written and read once in a step; then the
-    weights of layers, in their order, which are read three times.
+    Masters are chosen first, because only their update reads them. Gradients follow, which are written and read once in a step.
+    The last are the weights of layers, in the order of the layers: they are read three times in a step.
 
     Args:
         plan: the layers.
         missing: bytes of host memory that are missing although all state is on the disk.
-        but: the names of layers whose weights stay where they are.
-        gradients: True if all gradients would be in memory at once, so that some may be on the disk.
+        but: the names of layers whose weights are not moved, because they stay in the user's files.
+        gradients: True if all gradients are in memory at once. Otherwise none of them is put on the disk.
     """
     chosen = OnDisk()
     trained = [layer for layer in plan.layers if layer.gradient_bytes and not layer.rows and layer.name not in but]
@@ -189,17 +193,17 @@ def choose_on_disk(plan: Plan, missing: int, but: Collection[str] = (), *, gradi
 def choose_in_files(
     sizes: Mapping[str, int], others: int, room: int, staging: int, given: int | float | None = None
 ) -> list[str]:
-    """Chooses the layers whose weights stay in their files: as few as host memory allows.
+    """Chooses the layers whose weights stay in their files. In their order, layers that fit into host memory are copied there.
 
     Args:
-        sizes: bytes of these weights, by layer.
-        others: bytes that must be in memory.
-        room: bytes of host memory.
-        staging: bytes of it for layers in flight, if any layer stays in a file.
+        sizes: bytes of the weights that can stay in files, by layer.
+        others: bytes of mapped weights and casts that must be in memory.
+        room: bytes of host memory that can be taken.
+        staging: bytes of host memory for layers in flight, if any layer stays in a file.
         given: ``host_memory``, for the error.
 
     Raises:
-        MemoryError: the parts that must be in memory do not fit.
+        MemoryError: ``others`` and ``staging`` do not fit.
     """
     if others + sum(sizes.values()) <= room:
         return []
@@ -222,10 +226,10 @@ def choose_in_files(
 
 
 class AccessPredictor(Generic[T]):
-    """Predicts the next access: the one that followed the same last accesses before. A wrong prediction costs a read.
+    """Predicts the next access: the access that followed the same last accesses before. A wrong prediction costs a read.
 
     Args:
-        depth: how many of the last accesses count. With two, the layers of forward and of backward are told apart.
+        depth: the number of last accesses that are compared. With two, forward and backward have separate predictions.
     """
 
     def __init__(self, depth: int) -> None:
@@ -238,10 +242,10 @@ class AccessPredictor(Generic[T]):
         self._last.append(used)
 
     def coming(self, *, itself: bool = False) -> Iterator[T]:
-        """Yields the next accesses in order, until the present one comes again.
+        """Yields the predicted accesses in order, for one round: until the last accesses are the recorded ones again.
 
         Args:
-            itself: True to yield the present one as the last.
+            itself: True to yield the access that closes the round, too.
         """
         last = self._last.copy()
         while (following := self._next.get(tuple(last))) is not None:

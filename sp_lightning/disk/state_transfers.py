@@ -22,11 +22,11 @@ class Stored:
     """The state of one layer on the disk.
 
     Attributes:
-        extent: its place in the file.
+        extent: the part of the file that the state takes.
         spans: the place of each tensor in the extent.
-        tensors: the tensors. User code may have moved them to another layer's parameters.
-        buffer: memory with the same bytes, while they are read, used or written.
-        transfer: the read or write of the buffer.
+        tensors: weak references to the tensors. User code may have moved the tensors to another layer's parameters.
+        buffer: memory for the bytes of the extent while they are read, used or written; otherwise None.
+        transfer: the last read or write of the buffer.
     """
 
     extent: Extent
@@ -41,12 +41,12 @@ class StateTransfers:
 
     Args:
         file: the scratch file.
-        limit: the most bytes of all buffers together. There are more only if one buffer is larger, or if one update needs more.
+        limit: the most bytes of all buffers together. The buffers exceed it only if one buffer, or one update, needs more.
         coming: returns what updates will probably load next, in this order.
 
     Attributes:
         file, limit: as given.
-        lock: protects this object. A thread of the disk takes it, too, to read ahead.
+        lock: protects this object. A thread of the disk acquires it, too, to read ahead.
         ahead: state that was read ahead, or is being read.
         behind: state that is being written.
         nbytes: the bytes of all buffers now.
@@ -64,7 +64,7 @@ class StateTransfers:
         self.behind: list[Stored] = []
 
     def load(self, stored: Stored) -> None:
-        """Reads a layer's bytes into its buffer, or waits until they are read.
+        """Makes a layer's buffer contain its bytes: waits for a prefetch or a write of the buffer, or reads the bytes.
 
         Raises:
             OSError: the disk failed.
@@ -84,7 +84,7 @@ class StateTransfers:
         stored.transfer = _NOTHING
 
     def write(self, stored: Stored) -> None:
-        """Begins to write a layer's buffer. After the write, the next state is read into its memory."""
+        """Begins to write a layer's buffer. After the write, the next state is prefetched into the memory."""
         assert stored.buffer is not None
         stored.transfer = self.file.begin_write(stored.extent.offset, stored.buffer)
         self.behind.append(stored)
@@ -107,23 +107,25 @@ class StateTransfers:
 
     def _read(self, stored: Stored, buffer: Tensor) -> None:
         stored.transfer = self.file.begin_read(stored.extent.offset, buffer)
-        stored.buffer = buffer  # after the line above, which raises if the process ends
+        stored.buffer = buffer  # after `begin_read`, which raises a RuntimeError if the process is ending
 
     def _go_on(self) -> None:
-        """Reads ahead into the memory of a buffer that was written. Runs in a thread of the disk.
+        """Prefetches into the memory of a buffer that was written. Runs in a thread of the disk.
 
-        It never waits for the lock: the thread that holds the lock may wait for this one, and reads ahead itself.
+        It never waits for the lock. The thread that holds the lock may be waiting for this thread, and prefetches itself.
         """
         if self.lock.acquire(blocking=False):
             try:
-                # The thread that needs the memory gets the error of a write. A RuntimeError means that the process ends.
+                # The next thread that needs the memory raises the error of a write. A RuntimeError: the process is ending.
                 with suppress(OSError, RuntimeError):
                     self.read_ahead()
             finally:
                 self.lock.release()
 
     def make_room(self) -> None:
-        """Frees all buffers, because an optimizer is about to make state in memory of its own.
+        """Frees all buffers that no update uses, because an optimizer is about to make state in memory of its own.
+
+        Waits for all writes, and drops prefetched state.
 
         Raises:
             OSError: a write failed.
@@ -136,7 +138,10 @@ class StateTransfers:
             self.nbytes -= self._idle.pop().nbytes
 
     def lend(self, nbytes: int) -> Tensor | None:
-        """Lends a buffer of at least ``nbytes`` bytes, in whole pages; None if the limit leaves no memory for it now."""
+        """Returns a buffer of ``nbytes`` bytes, rounded up to whole pages; None if the limit leaves no memory for it now.
+
+        If no idle buffer has this size, idle buffers of other sizes are freed for a new one.
+        """
         nbytes = whole_pages(nbytes)
         for index, buffer in enumerate(self._idle):
             if buffer.nbytes == nbytes:
@@ -146,21 +151,25 @@ class StateTransfers:
         return None if self.nbytes and self.nbytes + nbytes > self.limit else self.lend_more(nbytes)
 
     def lend_more(self, nbytes: int) -> Tensor:
-        """Lends a new buffer. Beyond the limit, :meth:`give_back` frees buffers instead of keeping them."""
+        """Allocates a buffer, even beyond the limit. Beyond it, :meth:`give_back` frees buffers instead of keeping them."""
         memory = aligned_memory(nbytes)
         self.nbytes += memory.nbytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return memory
 
     def give_back(self, buffer: Tensor) -> None:
-        """Takes a buffer back. No transfer uses it any more."""
+        """Takes back a buffer that no transfer uses any more: keeps it, or frees it if the buffers exceed the limit."""
         if self.nbytes > self.limit:
             self.nbytes -= buffer.nbytes
         else:
             self._idle.append(buffer)
 
     def take(self, nbytes: int) -> Tensor:
-        """Lends a buffer. If none is free, waits for a write, or drops what was read ahead last.
+        """Returns a buffer, as :meth:`lend`. If the limit leaves no memory for it, frees some:
+
+        - waits for the oldest write;
+        - without writes, drops the state that was prefetched last;
+        - without prefetched state, exceeds the limit.
 
         Raises:
             OSError: a write failed.
@@ -176,12 +185,16 @@ class StateTransfers:
         return buffer
 
     def _collect(self) -> None:
-        """Takes back the buffers of complete writes."""
+        """Takes back the buffers of complete writes.
+
+        Raises:
+            OSError: a write failed.
+        """
         for stored in [each for each in self.behind if each.transfer.done]:
             self.written(stored)
 
     def written(self, stored: Stored) -> None:
-        """Waits for the write of a layer, and gives its buffer back.
+        """Waits for the write of a layer, and gives back its buffer.
 
         Raises:
             OSError: the write failed. The bytes stay in the buffer.
@@ -191,7 +204,7 @@ class StateTransfers:
         self.release(stored)
 
     def release(self, stored: Stored) -> None:
-        """Gives a buffer back after its transfer."""
+        """Gives back a layer's buffer after its transfer, which may have failed. Prefetched state is dropped."""
         if stored in self.ahead:
             self.ahead.remove(stored)
         stored.transfer.finish()

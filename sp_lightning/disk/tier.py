@@ -1,6 +1,7 @@
-"""Chooses what is on the disk: optimizer state first, then gradients and trained weights.
+"""Sets up a run with ``disk=``: chooses the data on the disk, and has the store of optimizer state.
 
-Frozen weights, and all weights outside of training, may stay in the user's files.
+Optimizer state is put on the disk first, then gradients and trained weights. Frozen weights, and all weights outside of training,
+may stay in the user's files.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class DiskTier(StateStore):
 
     Args:
         folder: the folder of the scratch file.
-        host_memory: bytes that the process may take, or a share of the free memory; None for all free memory.
+        host_memory: the limit of host memory in bytes, or a share of the free memory; None for all free memory.
         log: the logger for messages to the user.
 
     Raises:
@@ -69,7 +70,7 @@ class DiskTier(StateStore):
         self._host_memory = host_memory
         self.state: StateOnDisk | None = None
         self.steps = 0
-        self._moved_first = 0  # bytes in the first step, which has no state to read
+        self._moved_first = 0  # bytes before the second step, which the average leaves out: the first reads no state
         if file_system(folder) in ("tmpfs", "ramfs"):
             tmpfs = "is on a tmpfs, which is host memory and no disk. It saves none: name a folder on a drive."
             say_once(log, f"Superpipeline: disk={str(folder)!r} {tmpfs}")
@@ -93,8 +94,8 @@ class DiskTier(StateStore):
             layer_of: the layer that a parameter is updated with.
             still: a context in which no update is under way.
             others: bytes of host memory for gradients, and for the memory of a device that computes on the host.
-            elsewhere: bytes that other processes have taken, if they share ``host_memory``.
-            beside: bytes of weights and gradients on the disk.
+            elsewhere: bytes that other processes have taken of ``host_memory``.
+            beside: bytes of weights and gradients on the disk, for the error.
 
         Raises:
             ValueError: the size of an optimizer's state is unknown before the first step.
@@ -166,7 +167,8 @@ def open_store(
 ) -> tuple[StateStore, int]:
     """Opens the state store of a run with a disk.
 
-    With several devices the primary opens one, because its optimizers have the state. The memory of all processes counts.
+    With several devices only the primary opens one, because only its optimizers have state. The memory of all processes counts.
+    All processes call this together.
 
     Args:
         run: the run, with its engine.
@@ -177,7 +179,7 @@ def open_store(
         log: the logger for messages to the user.
 
     Returns:
-        The store of this process, and the bytes of host memory that the state takes.
+        The store of this process, and the bytes of host memory that the primary's state takes.
 
     Raises:
         ValueError: the size of an optimizer's state is unknown before the first step.
@@ -191,7 +193,7 @@ def open_store(
     if run.group.primary:
         assert options.disk is not None
         store = tier = DiskTier(options.disk, options.host_memory, log)
-        run.placement.leave()  # they must not be in the memory that is measured next
+        run.placement.leave()  # weights on the disk must not count in the memory that is measured next
         streamer, below = run.engine, on_disk(run.placement)
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
         others = ledger.gradients + on_host + below.window
@@ -205,7 +207,7 @@ def open_store(
 def _state_bytes(
     optimizers: Sequence[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]
 ) -> tuple[int, Counter[str]]:
-    """Returns the bytes of state that must stay in host memory (that of small parameters), and the others by layer.
+    """Returns the bytes of the state of small parameters, which must stay in host memory, and the other bytes of state by layer.
 
     Raises:
         ValueError: the size of an optimizer's state is unknown before the first step.
@@ -232,7 +234,7 @@ def _state_bytes(
 # ---------------------------------------------------------------------- where weights and gradients are
 
 _STATE = 2
-"""The assumed number of state tensors for each parameter, as Adam has, before the optimizer is made."""
+"""The number of state tensors for each parameter that is assumed before the optimizer is made: Adam's."""
 
 _UNTIL_STATE = 16 * 2**20
 """Bytes that the process may take until the optimizers' state is placed: the engine's objects, stacks of threads (3 MiB were
@@ -247,10 +249,10 @@ class WeightsInFiles:
     """The weights of a model that are in files.
 
     Attributes:
-        places: the place of each weight, for the layers whose weights can stay in files.
-        sizes: the bytes of these weights, by layer.
-        others: the bytes that must be in memory: other weights, and casts.
-        resident: bytes of mapped files that are in memory now, and will not be.
+        places: by layer, for layers with weights that can stay in files: the place of each weight; None for a weight that cannot.
+        sizes: the bytes of the weights that can stay in files, by layer.
+        others: the bytes that are copied to memory in any case: casts, and mapped weights that cannot stay in files.
+        resident: bytes of mapped files that are in memory now, and will be evicted.
     """
 
     places: dict[str, Places] = field(default_factory=dict)
@@ -276,7 +278,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     return_large_blocks()
     free_garbage()
     files = WeightsInFiles()
-    with suppress(FileNotFoundError, PermissionError):  # not every system lists what is mapped
+    with suppress(FileNotFoundError, PermissionError):  # not every system lists the mapped files
         files = _in_files(found, plan, training=accumulate > 0)
     inner = _place_in_files(files, found, plan, options.host_memory, device, training=accumulate > 0)
     if not accumulate or not supported():
@@ -288,7 +290,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     if not chosen.any:
         return inner
     sizes = {"trained weights": chosen.weight_bytes, "gradients": chosen.gradient_bytes}
-    with suppress(FileNotFoundError):  # creating a file there raises a better error
+    with suppress(FileNotFoundError):  # without the folder, creating the scratch files raises a better error
         refuse_full(options.disk, sizes)
     what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)
     remark = (
@@ -307,7 +309,7 @@ def _place_in_files(
     *,
     training: bool,
 ) -> Placement:
-    """Leaves those weights in their files that do not fit into host memory.
+    """Returns the placement that leaves weights in their files if they do not fit into host memory.
 
     Raises:
         MemoryError: host memory is too small for the parts that cannot stay in files.
@@ -357,6 +359,7 @@ def missing_bytes(
         return 0
     stay = inner.places if isinstance(inner, FilePlacement) else {}
     needed = files.others + sum(nbytes for name, nbytes in files.sizes.items() if name not in stay) - files.resident
+    # Weights in the scratch file of an earlier run take no memory until this run copies them.
     needed += sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if is_on_disk(p))
     early = options.optimizer_overlap == "backward"
     needed += make_ledger(plan, (), Steps(early, accumulate, clips=None, scales=False)).gradients
@@ -369,6 +372,7 @@ def _layers(found: Found) -> Sequence[Layer]:
 
 
 def _in_files(found: Found, plan: Plan, *, training: bool) -> WeightsInFiles:
+    """Finds the weights that are mapped from files. Trained weights, masters, tables and residents cannot stay in files."""
     mappings, files = Mappings(), WeightsInFiles()
 
     def place(parameter: nn.Parameter) -> FilePlace | None:
@@ -393,5 +397,6 @@ def _in_files(found: Found, plan: Plan, *, training: bool) -> WeightsInFiles:
 
 
 def _nbytes(layer: Layer, places: Places) -> int:
+    """Returns the bytes of a layer's weights that have a place in a file."""
     pairs = zip(layer.parameters, places, strict=True)
     return sum(parameter.nbytes for (_, parameter), place in pairs if place is not None)

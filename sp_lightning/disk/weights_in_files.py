@@ -1,7 +1,7 @@
-"""Weights that stay in the user's files: how they are found and read, and the block of a layer that has some.
+"""Weights that stay in the user's files: finds and reads them, and has the block of a layer with such weights.
 
-The values of a weight are those of a file if its memory is a private mapping of the file, and no page of it was written.
-Files are never written.
+A weight has the values of a file if its memory is a private mapping of the file, and no page of this memory was written. This
+package never writes the files.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class FilePlace:
 
     Attributes:
         path: the file.
-        offset: bytes from its beginning, without alignment.
-        identity: numbers of which one changes if the file is replaced or written.
+        offset: bytes from the beginning of the file. It need not be aligned.
+        identity: numbers of the file when the place was found. One of them changes if the file is replaced or written.
     """
 
     path: str
@@ -53,7 +53,7 @@ class FilePlace:
 
     @property
     def unchanged(self) -> bool:
-        """True if the file was neither replaced nor written.
+        """True if the file was neither replaced nor written since the place was found.
 
         Raises:
             OSError: there is no file of this name.
@@ -73,15 +73,18 @@ class Mappings:
     def __init__(self) -> None:
         self.resident_bytes = 0
         self._mappings: list[tuple[int, int, int, int, str]] = []
-        pages_in_memory(0, 1)  # raises if this process may not read that
+        pages_in_memory(0, 1)  # raises an OSError if this process cannot read /proc/self/pagemap
         for line in Path("/proc/self/maps").read_text().splitlines():
             fields = line.split(maxsplit=5)
-            if len(fields) == 6 and fields[4] != "0" and fields[1].endswith("p"):
+            if len(fields) == 6 and fields[4] != "0" and fields[1].endswith("p"):  # a private mapping of a file
                 begin, end = (int(each, 16) for each in fields[0].split("-"))
                 self._mappings.append((begin, end, int(fields[2], 16), int(fields[4]), fields[5]))
 
     def place(self, tensor: Tensor) -> FilePlace | None:
-        """Returns the place of a tensor in a file; None if its values are not those of a file."""
+        """Returns the place of a tensor in a file; None if the tensor does not have the values of a file.
+
+        Adds the bytes of the tensor that are in memory to :attr:`resident_bytes`.
+        """
         address = tensor.data_ptr()
         index = bisect_right(self._mappings, address, key=itemgetter(0)) - 1
         if index < 0 or not tensor.nbytes:
@@ -90,7 +93,7 @@ class Mappings:
         if address + tensor.nbytes > end or not os.path.isfile(path):
             return None
         identity = identity_of(os.stat(path))
-        # A file that was replaced after it was mapped has another node: no file has these values any more.
+        # If the file was replaced after it was mapped, the inode of its path differs, and no file of this path has these values.
         if identity[0] != node or (pages := pages_in_memory(address, tensor.nbytes)) is None:
             return None
         self.resident_bytes += PAGE * pages
@@ -98,15 +101,15 @@ class Mappings:
 
 
 BOUNCE = THREADS * (PIECE + PAGE)
-"""Bytes of the buffers that pages are read into, before their bytes are copied to their places."""
+"""Bytes of the buffers into which pages are read, before the bytes of weights are copied to their places."""
 
 
 class WeightReader:
     """Reads weights past the page cache if the file system allows it.
 
-    The pages around a weight are read, and its bytes are copied to an aligned place: kernels compute other last bits at other
-    alignments. A file stays open, so that a new file of its name changes nothing. Its size and the time of its last change are
-    compared before and after each read.
+    The pages around a weight are read into a buffer, and the weight's bytes are copied to an aligned place: kernels compute other
+    last bits at other alignments. Files stay open, so that a new file of the same name changes nothing. A file's size and the
+    time of its last change are compared before and after each read.
     """
 
     def __init__(self) -> None:
@@ -115,10 +118,10 @@ class WeightReader:
         self._bounce = threading.local()
 
     def open(self, place: FilePlace) -> None:
-        """Opens a file.
+        """Opens the file of a place, if it is not open already.
 
         Raises:
-            OSError: it was changed since it was found, or cannot be opened.
+            OSError: the file was changed since the place was found, or cannot be opened.
         """
         if place.path not in self._files:
             descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -129,8 +132,12 @@ class WeightReader:
     def read(self, places: Sequence[FilePlace], targets: Sequence[Tensor]) -> Transfer:
         """Begins to read weights to flat ``uint8`` memory.
 
+        Args:
+            places: the places of the weights. :meth:`open` has opened their files.
+            targets: the memory for each weight.
+
         Raises:
-            OSError: a file was changed since it was found.
+            OSError: a file was changed since the place was found.
         """
         pieces = []
         for place, target in zip(places, targets, strict=True):
@@ -140,13 +147,14 @@ class WeightReader:
         return Transfer(pieces)
 
     def _read(self, file: DirectFile, place: FilePlace, offset: int, target: Tensor) -> None:
+        """Reads one piece of a weight, through this thread's buffer."""
         before = offset % PAGE
         needed = before + target.nbytes
         if not hasattr(self._bounce, "memory"):
             self._bounce.memory = aligned_memory(PIECE + PAGE)
         bounce: Tensor = self._bounce.memory
         file.read(bounce[: whole_pages(needed)], offset - before, needed)
-        _refuse_changed(file, place)  # it may have been changed during the read
+        _refuse_changed(file, place)  # another program may have changed the file during the read
         target.copy_(bounce[before:needed])
 
 
@@ -154,10 +162,10 @@ _MESSAGES = "Weights could not be read", "", "This file of weights", ""
 
 
 def _refuse_changed(file: DirectFile, place: FilePlace) -> None:
-    """Raises an error if another program has changed a file since it was found.
+    """Raises an error if another program has changed a file since a place in it was found.
 
     Raises:
-        OSError: its size or the time of its last change differs.
+        OSError: the size of the file, or the time of its last change, differs.
     """
     if identity_of(os.fstat(file.descriptor)) != place.identity:
         raise OSError(
@@ -171,9 +179,9 @@ def _refuse_changed(file: DirectFile, place: FilePlace) -> None:
 
 
 class SparseMemory(BlockMemory):
-    """Memory of a block most of whose weights are in files. Pages that are not written take no memory."""
+    """The memory of a block most of whose weights are in files. Pages that are not written take no memory."""
 
-    pinned = True  # uploads read staging memory, which is
+    pinned = True  # avoids a warning: uploads read staging memory instead, which is page-locked
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -182,15 +190,15 @@ class SparseMemory(BlockMemory):
     def reallocate(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         pages = mmap.mmap(-1, whole_pages(self._nbytes), flags=flags)
-        pages.madvise(mmap.MADV_NOHUGEPAGE)
+        pages.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would take memory for pages that are not written
         self.common = torch.frombuffer(pages, dtype=torch.uint8)[: self._nbytes]
 
 
 class FileBlock(HostBlock):
     """A block with memory for casts and for some weights. The other weights stay in the user's memory, mapped from files.
 
-    User code finds ordinary parameters: the system reads pages that it touches, and pages that it writes become private. An
-    upload reads files past the page cache, and copies weights that were written from memory.
+    User code finds ordinary parameters: the system reads the pages that user code touches, and copies pages that it writes. An
+    upload reads files past the page cache. A weight that was written is copied from memory.
 
     Args:
         layer, args, pin: as for :class:`~sp_lightning.store.block.HostBlock`. ``allocate`` is not called.
@@ -198,15 +206,16 @@ class FileBlock(HostBlock):
         places: the place of each parameter in a file; None for parameters that are copied to memory.
 
     Attributes:
-        in_file: the indices of parameters whose values are those of the file.
-        pin: True if memory that uploads read is page-locked.
+        in_file: the indices of the parameters that have the values of their file.
+        pin: True if the staging memory, which uploads read, is page-locked.
     """
 
     def __init__(
         self, layer: Layer, *args: Any, reader: WeightReader, places: Sequence[FilePlace | None], pin: bool
     ) -> None:
         self._places = {index: place for index, place in enumerate(places) if place is not None}
-        # Keeps the mappings: graphs may need values that the user has replaced, and an address may be reused.
+        # Keeps the mappings alive: graphs may need values that user code has replaced, and `_absorb` compares addresses, which
+        # could be reused.
         with no_inference_mode(), torch.DisableTorchFunctionSubclass():
             self._mapped = {index: layer.parameters[index][1].data for index in self._places}
         self.in_file = set(self._places)
@@ -221,6 +230,7 @@ class FileBlock(HostBlock):
             page_out(parameter.data_ptr(), parameter.nbytes)
 
     def _absorb(self, index: int, into: Tensor | None) -> None:
+        """Absorbs a parameter if its memory is not the mapping of its file. It is not in a file any more after that."""
         mapped = self._mapped.get(index)
         if mapped is None or addresses([self.parameters[index]]) != [mapped.data_ptr()]:
             super()._absorb(index, into)
@@ -240,8 +250,11 @@ class FileBlock(HostBlock):
         return self._reader.read([self._places[index] for index in indices], targets)
 
     def complete(self, memory: Tensor) -> None:
-        """Copies the other weights, and casts, to memory that :meth:`read` has read to."""
-        # User code may have written the mapping since the read began. torch does not count writes of NumPy; the system does.
+        """Copies the other weights, and casts, to memory that :meth:`read` has filled.
+
+        A weight whose mapping user code has written is copied from the mapping, now and later.
+        """
+        # The page table shows such writes. torch's versions do not: user code may write through NumPy.
         for index in self.in_file - self.retyped:
             if was_written(self._mapped[index]):
                 self.in_file.discard(index)
@@ -253,11 +266,11 @@ class FileBlock(HostBlock):
 
 
 _left_in_files: Any = WeakIdKeyDictionary()
-"""For parameters that runs have left in files: the place, the address and the storage."""
+"""For each parameter that a run has left in a file: the place in the file, the address and the storage."""
 
 
 def place_of(tensor: Tensor) -> FilePlace | None:
-    """Returns the place of a parameter that a run has left in its file; None if it does not have the file's values any more."""
+    """Returns the place of a parameter that a run has left in its file; None if it may not have the file's values any more."""
     if (left := _left_in_files.get(tensor)) is None:
         return None
     place, address, memory = left
@@ -274,11 +287,11 @@ def place_of(tensor: Tensor) -> FilePlace | None:
 
 
 _digests: dict[tuple[FilePlace, torch.dtype, torch.Size], str] = {}
-"""The digests of weights that are in files, each of which is read once."""
+"""The digests of weights that are in files. Each weight is read once."""
 
 
 def _digest(tensor: Tensor) -> str:
-    """Returns the digest of a parameter that a run has left in its file. Its file is read once for that."""
+    """Returns the digest of a parameter that a run has left in its file. Only the first call reads the weight from the file."""
     place = place_of(tensor)
     if place is None:
         return digest_of_values(tensor)

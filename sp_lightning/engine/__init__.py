@@ -1,12 +1,12 @@
 """The engine: it streams the layers of one module while steps run. **Start reading here.**
 
-The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *ring*, *window*, *master*, *cast*, *trace*, *land*. One
-Parameter of the user is on the host (*host parameter*). In its place, modules hold another one while a step runs (*device
+The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *ring*, *window*, *master*, *cast*, *trace*, *land*. The
+user's Parameter is on the host (*host parameter*). While a step runs, modules hold another Parameter in its place (*device
 parameter*). A device parameter without memory is a *stand-in*.
 
 The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* is copied, and
-*where* to. :func:`sp_lightning.plan.update_policy.decide` decides *when* optimizers step. Four parts settle *where*, in this
-order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must have room for steps;
+*where* to. :func:`sp_lightning.plan.update_policy.decide` decides *when* optimizers step. Four parts decide *where* they step, in
+this order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must have room for steps;
 ``trainer.step_place.StepPlace``, which chooses for ``"auto"``; and ``decide``, which raises an error if the GPU was asked for and
 cannot step.
 
@@ -20,15 +20,16 @@ cannot step.
 ==  =========================  =======================================================================================
     where                      what happens
 ==  =========================  =======================================================================================
-1   Residency._fetch           Copies layers to slots, in one transfer. If the prefetch has guessed well, before their use.
+1   Residency._fetch           Copies layers to slots, in one transfer. If the prefetch guessed right, it copies a layer before
+                               the layer is used.
 2   Residency.require          Locks a layer's slot. The compute stream waits for the transfer (``USE_AFTER_FETCH``). The host
                                does not wait for it.
 3   BoundWeights.attach        Makes the device parameters, which modules hold, views of the slot.
-4   Access.leave               The module call has returned.
+4   Access.leave               Ends the use of the layers, because the module call has returned.
 5   BoundWeights.release       First copies weights that were written on the device to the host. Then makes the device parameters
                                stand-ins again, and records when the slot may be overwritten.
-6   SavedTensors._bring        Autograd unpacks a saved weight. It gets a view of the layer's slot. If necessary, the layer is
-                               fetched first.
+6   SavedTensors._bring        Returns a view of the layer's slot, because autograd unpacks a saved weight. If necessary, the
+                               layer is fetched first.
 7   Backward.gradient_arrived  Takes a gradient from the device parameter.
 8   GradientSink.send          Copies the gradients of a layer to host memory, in one transfer.
 9   Gradients._land            Makes each gradient ``param.grad`` of its host parameter, or adds it to ``param.grad``.
@@ -54,13 +55,13 @@ transition. Every test checks the table::
 - *lock* and *release* surround each use of a layer. Between the two, no other layer may overwrite the slot.
 - Layers are RESTING only in inference, if every layer of their ring has a slot. Then nothing is copied any more.
 - A released layer keeps its slot. It is *evicted* when another layer is fetched into the slot, when its copy is out of date, or
-  when slots are freed. Masters and tables are evicted at each release.
+  when slots are freed. Masters and tables are evicted at each release, except if a tensor still views their slot.
 - ``Prefetch.next`` chooses the slot for a prefetch, ``Slots.find`` for a fetch on demand: an empty slot, else the slot whose
   layer is used again last. The host never waits for a slot: the upload stream does, and if all slots are in use, a fetch on
   demand allocates another one.
 - HELD protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
 
-**The parts**, from below. Each part imports only parts above it in this list:
+**The parts**, from below. Each module of the engine imports only modules of the engine that are above it in this list:
 
 =======================  ============================================================================================
 ``residency``            The schedule: which layers are fetched, locked, attached and released (1) (2). The planner's simulator
@@ -71,7 +72,7 @@ transition. Every test checks the table::
 ``host_source``          A layer's bytes on the host, updated and cast, before a transfer reads them.
 ``step``                 A step, from its first fetch until modules hold the host's parameters again.
 ``backward``             Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9).
-``saved_tensors``        Packs weights that autograd saves as places in a slot, and unpacks them (6).
+``saved_tensors``        Packs each weight that autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
 ``module_calls``         Calls :class:`~sp_lightning.engine.access.Access` before and after each module call.
 ``access``               All requests for a layer: a module call (4), a use of a weight elsewhere, a look-up of rows.
 ``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;
@@ -84,16 +85,17 @@ transition. Every test checks the table::
 **Words in the names of functions and attributes**, here and in the other folders:
 
 ===================  ==================================================================================================
-``refuse_…``         raises an error if something is so that is not supported; otherwise does nothing
+``refuse_…``         raises an error if the case is not supported; otherwise does nothing
 ``against_…``        returns the reason against something as text; an empty text if nothing is against it
 ``take_back…``       copies weights that user code has written on the device to the host
 ``visits``           the layers that a call of a module uses; of a layer: how often it was used
-``views``, *viewed*  tensors of user code or a graph over a slot's memory. As long as they exist, the layer's slot is not
+``views``, *viewed*  tensors of user code or a graph over a slot's memory. As long as such a tensor exists, the slot is not
                      given to another layer
 *held*               an object is still referenced by user code or a graph: a view, a device parameter, a state
 *noticed*            of a use of a weight: the parameter's class runs before the operation (``__torch_function__``)
 *exposed*            of a weight: user code may write it at any time, and no version counter would show that
-``stale``            of a slot: its layer's host weights were written since, and it has views, so it is filled again
+``stale``            of a slot: host weights of its layer were written, or may have been, since the fetch. Tensors view the
+                     slot, so the next fetch of the layer fills the same slot again
 ``outdated``         of a layer: version counters show a write on the host since the fetch
 *early*              of an update: in backward, before the optimizer's step
 ===================  ==================================================================================================
@@ -101,8 +103,8 @@ transition. Every test checks the table::
 **Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine through two interfaces only:
 
 - device parameters through :class:`~sp_lightning.layers.parameter_group.EngineCallbacks`, which ``Access`` implements;
-- residents, which need their bytes on the host, through :class:`~sp_lightning.layers.slots.BlockSource`, which ``HostSource``
-  implements.
+- residents and the prefetch, which need layers' bytes on the host, through :class:`~sp_lightning.layers.slots.BlockSource`,
+  which ``HostSource`` implements.
 
 The capability ``activations`` gets ``Access.rerun`` for forwards that run again. The engine imports nothing of Lightning.
 
@@ -143,8 +145,8 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
 
 **Who may write weights, and when.**
 
-- Between steps, user code and optimizers write host parameters. ``Step.end`` has released all layers and, in training, marked
-  their copies as out of date.
+- Between steps, user code and optimizers write host parameters. ``Step.end`` has released all layers except resting ones. In
+  training, it has marked all copies as out of date.
 - In a step, user code writes device parameters. Version counters show such writes, and (5) copies the weights back to the host.
 - In a step, user code may also have captured host parameters, for example in a list. They have a role then
   (``_HostParameterInStep`` in ``layers/swap.py``), which notices operations on them, and version counters show writes to them.
@@ -166,8 +168,8 @@ A wrong guess of the prefetch costs an upload, never a result.
   - Otherwise ``trainer`` calls ``Streamer.abort``, which releases all layers, drops gradients in flight and marks all copies as
     out of date.
 
-- User code raises in backward: autograd ends its graph tasks, and ``Backward.failed`` ends the engine's. Gradients that had
-  arrived before are in ``param.grad``, as in plain PyTorch.
+- User code raises in backward: autograd ends its graph tasks, and ``Backward.failed`` ends the engine's record of them. Gradients
+  that had arrived before are in ``param.grad``, as in plain PyTorch.
 - A transfer cannot be issued (out of memory, for example): its layers are HOST again. A layer whose slot is locked or
   viewed keeps the slot, and its next use fetches it again.
 - An update raises in the background: later updates are skipped. The next wait for an update raises that error, with a note that

@@ -1,4 +1,4 @@
-"""Access: all requests for a layer at the moment when its weights are needed.
+"""Access: all requests for a layer at the moment when its weights are needed. There are four cases:
 
 - a module is called (:meth:`Access.enter`, :meth:`Access.leave`, called by :mod:`sp_lightning.engine.module_calls`),
 - autograd unpacks a weight that it saved (:mod:`sp_lightning.engine.saved_tensors`),
@@ -42,7 +42,7 @@ class Access(Part):
 
     Args:
         saved_tensors: the saved-tensor hooks.
-        fast_paths: the modules that compute in another way if the use of a weight is noticed.
+        fast_paths: the modules of torch that leave a fast path in evaluation if uses of their weights are noticed.
 
     Attributes:
         calls: the calls of modules that are running.
@@ -74,18 +74,26 @@ class Access(Part):
     # ------------------------------------------------------------------ a module is called
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """Locks and attaches the layers of a module before its call. Returns the layers for :meth:`leave`.
+        """Locks and attaches the layers of a module before its call, and activates the saved-tensor hooks.
 
-        Outside a step the call is a short step of its own: :meth:`leave` ends it.
+        Outside a step the call is a short step of its own: :meth:`leave` ends it. A thread outside the run becomes a helper.
+
+        Args:
+            visits: the layers that the module uses.
+            inputs: the arguments of the call.
+
+        Returns:
+            The layers for :meth:`leave`: none for a table whose rows are looked up; also the masters if other code may read them.
 
         Raises:
-            RuntimeError: another thread makes the call, and no forward runs in which it could help.
+            RuntimeError: the call is traced or transformed; or another thread makes the call, and no forward runs in which the
+                thread could be a helper.
         """
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
             visits = ()  # the look-up itself fetches the rows that it needs
         if torch.jit.is_tracing() or interpreter_stack():
             self._refuse_transforms_and_traces(visits)
-        # Other code may then read a master, which has no memory unless it is attached.
+        # If torch asks other code before the stand-ins, that code may read a master, which has memory only while it is attached.
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
         step = self._step
@@ -120,10 +128,15 @@ class Access(Part):
         return not (self._step.running or self._backward.tasks or self.calls.depth)
 
     def _admit(self, visits: Visits) -> None:
-        """Admits this thread, which is outside the run and calls a module, as a helper in the running forward.
+        """Admits this thread as a helper in the running forward. The thread is outside the run and calls a module.
+
+        Every use of a weight is noticed from then on; see :meth:`_share`.
+
+        Args:
+            visits: the layers of the module; the error names the first one.
 
         Raises:
-            RuntimeError: no forward runs, or the forward in which the thread helped has ended.
+            RuntimeError: no forward runs, or the thread was a helper of a forward that has ended.
         """
         self.threads.refuse_late()
         if not (self.threads.here.depth or self._may_help()):
@@ -132,21 +145,23 @@ class Access(Part):
         self.threads.begin()
 
     def _may_help(self) -> bool:
-        """Returns True if a forward runs in which other threads may help."""
+        """Returns True if a thread outside the run may become a helper now: a forward runs, and no backward."""
         return (self._step.admits or self.calls.depth > 0) and not self._backward.tasks
 
     def leave(self, visits: Visits, output: Any) -> None:
-        """Releases the layers of a module whose call has returned or raised.
+        """Releases the layers of a module whose call has returned or raised, and prefetches other layers.
+
+        Also adds hooks to the outputs that notice the backward of the call. Ends the short step of a call outside a step.
 
         Raises:
-            LateError: a helper made the call, and the step has continued without it.
+            LateError: a helper made the call, and the forward has ended before the call.
         """
         with held(self.lock):
             helps = self.threads.here.depth > 0
             if helps:
                 late = self.threads.late
                 self.threads.end()
-                if late:  # the end of the forward has released its layers
+                if late:  # the helper's layers are released by the end of the step, which resets `running_calls`
                     self.calls.end(helps=True)
                     if sys.exception() is None:
                         raise LateError
@@ -169,7 +184,12 @@ class Access(Part):
 
     @contextmanager
     def rerun(self, visits: Visits, inputs: Any) -> Iterator[None]:
-        """A context for a forward that runs again in backward, for which no module is called. It uses the layers ``visits``."""
+        """A context for a forward that runs again in backward, for which no module is called.
+
+        Args:
+            visits: the layers that the forward uses.
+            inputs: its positional arguments.
+        """
         self._backward.join()
         entered = self.enter(visits, inputs)
         try:
@@ -178,14 +198,18 @@ class Access(Part):
             self.leave(entered, None)
 
     def _watch(self, visits: Visits, output: Any) -> None:
-        """Adds a hook to the outputs of a call, which tells when the backward of the call begins."""
+        """Adds a hook to the outputs of a module call. Autograd calls the hook when the backward of the call begins."""
         pre_backward = self._backward.awaited(self._pre_backward, tuple(visits))
         for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(pre_backward)
 
     def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
-        """Hook on the outputs of a module: the backward of its layers begins, so the backward of later layers is over."""
+        """Releases layers whose backward is over, and issues the transfer of their gradients.
+
+        Hook on the outputs of a module call: the backward of the module's layers, ``visits``, begins. So the backward of later
+        layers is over.
+        """
         with held(self.lock):
             self._backward.join()
             self._step.activate(in_backward=True)
@@ -196,12 +220,15 @@ class Access(Part):
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
-        """A context for the user code of a step. Saved tensors are packed in it, so that the graph holds no slot."""
+        """A context for the user code of a step. Saved tensors are packed in it, so that the graph holds no slot.
+
+        Afterwards no call of this thread counts as running.
+        """
         with self._saved_tensors.hooks() if self._streams else nullcontext():
             try:
                 yield
             finally:
-                self.calls.reset()
+                self.calls.reset()  # Ctrl-C may have interrupted the end of a call
 
     def saves_raw(self) -> bool:
         """Returns True if autograd would now save tensors as they are: the engine's saved-tensor hooks are not active."""
@@ -221,16 +248,21 @@ class Access(Part):
 
     @contextmanager
     def operation_on(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
-        """A context for one operation on device parameters, or on their ``casts``: their layers are attached.
+        """A context for one operation on device parameters, in which their layers are attached.
+
+        Args:
+            parameters: the parameters.
+            casts: True if the parameters are masters, and the operation uses their casts.
 
         Raises:
             RuntimeError: the run is over, or the running backward has updated a layer already.
+            LateError: this thread was a helper of a forward that has ended.
         """
         self.refuse_over(parameters[0]._of.spans[parameters[0]._index].name)
         wanted: set[StreamedLayer] = {parameter._of.layer for parameter in parameters}
         residents = self.residents.layer in wanted
         layers = sorted(wanted - {self.residents.layer}, key=lambda layer: layer.index)
-        if casts:  # the parameters are masters, and their casts are in the owners' slots
+        if casts:  # the casts are in the slots of the masters' owners
             layers = [masters.owner for masters in layers]
         with held(self.lock):
             self.threads.refuse_late()
@@ -242,7 +274,7 @@ class Access(Part):
             if residents:
                 with held(self.lock):
                     self.residents.refresh()
-                    self.residents.group.notice_uses(False)  # they are on the device, so the operation may run on them
+                    self.residents.group.notice_uses(False)  # they are on the device, so the operation may use them
             for layer in layers if torch.is_grad_enabled() else ():
                 layer.rows.read_whole()
             if self._backward.tasks:
@@ -250,30 +282,34 @@ class Access(Part):
             yield
         finally:
             with held(self.lock):
-                if not self.threads.late:  # otherwise the end of the forward has released its layers
+                if not self.threads.late:  # otherwise the end of the step releases the layers
                     self._end_operation(layers, residents=residents)
 
     def _end_operation(self, layers: Sequence[StreamedLayer], *, residents: bool) -> None:
-        """Ends :meth:`operation_on`. Layers stay locked for the next operation, unless that operation has to be noticed.
+        """Ends :meth:`operation_on`: copies written residents to the host, and prefetches.
+
+        If the next operation has to be noticed, layers without a running call are released. Otherwise they stay locked for it.
 
         Args:
             layers: the layers of the operation.
-            residents: True if it also used residents.
+            residents: True if the operation also used residents.
         """
         self.residency.end_call(layers, release=False)
         if residents and not self.swap.on_device:
             self.residents.take_back_writes()
             self.residents.group.notice_uses(True)
         if self.saves_raw() or not self.swap.on_device:
-            self.residency.release_unpinned()  # the parameters are stand-ins again, so that the next operation is noticed, too
+            # Afterwards the parameters are stand-ins, so the next operation is noticed. This is necessary if autograd would save
+            # the weights' memory itself, or if modules hold host parameters, which user code may write.
+            self.residency.release_unpinned()
         self.residency.fetch_ahead()
 
     @contextmanager
     def reading_rows(self, layer: StreamedLayer) -> Iterator[Staged | None]:
         """A context in which a table's weight on the host is current and is not written.
 
-        It yields the weight's bytes, to gather rows from. If the whole weight is on the device, it yields None, because the
-        weight may be written there.
+        Yields the weight's bytes, from which rows are gathered. If the whole weight is on the device, yields None, because user
+        code may have written the weight on the device.
 
         Raises:
             RuntimeError: the running backward has already updated the table.
@@ -290,7 +326,7 @@ class Access(Part):
     # ------------------------------------------------------------------ weights are written through .data
 
     def take_back_writes(self, layer: StreamedLayer) -> None:
-        """Waits for a layer's update, and copies weights that may have been written through ``.data`` back to the host."""
+        """Waits for a layer's update, and copies weights to the host that were written on the device, or may have been."""
         with held(self.lock):
             self.updates.wait(layer, Wait.READ_AFTER_UPDATE)
             self.writes.take_back(layer)
@@ -303,12 +339,18 @@ class Access(Part):
         with held(self.lock):
             if self.swap.on_device and layer.parameters.written():
                 self._step.take_back_writes()
-            if layer is self.residents.layer:  # residents are always attached, so notice their next use explicitly
+            # Residents are always attached, so their next use would not be noticed otherwise.
+            if layer is self.residents.layer:
                 self.residents.group.notice_uses(True)
             self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
 
     def host_was_used(self, layer: StreamedLayer, *, viewed: bool) -> None:
-        """Uploads host weights that user code has written, if the layer is in use on the device, or its slot is viewed."""
+        """Uploads host weights that user code has written, if the layer is in use on the device, or its slot is viewed.
+
+        Args:
+            layer: the layer.
+            viewed: True if user code has made a view of a host weight, through which it may write the weight later.
+        """
         with held(self.lock):
             if layer is self.residents.layer:
                 if self.swap.on_device or self.calls.depth:
@@ -321,30 +363,42 @@ class Access(Part):
                     continue
                 if member in self.residency.used:
                     self.residency.renew(member)
+                # If a host parameter was given other memory, views of the slot keep the old values, so they are not renewed.
                 elif member.guard is not None and member.guard.views and not member.block.displaced:
                     member.invalidate()
                     self.residency.renew_views()
 
     def host_is_shown(self, layer: StreamedLayer) -> None:
-        """Prepares for writes of host weights that no version shows: marks the copies on the device as out of date."""
+        """Prepares for user code that gets the host's memory of a weight. No version shows its writes to that memory.
+
+        If a call of the layer is running, the call continues with the copy on the device; see :meth:`_show_used`. Otherwise the
+        copy is marked as out of date.
+        """
         self.host_is_used(layer)
         with held(self.lock):
             if layer is self.residents.layer:
                 self.residents.distrust()
-            elif layer in self.residency.used and layer.running_calls:  # the call continues with this copy
+            elif layer in self.residency.used and layer.running_calls:
                 self._show_used(layer)
             else:
                 self.residency.release_unpinned()
                 self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
 
     def _show_used(self, layer: StreamedLayer) -> None:
-        """Records that user code gets the host's memory of a layer in use."""
-        if not self.swap.on_device:  # otherwise another thread gets the memory, and only reads it
+        """Records that user code gets the host's memory of a layer in use, if modules hold host parameters.
+
+        The layer is uploaded again before its release (:meth:`Step.renew_shown`).
+
+        Raises:
+            RuntimeError: a tensor views the layer's slot.
+        """
+        # If modules hold device parameters, another thread gets the memory, and only reads it.
+        if not self.swap.on_device:
             self.bound_weights.refuse_viewed(layer)
             self._step.shown.add(layer)
 
     def device_is_used(self, layer: StreamedLayer) -> None:
-        """Uploads a layer in use again if its host weights were written, which modules hold at the moment."""
+        """Uploads a layer in use again if modules hold host parameters, and user code has written them, or may have."""
         with held(self.lock):
             written = layer.outdated or layer in self._step.shown
             if written and layer in self.residency.used and not self.swap.on_device:
@@ -369,7 +423,7 @@ class Access(Part):
                 raise RuntimeError(tied(layer.planned.spans[index].name, other.planned.spans[at].name))
 
     def layer_at(self, address: int) -> StreamedLayer | None:
-        """Returns the layer whose weights lie in the device's storage at an address."""
+        """Returns the layer whose weights are in the device storage at an address; None if no layer has this storage."""
         slot = self.residency.slots.by_address.get(address)
         if slot is not None:
             return slot.layer
@@ -382,7 +436,10 @@ class Access(Part):
         self._closed = True
 
     def at_host(self) -> bool:
-        """Returns True if this thread gets host parameters: no step, call or backward runs, or the thread is outside the run."""
+        """Returns True if this thread gets host parameters: no step, call or backward runs, or the thread is outside the run.
+
+        False after the run, so that a use of a device parameter raises an error (:meth:`refuse_over`).
+        """
         return self._backward.at_host() or not (self._closed or self.threads.own)
 
     @contextmanager
@@ -393,7 +450,8 @@ class Access(Part):
         parameters.
 
         Raises:
-            LateError: the thread helped, and the forward has ended meanwhile.
+            LateError: the thread was admitted as a helper, and the forward has ended before the operation.
+            RuntimeError: see :meth:`_share`.
         """
         helps = False
         # If several runs take turns, this run may hold its lock while it waits for its turn. So a thread of the other
@@ -417,13 +475,13 @@ class Access(Part):
         """Notices every use of a weight until the step ends, because a second thread uses weights.
 
         Raises:
-            RuntimeError: a module of torch in evaluation would compute on another path because of that.
+            RuntimeError: a module of torch in evaluation would leave its fast path, because uses of its weights are noticed.
         """
         if not self._step.shared:
             if any(not module.training for module in self._fast_paths):
                 raise RuntimeError(LEAVES_FAST_PATH)
-            # Uses of attached layers were not noticed so far. Another thread may still use them, so they are locked
-            # until the step ends.
+            # Uses of attached layers were not noticed so far. Another thread may still use such a layer. So the layers in use
+            # are locked until the step ends.
             for layer in self.residency.used:
                 layer.running_calls += 1
             self._step.share(True)
@@ -432,7 +490,7 @@ class Access(Part):
         """Copies a weight that may have been written on the device, for a thread that only reads it.
 
         Returns:
-            The copy, which cannot be written; None if the host's weight has the present values.
+            The copy, an inference tensor, so that writing it raises an error; None if the host's weight has the present values.
         """
         group = layer.parameters
         if not group.written():

@@ -43,12 +43,13 @@ class ActivationSetup:
         rows: the row of each unit in timelines.
         device: the device.
         pin: True if host memory is page-locked.
-        device_storages: the addresses of storages that are on the device in any case. The set grows.
-        rerun: a context for a forward that runs again in backward, for which no module is called. It takes the layers that the
-            forward uses, and its positional arguments.
-        layer_at: returns the layer whose weights lie in the device's storage at an address.
+        device_storages: the addresses of storages that are on the device in any case, so offloading their tensors frees nothing.
+            The engine changes the set during the run.
+        rerun: returns a context for a forward that runs again in backward, for which no module is called. The arguments are the
+            layers that the forward uses, and the forward's positional arguments.
+        layer_at: returns the layer whose weights are in the device storage at an address; None if no layer has this storage.
         given_by_nested: see :meth:`~sp_lightning.engine.backward.Backward.given_by_nested`.
-        log: where warnings go; None for Lightning's log.
+        log: the logger for warnings; None for Lightning's.
     """
 
     module: nn.Module
@@ -74,7 +75,7 @@ class Activations(Protocol):
 
     @property
     def run(self) -> Callable[[str, Any, nn.Module, Any, Any], Any] | None:
-        """Runs the call of a unit. It takes the unit's name, a function, the module, and the arguments of the call.
+        """Runs the call of a unit. Its arguments: the unit's name, a function, the module, and the arguments of the call.
 
         None: each unit is called as it is.
         """
@@ -92,7 +93,7 @@ class Activations(Protocol):
 
     @property
     def make_room(self) -> Callable[[Sequence[StreamedLayer], Any], None] | None:
-        """Called before layers are used, with the arguments of the call, to offload activations before.
+        """Called with the layers and the arguments of a call, before the layers are used. It may offload activations.
 
         None: no activations are offloaded at this moment.
         """
@@ -167,11 +168,11 @@ class ActivationPlan:
     """The treatment of activations in a run, as decided at set-up.
 
     Attributes:
-        make: makes the part that carries it out.
+        make: makes the :class:`Activations` that carry out the modes.
         reruns: True if forwards of units run again in backward. Then a unit is one layer, with all experts in it.
         chooses: True if modes are chosen while the run lasts, if activations do not fit.
         automatic: True if the option is ``"auto"``. After an out-of-memory error there is no use in suggesting it.
-        why_kept: a line to log if device memory ends, because a part that is not installed could have prevented that.
+        why_kept: a line to log if device memory runs out: a part that is not installed could have prevented that.
     """
 
     make: MakeActivations = KeepAll

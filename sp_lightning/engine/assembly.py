@@ -82,7 +82,10 @@ def _allocate_locked(allocate: Allocate, pin: bool, nbytes: int, seldom: bool) -
 
 
 def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict[nn.Parameter, Any]:
-    """Makes a stand-in for each wrapped parameter. Modules hold it during a step; the layers hold its plain tensors."""
+    """Makes a stand-in for each wrapped parameter (a tensor subclass of plain tensors; see ``model.wrapped``).
+
+    Modules hold the stand-in during a step. The layers hold the parameter's plain tensors.
+    """
     where = {
         id(part): (layer.parameters, index) for layer in layers for index, part in enumerate(layer.block.parameters)
     }
@@ -99,7 +102,13 @@ def stand_ins_for_wrapped(found: Found, layers: Sequence[StreamedLayer]) -> dict
 
 
 def _bring(name: str, members: Sequence[tuple[ParameterGroup, int]], use: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Returns the plain tensors of a wrapped parameter on the device. As long as they are referenced, slots are not reused."""
+    """Returns the plain tensors of a wrapped parameter on the device. Their slots are not reused while they are referenced.
+
+    Args:
+        name: the parameter's name.
+        members: the parameter group and the index of each plain tensor.
+        use, args, kwargs: the function that uses the wrapped parameter, and its arguments.
+    """
     group, _ = members[0]
     group.engine.refuse_over(name)
     if group.layer.rows.may_compute_with_wrapped(use, args, kwargs):

@@ -30,7 +30,7 @@ class PendingCall:
     """A module call whose backward has not begun. It is a hook on the call's outputs, so their graph keeps it alive.
 
     Args:
-        begins: called whenever backward reaches an output.
+        begins: called with the layers and the gradient whenever backward reaches an output.
         visits: the module's layers.
 
     Attributes:
@@ -55,7 +55,7 @@ class Backward(Part):
     Attributes:
         tasks: the identifiers of the running graph tasks, outermost first.
         on_complete: called in the announced backward for each layer whose gradients are all in ``param.grad``.
-        wanted: returns True if a step waits for a layer, to update it in that backward; None if no step waits.
+        wanted: returns True if a step waits for a layer, to update it in the announced backward; None if no step waits.
     """
 
     def __init__(self, below: Part, step: Step) -> None:
@@ -87,6 +87,8 @@ class Backward(Part):
     def announce(self, loss: Tensor, *, quiet: bool) -> None:
         """Announces the ``backward`` of a loss, at whose end all gradients have to be on the host.
 
+        If modules hold host parameters in the step, they get device parameters again.
+
         Args:
             loss: the tensor that ``backward`` is called on.
             quiet: True if no code can write weights between forward and backward.
@@ -99,7 +101,7 @@ class Backward(Part):
     def _begins(self, quiet: bool, gradient: Tensor) -> None:
         """Hook of the loss: the announced backward begins. Drops copies of layers that may be out of date.
 
-        User code has run since the forward, for example hooks before backward.
+        User code has run since the forward, for example hooks before backward. ``quiet``: see :meth:`announce`.
         """
         self.join()
         self._announced = True
@@ -195,7 +197,7 @@ class Backward(Part):
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Issues the transfer of other layers' gradients, because the backward of ``layers`` begins.
 
-        So a layer's gradients are transferred even if some of its parameters get none in this backward.
+        So a layer's gradients are transferred even if some of its parameters get no gradient in this backward.
         """
         if self.gradients.arriving:
             with self._arrivals:
@@ -203,13 +205,13 @@ class Backward(Part):
             self.gradients.land()
 
     def given_by_nested(self) -> Callable[[], str | None]:
-        """Watches backwards that begin from now on inside the running forward, or the forward that runs again.
+        """Records backwards that begin from now on inside the running forward, or inside the forward that runs again.
 
         The capability ``activations`` uses this to find forwards that must not run twice: the gradients would be added twice.
 
         Returns:
-            A function that returns the name of a weight to which such a backward has given a gradient; None if there is no such
-            weight.
+            A function that returns the name of a weight for which one of these backwards has computed a gradient; None if they
+            have computed no gradient.
         """
         depth, before = len(self.tasks), len(self._given)
         return lambda: next((name for at, name in self._given[before:] if at >= depth), None)
@@ -249,7 +251,7 @@ class Backward(Part):
     # ------------------------------------------------------------------ it ends
 
     def abandon(self) -> None:
-        """Drops a backward that failed, with its gradients in flight."""
+        """Drops a backward that failed, with its gradients in flight. Called after an error, and when a step begins."""
         self.tasks.clear()
         self._given.clear()
         self._awaited.clear()
@@ -258,15 +260,14 @@ class Backward(Part):
         self.gradients.drop()
 
     def close(self) -> None:
-        """Ends at the end of the run. A later backward raises an error."""
+        """Called at the end of the run. A later backward raises an error."""
         self._closed = True
 
     def failed(self, before: Sequence[int]) -> None:
-        """Called after autograd's engine has raised, in the thread that continues.
+        """Called after a call of autograd's engine has raised, in the thread of that call.
 
-        Ends the graph tasks that the failed call has begun.
-
-        Gradients that had arrived before are in ``param.grad`` afterwards, as after any backward that fails.
+        Ends the graph tasks that the failed call has begun. Gradients that had arrived before are in ``param.grad`` afterwards,
+        as after any backward that fails.
 
         Args:
             before: the graph tasks that ran before the call.
@@ -314,7 +315,7 @@ class Backward(Part):
         - It goes on, with device parameters: after ``torch.autograd.grad`` within the step, which accumulates no gradients.
 
         Args:
-            well: False if the backward has failed. Then ``debug_writes`` compares no weights.
+            well: False if the backward has failed. Then ``debug_writes`` does not compare weights.
         """
         step = self._step
         with self.lock:

@@ -21,7 +21,7 @@ Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 
 
 class Clipping:
-    """Clips an optimizer's gradients as Lightning's precision plugins do, with the bits of torch's functions.
+    """Clips an optimizer's gradients as Lightning's precision plugins do. Results are bit-identical to torch's functions.
 
     Args:
         optimizer: the optimizer whose gradients are clipped.
@@ -66,7 +66,7 @@ class Clipping:
         self._clip(Factor(coefficient) if coefficient != 1 else None)
 
     def by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clips each element."""
+        """Clips each element of the gradients to at most ``clip_val`` and at least ``-clip_val``."""
         self._clip(by_value(clip_val))
 
     def _clip(self, by: Change | None) -> None:
@@ -76,14 +76,14 @@ class Clipping:
             self.finish()
 
     def _norms_on_device(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Returns the norms of gradients, and sparse gradients unchanged: the step raises an error for them."""
+        """Returns the norms of gradients, and sparse gradients unchanged: the step raises an error for sparse gradients."""
         gradients = [gradient for parameter in parameters if (gradient := stored(parameter)) is not None]
         dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
         norms = iter(self._engine.stepper.norms(dense))
         return [next(norms) if gradient.layout is torch.strided else gradient for gradient in gradients]
 
     def _all_norms(self, parameters: Sequence[nn.Parameter], measured: Measured) -> list[Tensor]:
-        """Returns the norms of gradients without torch's operators on the CPU: known ones, or computed by :class:`Norms`."""
+        """Returns the norms of gradients: known norms, norms that the GPU computes, and norms that :class:`Norms` computes."""
         norms, unknown, found = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor](), self._make_norms()
         for parameter in parameters:
             gradient = stored(parameter)
@@ -107,7 +107,7 @@ class Clipping:
         return self._engine.stepper.norms([gradient])[0]
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
-        """Returns a gradient's norm if the norm is known, or if the gradient is narrow or may leave memory; else the gradient."""
+        """Returns the gradient, or its norm: if the norm is known, or the gradient is narrow, on the GPU, or may leave memory."""
         gradient = stored(parameter)
         assert gradient is not None
         if (gpu_norm := self._norm_on_gpu(gradient)) is not None:
@@ -118,14 +118,15 @@ class Clipping:
         return gradient if stays_readable else norms.of([gradient])[0]
 
     def _in_memory(self, parameter: nn.Parameter) -> bool:
-        """Brings a gradient to memory. Returns True if the next layer's gradients may take its place in memory."""
+        """Loads a gradient into host memory. Returns True if the next layer's gradients may take its place in memory."""
         layer = self._engine.layer_of(parameter)
         return layer is not None and layer.use_gradients()
 
     def measure(self, layer: StreamedLayer) -> None:
-        """Computes the norms of a layer's gradients during backward, in the background thread.
+        """Computes the norms of a layer's gradients during backward, in the background thread if possible.
 
-        Leaves out layers with float16 gradients if norms have the bits of the CPU, because these depend on the number of threads.
+        Leaves out a layer with a sparse gradient, and a layer with a gradient whose norm would depend on the number of threads
+        (:attr:`Norms.dtypes`): a float16 gradient, for example, if norms have the bits of the CPU.
         """
         if layer.own_slot is not None:  # its gradients wait on the GPU, which computes their norms (`_norm_on_gpu`)
             return
@@ -154,7 +155,7 @@ class Clipping:
         if clip is not None:
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
                 if not change(parameter, clip) and parameter.grad is not None:
-                    self._in_memory(parameter)
+                    self._in_memory(parameter)  # loads the gradient
                     clip(parameter.grad)
 
     def end(self) -> None:
@@ -170,5 +171,5 @@ def _known_norm(measured: Measured, parameter: nn.Parameter, gradient: Tensor) -
 
 
 def by_value(clip_val: float) -> Change:
-    """Clips each element, as ``torch.nn.utils.clip_grad_value_`` does."""
+    """Returns a change that clips each element, as ``torch.nn.utils.clip_grad_value_`` does."""
     return lambda gradient: gradient.clamp_(-clip_val, clip_val)

@@ -26,7 +26,7 @@ class HostSource(BlockSource):
         slots: the slots, whose uploads read the host's memory.
         updates: the updates that may be in flight.
         device: records reads and writes.
-        watch: notes which weights were adopted (``debug_writes``); otherwise None.
+        watch: records the values of adopted weights (``debug_writes``); otherwise None.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class HostSource(BlockSource):
     def ready(self, layer: StreamedLayer) -> bool:
         """Returns True if an upload need not wait for the layer's update.
 
-        The update has ended, and its results are on the host, or the upload copies them on the device.
+        This is the case if no update is in flight, or if the update has ended and its results are on the host, or on the device.
         """
         update = layer.owner.update
         if update is None:
@@ -69,7 +69,11 @@ class HostSource(BlockSource):
         return None
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns the bytes of the layer's block, after adopting memory and casting the present masters if necessary."""
+        """Returns the bytes of the layer's block, after adopting memory and casting the present masters if necessary.
+
+        Raises:
+            OSError: the memory of a block could not be read or written. The weights then count as torn.
+        """
         landed = self.wait(layer)
         if landed is not None:  # the upload follows the update on the device, and the host has nothing to do
             return layer.block.weights, landed
@@ -98,25 +102,26 @@ class HostSource(BlockSource):
         return (
             type(layer.rows) is AllRows  # rows are taken from host memory
             and layer.casts.current  # otherwise the host casts again
-            and (slot is None or not slot.stale)  # user code views the slot, and may write it
-            and (layer.guard is None or not (layer.guard.views or layer.guard.digests is not None))
+            and (slot is None or not slot.stale)  # otherwise tensors view the slot, and user code may write it
+            and (layer.guard is None or not (layer.guard.views or layer.guard.digests is not None))  # the same
             and all(type(block.memory).use is BlockMemory.use for block in blocks)  # otherwise read from a disk first
             and not any(block.displaced or block.retyped for block in blocks)  # user code has set param.data
             and self._watch is None  # debug_writes reads the host's weights
         )
 
     def synchronize(self) -> None:
-        """Waits until no upload reads the host's weights any more, because the next code may write them."""
+        """Waits until no upload reads the host's weights any more, because the next code may write the weights."""
         self._slots.synchronize(Wait.UPDATE_AFTER_FETCH)
         for layer in self._layers:
             if layer.kind is Kind.RESIDENTS:
                 self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-            # An optimizer, a hook or a callback may write the layer now.
+            # An optimizer, a hook or a callback may write the layer now. If an update is in flight, or only the GPU has the
+            # layer's values, such code waits first.
             if layer.owner.update is None and not layer.owner.kept:
                 self._device.access(layer.block.weights, None, write=True)
 
     def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
-        """Marks copies of these layers as stale, because their weights may have been written on the host."""
+        """Marks copies of these layers as out of date, because their weights may have been written on the host."""
         for layer in layers:
             layer.invalidate()
             # User code that writes weights waits for updates and downloads first. So a layer was not written if its update is in
@@ -157,6 +162,7 @@ class HostSource(BlockSource):
             block = other.block
             for span, parameter, address in zip(block.planned.spans, block.parameters, block.addresses, strict=True):
                 name = names.get(address)
+                # A displaced parameter is not at its address in the block. Parameters without elements have the address 0.
                 if name is not None and name != span.name and parameter.data_ptr() == address and parameter.numel():
                     raise RuntimeError(tied(name, span.name))
 

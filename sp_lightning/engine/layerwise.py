@@ -49,32 +49,34 @@ from sp_lightning.updates.step_context import StepContext, compiles, reads_setti
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
 Groups = list[dict[str, Any]]
 _LIKE = "whose bits"
-"""A key that `_groups_by_layer` adds to a layer's part of a group: the object that updates with a GPU's bits."""
+"""A key that `_copy_settings` adds to the settings of a group: the function that updates one parameter with a GPU's bits."""
 _OWN = 4
-"""References to a parameter's state if user code has none: the optimizer's, and those of the code that counts."""
+"""Number of references to a parameter's state if user code has none: the optimizer's, and those of the code that counts."""
 _OF_EACH = ("params", "param_names")
 """The settings of a group that are lists with one entry for each parameter."""
 
 
 @dataclass(frozen=True)
 class _Traits:
-    """How the steps of one optimizer run. Nothing of this changes after set-up.
+    """How the steps of one optimizer run. The traits do not change after set-up.
 
     Attributes:
-        on_gpu: all layers step on the GPU, and the optimizer has its user's form. If this is False, layers that stay on the GPU
-            step there nevertheless.
-        waits: the step returns only when all updates have ended (``optimizer_overlap="off"``).
-        lands: an update ends only when its results are in host memory, because the next update may take that memory.
-        ends_first: the step of a layer that stays on the GPU ends before the next forward begins.
-        early: when backward may begin updates, and what becomes of gradients then.
-        fuse: torch's fused step runs on the CPU if the user has set neither ``fused`` nor ``foreach``.
-        separable: an unfused step may be divided into layers: it does to each parameter what the whole step does to it.
-        checked: only the user's class says that its step may be divided, so the stepper compares what each step has written.
-        keeps_narrow: gradients keep the dtype of backward until their update. An unfused step on the CPU reads whole gradients,
-            and a checked step may write them, so both get gradients in the dtype of the parameter.
-        compiles: the step is compiled. The first step of a layer then runs before any other code.
+        on_gpu: True if all layers step on the GPU, with the settings that the user gave the optimizer. If this is False, layers
+            that stay on the GPU step on the GPU nevertheless.
+        waits: True if the step returns only when all updates have ended (``optimizer_overlap="off"``).
+        lands: True if an update ends only when its results are in host memory, because the next update may reuse that memory.
+        ends_first: True if the step of a layer that stays on the GPU ends before the next forward begins.
+        early: when backward may begin updates, and whether gradients are freed after them.
+        fuse: True if torch's fused step runs on the CPU if the user has set neither ``fused`` nor ``foreach``.
+        separable: True if an unfused step may be divided into layers: the step of a layer gives its parameters the same values
+            as the whole step.
+        checked: True if only the optimizer's class declares that its step may be divided, so the stepper checks what each step
+            has written.
+        keeps_narrow: True if gradients keep the dtype of backward until their update. An unfused step on the CPU reads whole
+            gradients, and a checked step may write them, so both get gradients in the dtype of the parameter.
+        compiles: True if the step is compiled. The run then waits for each update, so that no other code runs meanwhile.
         settings_of: the name of the optimizer's class, if updates in the background depend on settings of the process; else None.
-        constants: names of state that parameters share and no step writes.
+        constants: the names of state that parameters share and no step writes.
     """
 
     on_gpu: bool
@@ -116,11 +118,11 @@ def _traits(
 
 
 class LayerwiseStep:
-    """Runs the steps of one optimizer layer by layer: a fused one, or one that is separable.
+    """Runs the steps of one optimizer layer by layer, if they are fused or separable.
 
-    torch's fused kernels treat each tensor by itself and give the same bits on any number of threads. So it does not matter where
-    and when a layer is updated. A step that cannot be divided (sparse gradients, a group that is not fused, parameters that the
-    module does not have) runs as torch runs it, all layers at once.
+    torch's fused kernels treat each tensor by itself, and their results are bit-identical for any number of threads. So a layer
+    may be updated in any thread and at any time. A step that cannot be divided (sparse gradients, a group that is not fused,
+    parameters that the module does not have) runs as torch runs it, all layers at once.
 
     One step calls in this order: :meth:`deferring` around the whole step; during backward ``_on_complete``, which
     :class:`~sp_lightning.engine.backward.Backward` calls for each layer; :meth:`submit` for the layers that are left;
@@ -131,16 +133,17 @@ class LayerwiseStep:
         engine: the engine whose layers are updated.
         policy: where, when and how layers are updated.
         own: how this optimizer's steps run.
-        clip_value: the limit to which each element of a gradient is clipped; None if gradients are not clipped so.
-        state: brings the optimizer's state before each update, and stores it afterwards.
+        clip_value: the limit to which each element of a gradient is clipped; None if elements are not clipped.
+        state: loads the optimizer's state of a layer before the layer's update, and stores it afterwards.
         like: updates parameters with the bits of a GPU; None for the bits of torch's operators on the CPU.
 
     Attributes:
         clipping: clips the gradients.
         begun: the layers whose updates of this step have begun during backward.
         tried: True if a step has tested which layers backward uses after their gradients are complete.
-        needed: a text for each use of a layer in backward after its gradients were complete.
-        clip_value: as the argument; None if no layer is updated in backward.
+        needed: the reasons why that step could not have updated layers in backward: uses of a layer after its gradients were
+            complete, or that the step could not be divided.
+        clip_value: the argument ``clip_value``; None if no layer is updated in backward.
     """
 
     def __init__(
@@ -166,8 +169,8 @@ class LayerwiseStep:
         self.clipping = Clipping(optimizer, engine, None if like is None else like.norms)
         self.clip_value = clip_value if in_backward else None
 
-        # Backward calls the first with each layer whose gradients are complete. Ranks ask the second before that: it returns True
-        # for a layer whose gradients all have to be complete first.
+        # Backward calls `_on_complete` with each layer whose gradients are complete. Before that, the gradient sink calls
+        # `_wanted`: it returns True if the step waits for the layer, to update it in this backward.
         self._on_complete, self._wanted = self.clipping.measure if policy.measure_norms else None, None
         if in_backward:
             self._on_complete, self._wanted = self._update_early, lambda layer: layer in self._early_groups()
@@ -192,8 +195,8 @@ class LayerwiseStep:
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """A context for a step of the optimizer whose updates :meth:`submit` submits."""
-        # torch decides by the gradients if a group is fused, and the last step's gradients still exist. If a group cannot be
+        """A context for a step of the optimizer: backward calls back for each complete layer, :meth:`submit` submits updates."""
+        # Whether a group runs fused depends on the gradients, and the last step's gradients still exist. If a group cannot be
         # divided now (for example, a gradient was sparse), backward updates no layer.
         can_divide = not self._traits.early.in_backward or all(map(self._can_divide, self._optimizer.param_groups))
         self._updatable = None if can_divide else {}
@@ -227,7 +230,7 @@ class LayerwiseStep:
             return
         held = self._is_held(layer, _parameters(updatable[layer]))
         if held and self._traits.early is EarlyUpdates.KEEPS:
-            return  # user code may read or write, in this backward, the tensors that it holds
+            return  # user code may read or write the tensors that it holds in this backward
         groups = updatable.pop(layer)
         if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
             self._updatable = {}  # no layer is updated in this backward any more
@@ -254,7 +257,7 @@ class LayerwiseStep:
         self._updates.note_late_uses(layer, self.needed.append)
 
     def _order(self) -> list[StreamedLayer]:
-        """Returns all layers by the urgency of their updates.
+        """Returns all layers by the urgency of their updates. Also sets the urgency of updates in the background.
 
         Layers that stay on the GPU are first. The others follow in the order in which the next forward needs them.
 
@@ -267,9 +270,9 @@ class LayerwiseStep:
         return order
 
     def _early_groups(self) -> dict[StreamedLayer, Groups]:
-        """Returns the groups of the layers that can be updated in backward and are not updated yet."""
+        """Returns the groups of the layers that can be updated in backward and whose updates have not begun."""
         if self._updatable is None:
-            self._order()
+            self._order()  # sets the urgency of updates
             try:
                 self._updatable = self._groups_by_layer()
             except _UndividedError:
@@ -283,8 +286,11 @@ class LayerwiseStep:
             closure: returns the result of the running step's closure; None if it has no closure.
 
         Returns:
-            True if the layers are updated so. torch's step then finds no groups until :meth:`give_back_groups` (see "Note:
-            empty groups" in ``updates/__init__``). False if it has to update all layers at once.
+            True if updates of layers were submitted. torch's step then finds no groups until :meth:`give_back_groups` (see "Note:
+            empty groups" in ``updates/__init__``). False if torch's step has to update all layers at once.
+
+        Raises:
+            RuntimeError: the step cannot be divided, although an option needs updates of single layers.
         """
         self._closure = closure
         self._context = self._context_here()  # user code may have changed settings since the step began
@@ -316,7 +322,7 @@ class LayerwiseStep:
                 held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
                 self._submit(layer, by_layer[layer], held=held)
         self._keep_frozen()
-        self.clipping.pending = None  # the updates have it
+        self.clipping.pending = None  # the updates clip
         self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
 
     def _prepare_undivided_step(self, undivided: _UndividedError) -> None:
@@ -338,13 +344,13 @@ class LayerwiseStep:
                 self._updates.submit(layer, partial(self._engine.stepper.bring, layer))
 
     def refuse_other_clipping(self, clip_value: float | None) -> None:
-        """Raises an error if the updates in this step's backward have clipped otherwise.
+        """Checks that the updates in this step's backward have clipped in the same way.
 
         Args:
             clip_value: the limit of each element; None for a norm.
 
         Raises:
-            RuntimeError: layers are already updated.
+            RuntimeError: updates have begun with another limit.
         """
         if self.begun and clip_value != self.clip_value:
             raise RuntimeError(
@@ -354,7 +360,7 @@ class LayerwiseStep:
             )
 
     def _refuse(self, undivided: _UndividedError) -> None:
-        """Raises an error if this step cannot be divided, although an option needs updates of single layers."""
+        """Raises a RuntimeError for a step that cannot be divided, if an option needs updates of single layers."""
         what, instead = undivided.args
         needs = {
             'optimizer_overlap="backward"': self.begun,
@@ -373,7 +379,10 @@ class LayerwiseStep:
                 ) from undivided
 
     def warn_of_bits(self, why: str) -> None:
-        """Logs once that a step has the CPU's last bits, because torch's operators run it."""
+        """Logs once that a step has the CPU's last bits, because torch's operators run the step.
+
+        Logs nothing if the optimizer's steps were not to have a GPU's bits.
+        """
         if self._like is not None and not self._warned:
             self._warned = True
             name = self._class.__name__
@@ -441,8 +450,8 @@ class LayerwiseStep:
 
         Returns:
             - The user's settings, for layers that step on the GPU.
-            - The settings for layers that step on the CPU: also with ``fused=True`` if torch would run the group fused, or with
-              the object that updates with a GPU's bits.
+            - The settings for layers that step on the CPU: also with ``fused=True`` if torch would run the group fused, and with
+              the function that updates with a GPU's bits, if there is one.
         """
         gpu_settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
         if self._traits.on_gpu:
@@ -476,7 +485,7 @@ class LayerwiseStep:
         return parts
 
     def _submit(self, layer: StreamedLayer, groups: Groups, *, held: bool) -> None:
-        """Submits the update of a layer to the background thread.
+        """Submits the update of a layer to the background thread. Until updates end, the optimizer has the class that waits.
 
         Args:
             layer: the layer.
@@ -541,7 +550,7 @@ class LayerwiseStep:
 
         Such a parameter gets its state in a later step, after the others, as with torch's own step.
         """
-        if self._traits.checked:
+        if self._traits.checked:  # a user's class may step parameters without a gradient
             return
         for parameter in parameters:
             unused = parameter.grad is None and dict.get(state_of(part), parameter) == {}
@@ -653,6 +662,7 @@ class LayerwiseStep:
 
 def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """Returns an optimizer's step without its hooks, which run once for all layers."""
+    # torch wraps the `step` of each class in a function that calls the hooks.
     own: Callable[..., Any] = kind.step.__wrapped__  # type: ignore[attr-defined]
     return own
 
@@ -681,11 +691,17 @@ def _sparse(layer: StreamedLayer) -> _UndividedError:
 
 
 def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimizer]:
-    """Returns the class that an optimizer has while its updates are under way: code that reads its state waits first."""
+    """Returns the class that an optimizer has while its updates are under way. Code that reads the state waits first.
+
+    Args:
+        kind: the optimizer's own class.
+        finish: waits for the updates, after which the optimizer has its own class again.
+    """
 
     def state(self: Optimizer) -> Any:
         finish()
-        # A LightningOptimizer that is made meanwhile derives from this class. It has no state, and asks the wrapped optimizer.
+        # A LightningOptimizer that is made meanwhile derives from this class. It has no state: after this error its `__getattr__`
+        # reads the wrapped optimizer's.
         if "state" not in vars(self):
             raise AttributeError("state")
         return vars(self)["state"]

@@ -19,7 +19,7 @@ class Listener(Protocol):
     """Receives the beginning and the end of module calls."""
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """Called before the call of a module that uses these layers. Returns the argument ``visits`` for :meth:`leave`."""
+        """Called before the call of a module that uses the layers ``visits``. Returns the layers to pass to :meth:`leave`."""
 
     def leave(self, visits: Visits, output: Any) -> None:
         """Called after the module has returned or raised. If it raised, ``output`` is None."""
@@ -33,10 +33,10 @@ class ModuleCalls:
     """Calls the listener around each call of one module: before its pre-hooks and after its hooks.
 
     Args:
-        listener: is called.
+        listener: the object to call.
         module: the module.
         visits: the layers that the module uses.
-        in_evaluation: the layers that the module uses in evaluation; None if they are the same.
+        in_evaluation: the layers that the module uses in evaluation; None if they are ``visits``.
         unit: the name of the module as a unit of activations; None if it is not a unit.
         run: runs the calls of units; None if units are called like other modules.
     """
@@ -60,7 +60,7 @@ class ModuleCalls:
         surround(module, self)
 
     def remove(self) -> None:
-        """Stops listening."""
+        """Ends the calls of the listener."""
         release(self._module, self)
 
     @trace_only_inlined
@@ -78,7 +78,7 @@ class ModuleCalls:
 
     @never_compiled  # transfers cannot be part of a compiled graph
     def _begin(self, args: Any, kwargs: Any) -> Visits:
-        """Calls the listener's ``enter``. A layer that chooses rows by the call's arguments (experts) gets these first."""
+        """Calls the listener's ``enter``. Layers that choose rows by the call's arguments (experts) get the arguments first."""
         if self._in_evaluation is not None and not self._module.training:
             return self._listener.enter(self._in_evaluation, args)
         if self._rows is None:
@@ -106,8 +106,8 @@ def listen(
     """Calls a listener around the calls of modules, until the returned objects are removed.
 
     Args:
-        listener: is called.
-        visits: the modules, and the layers that each uses.
+        listener: the object to call.
+        visits: by module, the layers that the module uses.
         units: by name, the modules whose calls ``run`` runs.
         run: runs the calls of units; None if units are called like other modules.
     """
@@ -122,8 +122,8 @@ def _in_evaluation(module: nn.Module, visits: Mapping[nn.Module, tuple[StreamedL
     """Returns the layers that a module uses in evaluation; None if they are the same as in training.
 
     In evaluation torch's encoders read weights without calling their modules. ``nn.TransformerEncoderLayer`` reads the weights
-    of all its submodules if they have no ``__torch_function__``. ``nn.TransformerEncoder`` reads those of its first layer to
-    choose its path.
+    of all its submodules if the weights have no ``__torch_function__``. ``nn.TransformerEncoder`` reads the weights of its first
+    layer to choose its path.
     """
     read: nn.Module
     if isinstance(module, nn.TransformerEncoder) and len(module.layers):

@@ -1,6 +1,6 @@
 """Placement: makes the parts of the engine that differ with the place of the weights and with the number of devices.
 
-``Run._place`` (``trainer/run.py``) chooses: ``RankPlacement`` (``ranks``) for several devices, that of a ``SharedBase``
+``Run._place`` (``trainer/run.py``) chooses: ``RankPlacement`` (``ranks``) for several devices, the placement of a ``SharedBase``
 (``sharing``), ``FilePlacement`` or ``ScratchPlacement`` (``disk``) for weights in files, and otherwise :data:`ONE_DEVICE`.
 """
 
@@ -32,10 +32,11 @@ class Placement:
     """Makes the parts of the engine for weights in host memory, and for one device. Subclasses make other parts.
 
     Attributes:
-        remark: a sentence for the user; empty without.
+        remark: a sentence for the user; empty if there is none.
         pages: True if trained weights or gradients of some layers leave host memory between their uses. Then optimizers step
             layer by layer.
-        pages_gradients: True if gradients are among them. Then they are clipped and stepped one layer at a time, in float32.
+        pages_gradients: True if gradients of some layers leave host memory. Then gradients are clipped and stepped one layer at a
+            time, in float32.
     """
 
     remark = ""
@@ -45,11 +46,11 @@ class Placement:
         self.remark = remark
 
     def count(self, ledger: Ledger) -> Ledger:
-        """Returns a ledger of the weights and gradients that are in host memory. The argument counts all of them."""
+        """Returns a ledger of the weights and gradients that are in host memory. ``ledger`` counts all weights and gradients."""
         return ledger
 
     def leave(self) -> None:
-        """Evicts weights from host memory that are elsewhere as well. Called after training."""
+        """Evicts weights from host memory that are also stored elsewhere. Called after training."""
 
     def complete_pending(self) -> None:
         """Waits until all writes of weights and gradients are complete.
@@ -59,7 +60,7 @@ class Placement:
         """
 
     def allocate(self, device: Device, plan: Plan) -> Allocate:
-        """Returns the function that allocates host memory for the plan's layers. It is called in their order."""
+        """Returns the function that allocates host memory for the plan's layers. It is called in the order of the layers."""
         return partial(BlockMemory, device)
 
     def blocks(self, device: Device, plan: Plan) -> tuple[Allocate, Callable[..., HostBlock]]:
@@ -77,7 +78,7 @@ class Placement:
     def gradients(
         self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
     ) -> GradientSink:
-        """Returns the part that takes gradients."""
+        """Returns the part that takes gradients. ``in_flight``: the number of layers whose gradients may be on the device."""
         return Gradients(device, staging, in_flight=in_flight)
 
     def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:

@@ -1,8 +1,9 @@
 """Residency: the schedule. It decides which layers are fetched, locked, attached, rested and released, and when.
 
-The states and transitions are in :mod:`~sp_lightning.layers.states`. Two interfaces hide what surrounds a slot:
+The states and transitions are in :mod:`~sp_lightning.layers.states`. Two interfaces separate this class from modules and from
+host memory:
 
-- :class:`~sp_lightning.layers.bound_weights.SlotUsers` gives a slot's memory to modules, and takes it from them.
+- :class:`~sp_lightning.layers.bound_weights.SlotUsers` attaches device parameters to slots, and detaches them.
 - :class:`~sp_lightning.layers.slots.BlockSource` provides the bytes on the host that a transfer reads.
 
 So the planner's simulator can run this very class with a simulated device that only counts time. The caller holds the engine's
@@ -33,14 +34,14 @@ class Residency:
         slots: the slots of the layers.
         prefetch: chooses the layers to fetch before a call needs them.
         source: the layers' bytes on the host.
-        slot_users: gives a layer's slot to its modules, and takes it from them.
+        slot_users: attaches the device parameters of a layer to its slot, and detaches them.
         note_memory: called after a layer may have taken an extra slot, because device memory may be at its peak.
 
     Attributes:
         used: the locked layers, except resting ones, with their slots, in the order in which they were locked.
         resting: the resting layers with their slots. Resting saves the host's time in inference. Code that marks copies as out of
             date first releases the resting layers (:meth:`let_rest`).
-        rests: True if layers may rest. Only layers do whose ring has a slot for each of its layers.
+        rests: True if layers may rest. A layer rests only if its ring has a slot for each of the ring's layers.
         demand_fetches: how often a layer was fetched because a call or autograd needed it at once.
     """
 
@@ -86,7 +87,7 @@ class Residency:
             raise
 
     def end_call(self, layers: Sequence[StreamedLayer], *, release: bool = True) -> None:
-        """Ends a call. If ``release`` is set, layers that no other call uses are released."""
+        """Ends a call. If ``release`` is set, layers that no other call uses are released, or rest."""
         for layer in layers:
             layer.running_calls = max(layer.running_calls - 1, 0)  # a step that has failed meanwhile has set it to 0
         for layer in layers if release else ():
@@ -94,9 +95,9 @@ class Residency:
                 self._leave(layer)
 
     def pre_backward(self, layers: Collection[StreamedLayer]) -> None:
-        """Releases layers without a running call, except these, because the backward of these layers begins.
+        """Releases the locked layers that no running call uses, except ``layers``, whose backward begins. Then prefetches.
 
-        Backward runs through the layers in reverse. So the backward of every other used layer is over.
+        Backward runs through the layers in reverse. So the backward of every other locked layer is over.
         """
         if self.release_unpinned(keep=layers):
             self.fetch_ahead()
@@ -104,7 +105,7 @@ class Residency:
     def unpack(self, layer: StreamedLayer) -> Slot:
         """Locks a layer for autograd, which unpacks a saved weight of the layer. Returns the slot.
 
-        If backward reaches the layer only now, the layers that it used before are released.
+        If the layer is not locked, backward has just reached it. The layers that backward used before are then released first.
         """
         released = layer not in self.used and self.release_unpinned()
         slot = self.require(layer, backward=True)
@@ -117,11 +118,16 @@ class Residency:
     def require(self, layer: StreamedLayer, *, backward: bool = False) -> Slot:
         """Locks a layer's slot. If the layer is not on the device, or its copy is out of date, the layer is fetched first.
 
-        A layer that is locked already, or rests with a current copy, is returned at once. Otherwise:
+        Also records the use in the trace. If the layer is locked already, or rests with a current copy, its slot is returned at
+        once. Otherwise:
 
         1. If the host weights are not ready (an update runs), this waits for them.
         2. If the copy is out of date, it is dropped.
         3. If there is no copy, or rows of it are missing, the layer is fetched on demand.
+
+        Args:
+            layer: the layer.
+            backward: True if backward uses the layer. Other uses are counted in ``layer.visits``.
 
         Raises:
             RuntimeError: the running backward has updated the layer already.
@@ -178,7 +184,7 @@ class Residency:
     def fetch_ahead(self) -> None:
         """Fetches the next layers of the trace, as long as slots may be overwritten for them.
 
-        Called whenever a slot may have become free, or a layer's bytes ready.
+        Called whenever a slot may have become free, or the bytes of a layer may have become ready.
         """
         if self.slots.none_evicted and len(self.resting) == len(self.slots.never_evicted):
             return  # every layer rests, so every layer is on the device
@@ -191,21 +197,21 @@ class Residency:
                 self._fetch(pairs)
 
     def renew_views(self) -> None:
-        """Fetches the host's present weights into slots that user code views.
+        """Fetches the host's present weights into stale slots that tensors view.
 
-        On plain Lightning a view of a parameter shows writes to the parameter, so a view of a slot must show them, too.
+        On plain Lightning a view of a parameter shows writes to the parameter, so a view of a slot must show such writes.
         """
         for slot in self.slots.all:
             if slot.stale and slot.layer is not None and slot.held:
                 self._fetch([(slot.layer, slot)])
 
     def renew_used(self) -> None:
-        """Fetches the host's present weights into the slots of all layers in use, because they may have been written."""
+        """Calls :meth:`renew` for each locked layer, because host weights may have been written."""
         for layer in list(self.used):
             self.renew(layer)
 
     def renew(self, layer: StreamedLayer) -> None:
-        """Uploads a used layer again, because user code has written its host weights while the layer is in use.
+        """Uploads a locked layer again, because its host weights were written, or may have been, while it was locked.
 
         If no call of the layer is running, the layer is released instead, and its next use fetches it.
 
@@ -230,9 +236,10 @@ class Residency:
         self._slot_users.renewed(layer, slot)
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
-        """Releases a layer that is about to be fetched, if user code has given its host parameters other memory (``.data =``).
+        """Releases the members of a layer's family whose host parameters user code has given other memory (``.data =``).
 
-        Staging the layer moves that memory into the host block, which must not happen while the layer is in use.
+        Called before the layer is staged. Staging copies that memory into the host block, which must not happen while a member is
+        locked.
         """
         for member in layer.family:
             if member in self.used and not member.running_calls and member.block.displaced:
@@ -262,11 +269,17 @@ class Residency:
     # ------------------------------------------------------------------ layers are released
 
     def release(self, layer: StreamedLayer) -> None:
-        """Releases a layer that no call uses. Its slot may be overwritten, unless user code still views it (HELD)."""
+        """Releases a layer that no call uses. If no tensor views its slot, the slot may then be overwritten; otherwise HELD."""
         self._slot_users.release(layer, self.used.pop(layer))
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
-        """Releases the layers that no running call uses, except ``keep``. Returns True if a slot may have become free."""
+        """Releases the locked layers that no running call uses, or lets them rest, except ``keep``.
+
+        Also frees device parameters that graphs held and have dropped.
+
+        Returns:
+            True if a slot may have become free.
+        """
         unpinned = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
         for layer in unpinned:
             self._leave(layer)
@@ -322,7 +335,8 @@ class Peak:
         self.most = 0
         self.stepper = stepper
         self._staying = found.staying[0]
-        # Parameters of modules that are on the device as a whole: the engine does not see their gradients arrive.
+        # Parameters of modules that are on the device as a whole. The engine is not notified of their gradients, so `note` reads
+        # them.
         self._aside = [parameter for _, module in found.aside for parameter in module.parameters()]
         self._slots = slots
         self._residents = residents

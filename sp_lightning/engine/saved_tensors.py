@@ -57,8 +57,8 @@ _Kept = tuple[Tensor, int]
 A leaf is kept as the same object, as autograd keeps it, so an assignment to its ``.data`` has an effect on the graph. Other
 tensors are detached: a node that kept its own output would keep itself alive, and would never be freed.
 
-This and :class:`_Packed` are plain tuples, because there are many of them, and a constructor in Python would be a call for
-each."""
+This is a plain tuple, and :class:`_Packed` a tuple without a constructor of its own: there are many of them, and a constructor in
+Python would be a call for each."""
 
 
 class _Outer(NamedTuple):
@@ -96,9 +96,10 @@ class RunningCalls:
         self._here = _CallsOfThread()
 
     def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None, *, helps: bool = False) -> None:
-        """Counts a call. If it is the outermost call of a thread that builds a graph, activates the hooks until it ends.
+        """Counts a call. If it builds a graph and its thread has no active saved-tensor hooks, activates hooks until it ends.
 
-        This includes calls outside a step, in other threads, and in forwards that run again in backward: all build graphs.
+        In the main thread of a step, :meth:`Access.user_code` has activated the hooks already. Calls outside a step, in other
+        threads, and in forwards that run again in backward build graphs as well.
 
         Args:
             make_hooks: makes the context of the hooks; None if saved tensors need no packing.
@@ -133,9 +134,11 @@ class RunningCalls:
     def refuse_interrupted(self) -> None:
         """Checks, before a batch, that Ctrl-C has not interrupted the beginning or the end of a call between two steps.
 
+        A call that still counts as running shows the interrupt. Afterwards no call of this thread counts as running.
+
         Raises:
-            RuntimeError: it has, and user code has caught it. Modules have held device parameters since then, so writes of host
-                weights may be lost.
+            RuntimeError: Ctrl-C has interrupted a call, and user code has caught the KeyboardInterrupt. Modules have held device
+                parameters since then, so writes of host weights may be lost.
         """
         if self.reset():
             raise RuntimeError(
@@ -148,9 +151,9 @@ class _CallsOfThread(threading.local):
     """The running calls of a thread.
 
     Attributes:
-        depth: their number.
-        hooks: the hooks that one of the calls has activated; None if they are not active.
-        pushed: the depth of that call.
+        depth: the number of these calls.
+        hooks: the hooks that one of the calls has activated; None if no call has.
+        pushed: the value of ``depth`` in the call that has activated the hooks.
     """
 
     depth = 0
@@ -167,7 +170,7 @@ class SavedTensors(Part):
         self._views: defaultdict[int, SavedViews] = defaultdict(SavedViews)  # by the layers' layout
 
     def hooks(self) -> AbstractContextManager[None]:
-        """A context with the hooks. Tensors that are not in a slot go to the hooks that were active before, if there are any."""
+        """A context with the hooks. Tensors that are not in a slot are passed to the hooks that were active before, if any."""
         outer = top_saved_tensors_hooks()
         slots, store = self.residency.slots.by_address, self.activations.store
 
@@ -185,6 +188,7 @@ class SavedTensors(Part):
             except (RuntimeError, NotImplementedError):  # sparse, fake and transformed tensors have no memory
                 address = 0
             slot = slots.get(address)
+            # A place in a slot does not record the conjugate and negative bits, so a view with such a bit is not packed as one.
             if slot is not None and slot.layer is not None and not (tensor.is_conj() or tensor.is_neg()):
                 return self._pack(slot.layer, tensor)
             if outer is not None:
@@ -225,7 +229,8 @@ class SavedTensors(Part):
         if group.layer.kind is Kind.RESIDENTS:  # residents are always on the device
             return weight, weight._version
         version = group.version_once_fetched(index)
-        if weight.dtype is not group.spans[index].dtype:  # param.data = other, for which the slot has no place
+        # After param.data = other with another dtype, for which the slot has no place.
+        if weight.dtype is not group.spans[index].dtype:
             return weight.detach(), weight._version
         return _Packed((group.layer, index, version, None, None, group.layer.rows.saved_rows(index)))
 
@@ -240,14 +245,17 @@ class SavedTensors(Part):
             return packed.unpack(packed.packed)
         elif type(packed) is _Wrapped:
             return packed.build(iter([self._unpack(part) for part in packed.parts]))
-        else:  # of SavedActivation
+        else:  # a SavedActivation
             tensor, expected, version = packed.load()
         if version != expected:
             raise RuntimeError(_modified(tensor, expected, version))
         return tensor
 
     def _unpack_from_slot(self, packed: _Packed) -> tuple[Tensor, int, int]:
-        """Returns a tensor of a slot, its weight's version when it was saved, and the weight's version now."""
+        """Returns a tensor of a slot, its weight's version when the tensor was saved, and the weight's version now.
+
+        If the slot does not have the saved values any more, the tensor is the copy that was kept of them.
+        """
         layer, which, expected, place, values, rows = packed
         group = layer.parameters
         guard = layer.guard
@@ -258,7 +266,7 @@ class SavedTensors(Part):
             if not has_old_values or layer.block.parameters[which].requires_grad:
                 group.refuse_exchanged(which)
         tensor = self._bring(layer, which, place, rows)
-        # Includes writes of the host's weight: a hook may have written it while the layer is in use.
+        # Includes writes of the host's weight: a hook may have written the weight while the layer is in use.
         version = expected if which is None else group.version_once_fetched(which)
         # If the values in the slot are not the saved ones any more, the kept copy is used. Fetching the layer, above, may have
         # made this copy.
@@ -270,7 +278,9 @@ class SavedTensors(Part):
         return tensor, expected, version
 
     def _bring(self, layer: StreamedLayer, which: int | None, place: SavedView | None, rows: Rows) -> Tensor:
-        """Fetches a layer if necessary, and locks it. Returns a tensor of it on the device.
+        """Returns a saved tensor of a layer on the device. Locks the layer, and fetches it first if necessary.
+
+        If the layer was not locked, its backward begins: the transfer of other layers' gradients is issued.
 
         Args:
             layer: the layer.
@@ -302,12 +312,12 @@ class SavedTensors(Part):
 
 
 def _is_of_frozen_weight(leaf: Tensor) -> bool:
-    """True if a leaf is a view of a device parameter outside its slot. A graph that kept it would hold the parameter."""
+    """Returns True if a leaf is a view of a device parameter outside its slot. A graph with the leaf would hold the parameter."""
     return issubclass(type(base_of(leaf)), DeviceParameter)
 
 
 def _modified(tensor: Tensor, expected: int, version: int) -> str:
-    """Autograd's own message about a saved tensor that was modified in place."""
+    """Returns autograd's own message about a saved tensor that was modified in place."""
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {expected} instead. "

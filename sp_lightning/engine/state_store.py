@@ -24,8 +24,8 @@ class StateStore:
     Attributes:
         elsewhere: True if the state of some layers is not in host memory between updates. Then layers are updated one by one, in
             the order in which the updates are submitted, and each tensor of the state has separate memory.
-        option: the user's option that needs this, for errors; empty without.
-        remark: a sentence for the user; empty without.
+        option: the user's option that needs separate updates of layers, for errors; empty if there is none.
+        remark: a sentence for the user; empty if there is none.
     """
 
     elsewhere = False
@@ -62,10 +62,10 @@ class StateStore:
         """Called after :meth:`absorb` if the state is from a checkpoint. The state may still be in the checkpoint's file."""
 
     def step_begins(self, placement: Placement) -> None:
-        """Called when an optimizer begins a step. ``placement`` is the run's."""
+        """Called when an optimizer begins a step. ``placement``: the placement of the run."""
 
     def count(self, ledger: Ledger, placement: Placement) -> Ledger:
-        """Returns a ledger of a run's host memory, in which all state is in memory, with this store's use of memory."""
+        """Returns a ledger of a run's host memory with the memory that this store takes. ``ledger`` has all state in memory."""
         return ledger
 
 

@@ -31,15 +31,17 @@ class StepKind(enum.Enum):
     AUTOMATIC = enum.auto()
     """It computes a loss. Lightning calls backward and the optimizer."""
     MANUAL = enum.auto()
-    """User code calls backward, reads gradients and writes weights within it (manual optimization)."""
+    """User code calls backward, reads gradients and writes weights within the step (manual optimization)."""
 
 
 @dataclass(eq=False)
 class Part:
-    """A part of the engine. Each part from the step upward uses the ones below it, which are listed here.
+    """A part of the engine. Its attributes are the parts below the step, and data that all parts share.
+
+    Each part from the step upward copies these attributes from the argument ``below`` of its constructor.
 
     Attributes:
-        lock: the engine's lock. It is never held while user code runs. Hooks in backward run on autograd's threads.
+        lock: the engine's lock. It is never held while user code runs. Autograd's threads take it as well, in hooks.
         threads: the threads that belong to the run.
         layers: all layers.
         note_memory: called when device memory may be at its peak.
@@ -73,7 +75,8 @@ class Step(Part):
         ends_with_backward: True if the step ends when a backward ends.
         shared: True if other threads use weights in the step, too.
         shown: the layers in use whose host memory user code has got (``.data``) while modules hold host parameters.
-        expected: the phase for which :meth:`prefetch_for` has fetched the first layers; None if there is none.
+        expected: the phase for which :meth:`prefetch_for` has fetched the first layers; None if they are not fetched, or out of
+            date.
     """
 
     def __init__(self, below: Part, watch: WeightWatch | None) -> None:
@@ -134,7 +137,7 @@ class Step(Part):
         self.residency.fetch_ahead()
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
-        """Fetches the first layers of the next step, of ``phase``. No code writes weights before that step begins."""
+        """Fetches the first layers of the next step, of ``phase``. The caller ensures that no code writes weights before it."""
         self.residency.prefetch.start(phase, training=training)
         self.expected = phase
         self.residency.fetch_ahead()
@@ -147,8 +150,8 @@ class Step(Part):
     def activate(self, *, in_backward: bool = False) -> None:
         """Puts device parameters into the modules, if they hold host parameters. Uploads residents that are out of date.
 
-        Called when a step begins or continues, before each module call, and when backward begins. It returns at once if modules
-        hold device parameters and the residents are current.
+        Called when a step begins or continues, before each module call, and when backward begins. If modules hold device
+        parameters and the residents are current, there is nothing to do (except with ``debug_writes``).
 
         Args:
             in_backward: True if this is called in backward, where operations on host parameters run on the host.
@@ -188,8 +191,8 @@ class Step(Part):
         """Marks all copies on the device as out of date, because the host's weights may have been written.
 
         Args:
-            goes_on: True if the step continues, and may compute with device parameters. False if another optimizer's step has
-                called the step that ends now: the other one still writes weights.
+            goes_on: True if code of the running step follows, so that modules hold device parameters again. False if an
+                optimizer's step has ended that another optimizer's step had called: the outer step still writes weights.
         """
         self.residency.release_unpinned()
         self.invalidate_unused()
@@ -218,13 +221,16 @@ class Step(Part):
         self.residency.renew_views()
 
     def renew_shown(self) -> None:
-        """Uploads host weights that user code may have written to layers in use, before they are released."""
+        """Uploads the layers of :attr:`shown` again that are in use, because user code may have written their host weights."""
         shown, self.shown = self.shown, set()
         for layer in shown.intersection(self.residency.used):
             self.residency.renew(layer)
 
     def allow_writes(self) -> None:
-        """Prepares for user code that may write weights between steps: no transfer reads them, and all copies are out of date."""
+        """Prepares for user code that may write weights between steps: no transfer reads them, and all copies are out of date.
+
+        Does nothing while a step runs.
+        """
         if not self.running:
             self.invalidate()
             self.source.synchronize()
@@ -239,8 +245,9 @@ class Step(Part):
         self.residents.invalidate()
 
     def hold_host(self) -> None:
-        """Puts host parameters into the modules while an optimizer steps inside a step, because its step may read them."""
+        """Puts host parameters into the modules while an optimizer steps inside a step, because the optimizer may read them."""
         self.threads.end_forward()
+        # After a backward of a manual step, modules hold host parameters already (`pause`).
         if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
             self.swap.to_host()
             self._holds_host = self._stepping = True
@@ -249,8 +256,8 @@ class Step(Part):
     def compute_on_host(self, on_host: bool) -> None:
         """Sets whether operations on host parameters run on the host. In backward they do, because gradients are added there.
 
-        Exception: if user code has computed with a host parameter in this step, they run on the device, because hooks and
-        checkpoints may compute with it again.
+        Exception: if user code has computed with a host parameter in a step of this run, they run on the device, because hooks
+        and checkpoints may compute with the parameter again.
         """
         self.swap.watch_captured(self.running and (not on_host or self.swap.captured_used))
 
@@ -259,7 +266,7 @@ class Step(Part):
 
         Args:
             seen: True if user code may read weights and the last step's gradients before that backward. Modules then hold host
-                parameters until the backward, because these have the gradients.
+                parameters until the backward, because only host parameters have the gradients.
         """
         self.ends_with_backward = True
         self.threads.end_forward()
@@ -271,12 +278,12 @@ class Step(Part):
             self._holds_host = True
 
     def resume(self) -> None:
-        """Puts device parameters into the modules again after :meth:`hold_host`."""
+        """Puts device parameters into the modules again after :meth:`hold_host` or :meth:`await_backward`."""
         if self._holds_host and (self.running or self._stepping):
             self.activate()
 
     def show_host(self) -> None:
-        """Restores the modules as outside a step, until :meth:`go_on`. It may be called in the middle of a step."""
+        """Makes the modules as they are outside a step, until :meth:`go_on`. It may be called in the middle of a step."""
         self.threads.end_forward()
         self.take_back_writes()
         self.swap.to_host()
@@ -291,7 +298,7 @@ class Step(Part):
         self.allow_writes()  # user code follows (on_save_checkpoint)
 
     def take_back_writes(self, *, rests: bool = False) -> None:
-        """Copies every weight that was written on the device back to the host.
+        """Copies every weight that was written on the device back to the host. Releases the layers that no running call uses.
 
         Args:
             rests: True if layers that rest and were not written may continue to rest.
@@ -320,11 +327,12 @@ class Step(Part):
             compare: True if ``debug_writes`` compares the weights. False after an error.
 
         Raises:
-            RuntimeError: weights were written in a way that only ``debug_writes`` sees.
+            RuntimeError: weights were written in a way that only ``debug_writes`` detects, or both on the host and on the device.
         """
         if compare:
             self.compare_writes()
-        self.writes.refuses = compare  # until the next step begins
+        # After an error, a weight that was written on the host and on the device raises no second error. Until the next step.
+        self.writes.refuses = compare
         self.running = self._stepping = False
         self.threads.end_forward()
         for layer in self.layers:
@@ -354,7 +362,7 @@ class Step(Part):
         """With ``debug_writes``, checks that the host's weights have the values that were recorded last.
 
         Raises:
-            RuntimeError: a weight was written in a way that torch does not show.
+            RuntimeError: a weight was written in a way that no version counter shows.
         """
         if self._watch is not None and self.running:
             self._watch.compare()

@@ -58,9 +58,9 @@ class Streamer:
         pin: True if host memory is page-locked.
         placement: makes the parts that depend on the number of devices.
         make_activations: makes the part that carries out the modes of activations. By default all stay on the device.
-        averages: modules whose buffers are on the device from their first use in a step until its end.
+        averages: modules whose buffers are on the device from their first use in a step until the end of the step.
         threads: the threads that belong to the run; None: the present one.
-        debug_writes: True to detect writes of weights that torch does not show.
+        debug_writes: True to detect writes of weights that no version counter shows.
         make_stepper: makes the part that steps layers on the GPU; None if no plan of the run steps layers there.
         log: the logger for the engine's warnings; None for Lightning's.
 
@@ -134,13 +134,13 @@ class Streamer:
         self._residency = Residency(self._slots, prefetch, self._source, self._bound_weights, self._peak.note)
 
     def _use_stepper(self, plan: Plan) -> None:
-        assert self._make_stepper is not None
+        assert self._make_stepper is not None  # it is None only if no plan of the run steps layers on the GPU
         self.updates.stepper = self._make_stepper(self.device, plan, self.updates, self._pin)
 
     def _activation_setup(
         self, visits: dict[nn.Module, tuple[StreamedLayer, ...]], log: logging.Logger | None
     ) -> ActivationSetup:
-        """Collects the parts that modes of activations use. Those above a step are made later, so functions look them up."""
+        """Collects the parts that modes of activations use. Functions look up parts that are made later: backward and access."""
         units, rows = self.found.units, {layer.name: layer.index for layer in self._layers if layer.kind is Kind.BLOCK}
         return ActivationSetup(
             self._module,
@@ -206,7 +206,8 @@ class Streamer:
         for layer in self._layers:
             layer.parameters.connect(layer, self._access)
         watch(self._backward)
-        # Before `listen`, whose calls are then around these: casts are on the device when a compiled module gets them.
+        # Before `listen`, whose functions then run around these functions: casts are on the device when a compiled module gets
+        # them.
         self._compiled = compiled_calls(self._module, self._layers)
         self._calls = listen(self._access, visits | self._embeddings, self.found.units, self.activations.run)
 
@@ -227,7 +228,7 @@ class Streamer:
             self._step.begin(phase, kind, quiet=quiet)
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
-        """Fetches the first layers of the next step, which is of ``phase``. No code writes weights before that step begins."""
+        """Fetches the first layers of the next step, of ``phase``. The caller ensures that no code writes weights before it."""
         with self._lock:
             self._step.prefetch_for(phase, training=training)
 
@@ -258,10 +259,12 @@ class Streamer:
     def abort(self, *, over: bool = False) -> None:
         """Ends a step that has failed, and drops its gradients in flight.
 
-        If this is called inside the step's user code, which may catch the error, the step continues, unless the run is ``over``.
+        If the run is not ``over`` and this is called inside the step's user code, the step continues: user code may catch the
+        error.
         """
         with self._lock:
             if not self._closed:
+                # `packs`: the hooks of `saving` are active, so this is inside the step's user code.
                 self._abort(over=over or not (self._step.running and packs()))
 
     def _abort(self, *, over: bool) -> None:
@@ -275,7 +278,10 @@ class Streamer:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context in which modules hold host parameters, even in the middle of a step, for code that reads the module."""
+        """A context in which modules hold host parameters, even in the middle of a step, for code that reads the module.
+
+        First waits for all updates.
+        """
         self.updates.finish()
         on_device = self._swap.on_device
         try:
@@ -292,7 +298,7 @@ class Streamer:
         """Marks all copies on the device as out of date, because host weights were or may have been written.
 
         Args:
-            goes_on: True if code of the step follows; see :meth:`Step.invalidate`.
+            goes_on: True if code of the running step follows; see :meth:`Step.invalidate`.
         """
         with self._lock:
             self._step.invalidate(goes_on=goes_on)
@@ -306,7 +312,7 @@ class Streamer:
         """Streams the same layers through the slots of another plan.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for the slots. There are no slots then, until this succeeds.
+            torch.OutOfMemoryError: the device has no memory for the slots. There are no slots then, until a call succeeds.
         """
         with self._lock:
             self._step.take_back_writes()
@@ -326,9 +332,15 @@ class Streamer:
         self.plan = plan
 
     def changed(self) -> bool:
-        """Returns True if user code has replaced, renamed or compiled modules, or replaced parameters, their dtypes or shapes."""
+        """Returns True if user code has replaced, renamed or compiled modules, or replaced parameters, their dtypes or shapes.
+
+        Called before each batch. Also renews the patch of autograd's engine, which notices backwards that fail.
+
+        Raises:
+            RuntimeError: see :meth:`RunningCalls.refuse_interrupted`.
+        """
         self._access.calls.refuse_interrupted()
-        watch(self._backward)  # other code may have restored the function that this has replaced
+        watch(self._backward)  # other code may have restored the function that `watch` patches
         return self._swap.changed()
 
     def thawed(self) -> bool:
@@ -336,6 +348,7 @@ class Streamer:
         planned = zip(self._layers, (*self.plan.moving, self.plan.residents), strict=True)
         uncounted = [layer for layer, its_plan in planned if not its_plan.gradient_bytes]
         thawed = any(parameter.requires_grad for layer in uncounted for parameter in layer.block.parameters)
+        # `staying` has the bytes of modules that are on the device as a whole, and of their gradients.
         return thawed or self.found.staying > self.plan.staying
 
     # ------------------------------------------------------------------ statistics
@@ -378,7 +391,7 @@ class Streamer:
         )
 
     def fetches(self) -> dict[str, int]:
-        """Returns how often each layer was fetched since set-up, by its name."""
+        """Returns how often each block was fetched since set-up, by the name of the block."""
         return {layer.name: layer.fetches for layer in self._layers if layer.kind is Kind.BLOCK}
 
     # ------------------------------------------------------------------ the end
@@ -415,4 +428,4 @@ class Streamer:
 
 
 _WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules of torch that compute on a fast path in evaluation, unless a weight has a ``__torch_function__``."""
+"""Modules of torch with a fast path in evaluation. They leave the fast path if a weight has a ``__torch_function__``."""

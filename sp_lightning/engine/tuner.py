@@ -29,7 +29,12 @@ class BaseTuner:
         self.streamer = streamer
 
     def batch_starts(self, batch: Any, overlap: Overlap) -> None:
-        """Called before each batch of the loop that the run is for, with the ``overlap`` of optimizer steps."""
+        """Called before each batch of the loop that the run is for (not of a validation within training).
+
+        Args:
+            batch: the batch.
+            overlap: the phase that optimizer steps overlap with.
+        """
 
     def expect_more(self) -> None:
         """Called when the next batch may take more memory than earlier batches, because more weights are trained."""
@@ -38,9 +43,10 @@ class BaseTuner:
         """Called when other code follows the measured batch, for example validation."""
 
     def shrink(self) -> None:
-        """Takes the smallest window after the device has run out of memory. A k and k' that the user gave stay as they are.
+        """Takes the smallest window after the device has run out of memory, and lets fewer layers stay on the GPU.
 
-        Fewer layers stay on the GPU, also if the user gave their number.
+        A k and k' that the user gave stay as they are; a number of layers that stay is reduced nevertheless. If
+        :attr:`Window.auto` is False, for example because the user gave all three, this does nothing.
         """
         if self.window.auto:
             plan = self.streamer.plan

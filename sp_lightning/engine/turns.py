@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Turns:
-    """The only process that uses the weights may change them at any time.
+    """The turns of a single process: no other process uses the weights, so the process may change them at any time.
 
     A subclass lets several processes, which share the weights, take turns.
 

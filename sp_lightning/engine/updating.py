@@ -28,9 +28,9 @@ class Updating(Part):
         turns: which process may change the weights, and when.
 
     Attributes:
-        backward: in the announced backward it calls ``on_complete`` for each layer whose gradients are all in ``param.grad``.
-            Before that, its ``wanted`` returns True if the call would begin an update of the layer; several devices agree on
-            this.
+        backward: calls its ``on_complete`` in the announced backward, for each layer whose gradients are all in ``param.grad``.
+            Before that, its ``wanted`` returns True if ``on_complete`` would begin an update of the layer. With several
+            devices, all ranks agree on the result.
         several: True if there are several devices.
         step_seconds: seconds of optimizers' steps on the CPU while the GPU had nothing to do.
     """
@@ -58,7 +58,8 @@ class Updating(Part):
     def staying(self, layer: StreamedLayer) -> bool:
         """Prepares the next step of a layer that stays on the GPU. Returns True if the step may write the layer's slot.
 
-        Nothing else uses the slot then. Otherwise, for example because user code holds a view of the slot, the layer is landed.
+        If True, no other code uses the slot, and the layer's copy is marked as out of date. If False, for example because user
+        code holds a view of the slot, the layer is landed.
         """
         if layer.own_slot is None:
             return False
@@ -83,9 +84,12 @@ class Updating(Part):
     def before(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
         """Prepares an optimizer's step: nothing reads the host's weights while the step writes them.
 
+        Writes on the device are copied to the host. Outside of backward, modules hold host parameters afterwards.
+
         Args:
             deferred: True if updates may run meanwhile, because the step only submits updates, or has submitted some.
-            parameters: the host parameters that the step writes. A fused step does not change their versions.
+            parameters: the host parameters that the step writes. Their writes are counted here, because a fused step does not
+                change versions.
         """
         if not deferred:
             self.updates.wait_for_all()
@@ -103,7 +107,7 @@ class Updating(Part):
                         layer.parameters.unversioned_writes[index] += 1
 
     def resume(self) -> None:
-        """Continues a manual step in a closure that an optimizer calls within its own step."""
+        """Puts device parameters into the modules again, for a closure that an optimizer calls within its own step."""
         with self.lock:
             self._step.resume()
 
@@ -156,7 +160,7 @@ class Updating(Part):
         )
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
-        """Frees the gradients of these parameters of a layer, which are updated."""
+        """Frees the gradients of these parameters of a layer after their update, and the memory of the layer's gradients."""
         for parameter in parameters:
             if parameter.grad is not None:
                 free(parameter)

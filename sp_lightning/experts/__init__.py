@@ -2,16 +2,17 @@
 
 **What it adds.** Stacked experts (one parameter for all experts of a module, ``stacks``): ``expert_rows`` uploads the experts
 that a router has chosen, and ``expert_cache`` keeps experts on the device. Embeddings: ``embedding_rows`` uploads the rows that
-a batch looks up. Experts that are modules of their own belong to the core. Stacks in 4 bits: ``packed_stacks`` quantises and
+a batch looks up. Experts that are separate modules are layers of the core. Stacks in 4 bits: ``packed_stacks`` quantises and
 dequantises, ``mxfp4`` loads them from files; both work with every strategy.
 
 **Where it enters.** ``pack_experts`` and ``load_mxfp4`` are public functions. There is no option:
 :func:`~sp_lightning.registry.row_finder` returns the
-:class:`~sp_lightning.model.rows.RowFinder` of ``finder``. The search for layers asks it which modules have rows, and the engine
-lets it replace the :class:`~sp_lightning.layers.layer.AllRows` of their layers. Other layers keep ``AllRows``.
+:class:`~sp_lightning.model.rows.RowFinder` of ``finder``. The search for layers asks the finder which modules have rows. When the
+engine has made the layers of these modules, the finder replaces their :class:`~sp_lightning.layers.layer.AllRows`. Other layers
+keep ``AllRows``.
 
-**What it costs if unused.** A look at each module in the search for layers. Nothing per call: the engine tests ``layer.whole``
-before it asks a layer's rows.
+**What it costs if unused.** The search for layers inspects each module. Calls cost nothing: the engine tests ``layer.whole``
+before it calls methods of a layer's rows.
 
 **Without this folder** all layers are uploaded whole. Results are the same; uploads are larger (*slower*).
 """

@@ -1,10 +1,11 @@
 """Embeddings (tables) of which only the rows in a batch are uploaded, and only their gradients are copied back.
 
-The host gathers the rows that a batch looks up, each once, and uploads them. On the device they form a small embedding. Torch's
-functions look up renumbered indices in it, so values and gradients are added in the same order as with the whole table.
+The host gathers the rows that a batch looks up, each once, and uploads them. On the device these rows form a small embedding.
+torch's functions look up renumbered indices in this embedding, so values and gradients are added in the same order as with the
+whole table.
 
-For the engine a table is a layer without planned slots and visits. An operation that reads the weight in any other way uploads
-all of it.
+For the engine a table is a layer without planned slots and without planned layer calls. An operation that reads the weight in any
+other way uploads the whole weight.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class EmbeddingRows(AllRows):
     Args:
         module: the embedding. The user may change its ``sparse`` at any time.
         layer: the layer of its weight.
-        device: uploads rows.
+        device: the device that rows are uploaded to.
         pin: whether the memory from which rows are uploaded is page-locked.
     """
 
@@ -49,11 +50,11 @@ class EmbeddingRows(AllRows):
         self.module = module
         self.used_whole = False
         """Whether an operation has used the whole weight in this step."""
-        self._gathered = PinnedMemory(device, 0, pin=pin)  # one page
+        self._gathered = PinnedMemory(device, 0, pin=pin)  # one page, until rows are looked up
         self._sent: Any = None  # the event after the last upload of rows
 
     def begin_step(self, *, training: bool) -> None:
-        """Called when a step begins. Resets :attr:`used_whole`."""
+        """Called when a step begins. Resets :attr:`used_whole` and ``sparse_on_device``."""
         self.used_whole = False
         self.sparse_on_device = False
 
@@ -83,7 +84,7 @@ class EmbeddingRows(AllRows):
         count = weight.shape[0]
         indices = input
         unusual = indices.dtype not in (torch.int32, torch.int64) or not -count <= (padding_idx or 0) < count
-        unusual = unusual or (sparse and not self.module.sparse)  # dense gradients of the module would be added to it
+        unusual = unusual or (sparse and not self.module.sparse)  # autograd may add the module's dense gradients
         if unusual or max_norm is not None or transforms_active():
             return NotImplemented
         with self.layer.parameters.engine.reading_rows(self.layer) as staged:
@@ -93,6 +94,7 @@ class EmbeddingRows(AllRows):
             with no_dispatch_modes(), no_inference_mode():
                 numbers, renumbered = torch.unique(indices.detach().to("cpu", torch.int64), return_inverse=True)
                 renumbered = renumbered.to(indices.device)
+            # The numbers ascend, so only the first and the last can be out of range.
             for number in map(int, (numbers[:1], numbers[-1:]) if numbers.numel() else ()):
                 if not 0 <= number < count:
                     name = self._block.planned.name
@@ -108,12 +110,12 @@ class EmbeddingRows(AllRows):
         Args:
             staged: the weight's bytes on the host, and the event after which they may be read.
             numbers: the numbers of the rows: int64 on the host, each once, ascending.
-            backward: whether a backward may follow. It needs the numbers on the device. They are uploaded now, from pinned
-                memory, because a copy from pageable memory in backward would block the host until the device is idle.
+            backward: True if a backward may follow. A backward needs the numbers on the device. They are uploaded now, from
+                pinned memory, because a copy from pageable memory in backward would block the host until the device is idle.
 
         Returns:
-            The rows on the device, of shape ``(len(numbers), width)``, and their numbers there if ``backward``. The compute
-            stream waits for both.
+            The rows on the device, of shape ``(len(numbers), width)``, and if ``backward`` their numbers on the device. The
+            compute stream waits for both uploads.
         """
         span = self._block.planned.spans[0]
         width = span.shape[1]
@@ -122,12 +124,13 @@ class EmbeddingRows(AllRows):
         source, ready = staged
         if ready is not None:
             device.synchronize(ready, Wait.FETCH_AFTER_UPDATE)
-        # If the indices were on the device, this wait is implied: compute has waited for the last upload of rows, and the
-        # blocking copy of indices in _look_up for compute. It is needed if the indices were on the host, or if another
-        # thread's stream copied them.
+        # The last upload of rows must have read `_gathered` before the host writes it. If the indices were on the device, that
+        # is certain: the compute stream has waited for that upload, and the copy of the indices in `_look_up` has blocked the
+        # host until the compute stream was done. If they were on the host, or if another thread's stream has copied them, this
+        # wait is necessary.
         device.synchronize(self._sent, Wait.GATHER_AFTER_SEND)
         with no_dispatch_modes(), no_inference_mode(), torch.no_grad():
-            begin = aligned(nbytes)  # the numbers lie behind the rows
+            begin = aligned(nbytes)  # the row numbers are behind the rows
             end = begin + numbers.nbytes * backward
             if self._gathered.bytes.nbytes < end:
                 self._gathered = PinnedMemory(device, 2 * end, pin=self._pin)
@@ -151,7 +154,11 @@ class EmbeddingRows(AllRows):
 
 
 class _LookUp(torch.autograd.Function):
-    """``F.embedding`` of only the rows. The gradient is offloaded as a sparse tensor, and the host makes it dense."""
+    """``F.embedding`` of the uploaded rows.
+
+    Usually the gradient is a sparse tensor on the device. It is offloaded, and the host makes it dense. In the cases that
+    ``backward`` tests, the gradient is made on the device as in ``F.embedding`` of the whole weight.
+    """
 
     @staticmethod
     def forward(
@@ -165,8 +172,8 @@ class _LookUp(torch.autograd.Function):
         how: tuple[int, bool, bool],
         backward: bool,
     ) -> Tensor:
-        # F.embedding also saves the indices. If the whole weight is on the device by then, a checkpoint's second forward
-        # runs F.embedding instead of this function, and must save the same tensors.
+        # F.embedding saves the indices as well. If the whole weight is on the device when a checkpoint runs the forward again,
+        # that forward calls F.embedding instead of this function, and both must save the same tensors.
         ctx.save_for_backward(indices)
         ctx.weight = weight._of.hosts[weight._index]
         ctx.table = table
@@ -198,7 +205,10 @@ class _LookUp(torch.autograd.Function):
 
 
 def _is_looked_at(ctx: Any) -> bool:
-    """Returns True if user code will see the gradient: it has a graph, the weight has a hook, or ``autograd.grad`` runs."""
+    """Returns True if user code may see the gradient.
+
+    That is the case with ``create_graph=True``, if the weight has a hook, and if the gradient is a result of ``autograd.grad``.
+    """
     if torch.is_grad_enabled() or gradient_hooks(ctx.weight):
         return True
     try:

@@ -18,18 +18,19 @@ Expert = tuple[StreamedLayer, int]
 
 HALF_LIFE = 8.0
 """After this number of calls of its layer, a use of an expert counts half."""
-# Entries of the heap per kept expert, at most. All except one of them are out of date.
+# The most entries of the heap per kept expert. Of an expert's entries, all except one are out of date.
 _MOST_ENTRIES = 8
 
 
 class ExpertCache:
     """Device memory for experts of all layers.
 
-    If a needed expert is here, it is copied within the device to its position in its layer's slot. Kernels only read the slot.
+    If this memory has a needed expert, the expert is copied within the device to its position in its layer's slot. Kernels only
+    read the slot.
     If the memory is full, the expert with the lowest score is evicted. The score counts the uses of an expert, and each use
     counts half after :data:`HALF_LIFE` calls of its layer. This is a compromise between least frequently used, which is better
     if routing has favourites, and least recently used, which is better if a token is routed like the one before it.
-    All accesses are on the compute stream, so they need no further waits.
+    All accesses of this memory are on the compute stream, so they need no further waits.
 
     Args:
         device: allocates the memory.
@@ -77,17 +78,22 @@ class ExpertCache:
         for row in rows:
             expert, now = (layer, row), calls / HALF_LIFE
             before = self._scores.get(expert)
+            # A score is log2 of the sum of 2 ** (calls / HALF_LIFE) over all uses. So new uses count more, and the scores of
+            # other experts need not be reduced.
             self._scores[expert] = now if before is None else now + math.log2(1 + 2 ** (before - now))
             if row in self._at[layer]:
                 self._push(expert)
 
     def bring(self, layer: StreamedLayer, rows: Iterable[int], slot: Tensor) -> None:
-        """Copies kept experts to their positions in a slot. The compute stream must be allowed to write the slot."""
+        """Copies kept experts to their positions in a slot. The compute stream must have waited until it may write the slot."""
         for row in rows:
             self._copy(layer, row, self._at[layer][row], slot, into_slot=True)
 
     def keep(self, layer: StreamedLayer, rows: Iterable[int], slot: Tensor) -> None:
-        """Copies experts from a slot to this memory. The compute stream must have waited for their upload."""
+        """Copies experts from a slot to this memory. If it is full, evicts the experts with the lowest scores.
+
+        The compute stream must have waited for the upload of the experts.
+        """
         for row in rows:
             if row in self._at[layer]:
                 continue
@@ -117,6 +123,7 @@ class ExpertCache:
         self._least.clear()
 
     def _push(self, expert: Expert) -> None:
+        """Adds an entry with an expert's present score to the heap. Makes the heap anew if it has too many entries."""
         layer, row = expert
         heappush(self._least, (self._scores.get(expert, -math.inf), layer.index, row, expert))
         if len(self._least) > _MOST_ENTRIES * (self._count - len(self._vacant) + 1):
@@ -125,6 +132,7 @@ class ExpertCache:
             heapify(self._least)
 
     def _evict_least(self) -> None:
+        """Evicts the expert with the lowest score, and removes entries of the heap that are out of date on the way."""
         while True:
             score, _, _, expert = heappop(self._least)
             layer, row = expert
@@ -133,6 +141,7 @@ class ExpertCache:
                 return
 
     def _copy(self, layer: StreamedLayer, row: int, at: int, slot: Tensor, *, into_slot: bool) -> None:
+        """Copies one expert between position ``at`` of this memory and a slot."""
         offset = at * self._size
         with no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             for index in layer.planned.stacks:

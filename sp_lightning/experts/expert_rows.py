@@ -41,11 +41,11 @@ from sp_lightning.torch_compat.private import (
     transforms_active,
 )
 
-# The experts of the last call are prefetched if at least this share of experts was used again in recent calls.
+# The experts of the last call are prefetched if, on average over recent calls, at least this share was used again.
 _STEADY = 3 / 4
-# The weight of the latest call in that share.
+# The weight of the latest call in this average.
 _LATEST = 1 / 4
-# With this many indices per expert, nearly all experts are used. The host does not wait for the indices then.
+# With this many indices per expert, nearly all experts are used. So the host does not wait for the indices.
 _MANY = 16
 _ALONG_ROWS = (torch.select, Tensor.select, torch.index_select, Tensor.index_select)
 _HOOKED = "a forward pre-hook, on it or on all modules, may replace the indices; put the hook on the block"
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
 
     Attributes:
         rows: the experts that tokens are routed to.
-        trusted: whether the call is known to read only these rows, also through views of a stack.
+        trusted: True if the call is known to read only these rows, also through views of a stack.
     """
 
     rows: Rows = None
@@ -77,8 +77,8 @@ class ExpertRows(AllRows):
     Attributes:
         needed: the rows that the present use of the layer may read.
         present: the valid rows in the layer's slot, or in its last slot.
-        comes_whole: why every call uploads all experts; empty if only routed ones are uploaded.
-        cache: the cache; None if it has no memory.
+        comes_whole: why every call uploads all experts; empty if only routed experts are uploaded.
+        cache: the cache; None if the cache has no memory.
     """
 
     watches_calls = True
@@ -119,13 +119,17 @@ class ExpertRows(AllRows):
     # ------------------------------------------------------------------ calls
 
     def begin_step(self, *, training: bool) -> None:
-        """Begins a step."""
+        """Called when a step begins. Forgets the calls of the last step, except the experts of the latest one."""
         self._training = training
         self._this_step = False
         self._calls.clear()
 
     def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-        """Reads which experts a call is routed to."""
+        """Reads which experts a call is routed to.
+
+        Records the call as the latest of its thread, and adds its rows to :attr:`needed`. All rows are added if the call may read
+        other rows, or if it is routed to nearly all experts.
+        """
         rows = None
         reading = None if self.comes_whole or hides_stand_ins((args, kwargs)) else self._reading(module)
         if reading is not None:
@@ -137,13 +141,16 @@ class ExpertRows(AllRows):
         self._last = call.rows
         if (
             last and rows is not None and not (self._training and self._this_step)
-        ):  # a recomputed call is routed as before
+        ):  # in training, a later call in the same step is a recomputed one, which is routed as before
             self._steadiness += _LATEST * (len(last & rows) / len(last) - self._steadiness)
         self._this_step = True
         self.need(call.rows)
 
     def _reading(self, module: nn.Module) -> StackReading | None:
-        """Returns how a call reads stacks; None if it may read all experts."""
+        """Returns how a call reads stacks; None if the call may read all experts.
+
+        If a hook or an unknown forward is the reason, the layer falls back (:meth:`fall_back`).
+        """
         if transforms_active():
             return None
         *around, experts = with_adapters(module)
@@ -163,7 +170,11 @@ class ExpertRows(AllRows):
         return reading
 
     def _read_indices(self, arguments: Sequence[Any]) -> Rows:
-        """Returns the experts whose indices a call takes; None if the indices are not clear, or if there are many."""
+        """Returns the experts whose indices a call takes; None if all experts have to be uploaded.
+
+        That is the case if the arguments have not exactly one tensor of integers, if it has :data:`_MANY` indices per expert, or
+        if an index is out of range. In the last case the layer falls back. The host waits for the indices.
+        """
         tensors = [each for each in arguments if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
         if len(tensors) != 1 or tensors[0].numel() >= _MANY * self.count:
             return None
@@ -188,7 +199,7 @@ class ExpertRows(AllRows):
     # ------------------------------------------------------------------ uploads
 
     def need(self, rows: Rows) -> None:
-        """Adds rows that the present or next use of the layer may read."""
+        """Adds rows that the present or next use of the layer may read. None adds all rows."""
         self.needed = None if rows is None or self.needed is None else self.needed | rows
 
     @property
@@ -198,15 +209,23 @@ class ExpertRows(AllRows):
 
     @property
     def ahead(self) -> Rows:  # type: ignore[override]
-        """The rows to prefetch: in backward those of forward; otherwise those of the last call, if calls are alike."""
+        """The rows to prefetch: those of the last call, or no rows.
+
+        They are prefetched in three cases: for the backward after a forward in training; if the last call needed all rows; and if
+        recent calls needed nearly the same rows.
+        """
         certain = self._last is None or (self._training and self._this_step)
         return self._last if certain or self._steadiness >= _STEADY else NOTHING
 
     def send(self, slot: Slot, source: Tensor) -> int | None:
-        """Copies the needed rows to a slot, or the rows to prefetch if none is needed. Kept rows are copied from the cache."""
+        """Copies the needed rows to a slot; if no rows are needed, the rows to prefetch.
+
+        Rows that are in the slot already are not copied. Rows that the cache has are copied from the cache. Returns the bytes
+        copied from the host; None if the caller has to upload the whole layer.
+        """
         fresh = slot.layer is not self.layer or slot.stale
         wanted = self.ahead if self.needed == NOTHING else self.needed
-        if slot.stale and slot.layer is self.layer:  # views of valid rows must see the new values
+        if slot.stale and slot.layer is self.layer:  # views of valid rows must get the new values
             wanted = None if wanted is None or self.present is None else wanted | self.present
         before = NOTHING if fresh else self.present
         self.present = None if wanted is None or before is None else before | wanted
@@ -222,17 +241,17 @@ class ExpertRows(AllRows):
         pieces = self._pieces(beside_stacks=fresh)
         self._device.copy([slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD)
         if self.cache is not None and missing & cached:
-            # An unused layer may have been uploaded into this slot before. Compute has not waited for that transfer.
+            # A layer that was never used may have been uploaded into this slot before. Compute has not waited for that transfer.
             self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
             self.cache.bring(self.layer, missing & cached, slot.memory)
-            if not (slot.locked or self.layer.state is HELD):  # otherwise later kernels will use the slot
+            if not (slot.locked or self.layer.state is HELD):  # a locked or HELD slot is used by later kernels
                 slot.idle = self._device.record(Stream.COMPUTE)
         nbytes = sum(piece.stop - piece.start for piece in pieces)
         self.sent_bytes += nbytes
         return nbytes
 
     def _pieces(self, *, beside_stacks: bool) -> list[slice]:
-        """Returns the ranges of bytes to upload: runs of rows of the stacks, and the other parameters if requested."""
+        """Returns the ranges of bytes to upload: runs of the rows in ``_sent``, and if ``beside_stacks`` all other parameters."""
         pieces = []
         runs = _runs(self._sent)
         for index, span in enumerate(self.layer.planned.spans):
@@ -244,7 +263,7 @@ class ExpertRows(AllRows):
         return pieces
 
     def arrived(self, slot: Tensor) -> None:
-        """Copies the rows of the last upload to the cache. The compute stream has waited for them."""
+        """Copies the rows of the last upload to the cache. The compute stream has waited for this upload."""
         sent, self._sent = self._sent, []
         if self.cache is not None and sent:
             self.cache.keep(self.layer, sent, slot)
@@ -263,7 +282,7 @@ class ExpertRows(AllRows):
         self.needed = NOTHING
 
     def begin_use(self) -> None:
-        """Counts the needed rows that are on the device, and those that are not."""
+        """Counts the needed rows that are on the device and the needed rows that are not, and their use in the cache."""
         slot = self.layer.slot
         present = NOTHING if slot is None else self.present
         if self.cache is not None:
@@ -278,8 +297,12 @@ class ExpertRows(AllRows):
     # ------------------------------------------------------------------ operations
 
     def compute(self, weight: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        """Runs an operation with a stack if it only reads rows of its call; otherwise returns NotImplemented."""
+        """Runs an operation with a stack if the operation only reads rows of its call; otherwise returns NotImplemented.
+
+        If the operation runs, records that only these rows get a gradient from it.
+        """
         call = self._call()
+        # A function of another tensor subclass may read any row.
         foreign = any(kind not in (Tensor, nn.Parameter) and not issubclass(kind, DeviceParameter) for kind in types)
         if call is None or foreign or not self._may_compute(call, func, args, kwargs):
             return NotImplemented
@@ -289,7 +312,7 @@ class ExpertRows(AllRows):
         if torch.is_grad_enabled() and weight.host.requires_grad:
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(partial(self._note_gradient, weight._index, call.rows))
-            else:
+            else:  # without one result that requires a gradient, the rows of the gradient cannot be recorded
                 self._read_whole = True
         return output
 
@@ -298,15 +321,16 @@ class ExpertRows(AllRows):
         call = self._call()
         if call is None:
             return False
-        # Another subclass may read any row of its plain tensors, except if the operation takes rows by their indices.
+        # A wrapped stack that is not a PackedStack may read any row of its plain tensors. So only operations that take rows by
+        # their indices are allowed with it.
         trusted = call.trusted and any(isinstance(each, PackedStack) for each in args)
         return self._may_compute(_Call(call.rows, trusted=trusted), use, args, kwargs)
 
     def computed(self, func: Callable[..., Any], output: Any) -> None:
-        """Sets the experts of an adapted stack to zero that no token is routed to.
+        """Sets the experts to zero that no token is routed to, if the function has added an adapter to a stack.
 
-        They were computed from any values, because these experts need not be in the slot. The call reads none of them, but
-        autograd saves the whole stack, and "recompute" compares what both runs save.
+        These experts were computed from arbitrary values, because they need not be in the slot. The call does not read them. But
+        autograd saves the whole result, and "recompute" compares the tensors that both forwards save.
         """
         call = self._call()
         if call is None or not call.trusted or getattr(func, "__name__", "") != _ADAPTED:
@@ -317,6 +341,7 @@ class ExpertRows(AllRows):
                 output.detach()[first:last].zero_()
 
     def _may_compute(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Returns True if a function may run with the rows in the slot. If it may read other rows, the layer falls back."""
         group = self.layer.parameters
         if group.shared or not self.layer.state.attached:
             return False
@@ -330,13 +355,14 @@ class ExpertRows(AllRows):
         return False
 
     def _reads_rows(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Returns True if a function only reads rows of the call, and these are in the slot. Called if rows are missing in it.
+        """Returns True if a function only reads rows of the call, and these are in the slot. Called if the slot lacks rows.
 
         A trusted call reads these rows by ``stack[…]``, or computes with them by a grouped product or a batched one. Any other
         function must name its rows by indices.
         """
         if call.rows is None or self.present is None or not call.rows <= self.present:
             return False
+        # Some of these functions have names with an underscore in torch (torch._grouped_mm).
         if call.trusted and (func is Tensor.__getitem__ or getattr(func, "__name__", "").lstrip("_") in _BY_GROUPS):
             return True
         if func is Tensor.__getitem__:
@@ -358,9 +384,9 @@ class ExpertRows(AllRows):
         """Returns the rows of a saved tensor.
 
         Args:
-            index: the parameter that it views. If the parameter is not a stack, there are no rows.
-            view: the saved tensor. If it has several rows of the stack, those that its call reads are returned. None for any
-                tensor of the running call.
+            index: the parameter in which the tensor begins. If it is not a stack, there are no rows. None returns all rows.
+            view: the saved tensor, a view of the slot. If it has several rows of the stack, the rows that a trusted call reads
+                are returned, or else the valid rows. None for any tensor of the running call.
             offset: bytes from the beginning of the slot.
         """
         if view is None:
@@ -393,11 +419,16 @@ class ExpertRows(AllRows):
         self._read_whole = True
 
     def _note_gradient(self, index: int, rows: Rows, gradient: Tensor) -> None:
+        """Records the rows of a gradient. A hook on the result of an operation: called in backward."""
         noted = self._gradient_rows.get(index, NOTHING)
         self._gradient_rows[index] = None if rows is None or noted is None else {*noted, *rows}
 
     def gradient_rows(self, index: int) -> Rows:
-        """Returns the rows that calls used; None if anything else contributed to the gradient."""
+        """Returns the rows of a gradient that may be nonzero, and forgets them; None for all rows.
+
+        All rows are returned if other operations than those of routed calls may have contributed, if a hook on the weight may
+        change the gradient, and if nearly all rows are used.
+        """
         rows = self._gradient_rows.pop(index, None)
         if self._read_whole or rows is None or gradient_hooks(self.layer.block.parameters[index]):
             return None
@@ -406,6 +437,7 @@ class ExpertRows(AllRows):
 
 def _numbers(index: Any, count: int) -> frozenset[int]:
     """Returns the rows that an index selects; -1, which is not a row, if they are unknown."""
+    # The exact class: True and False are ints for isinstance, but do not select a row.
     if type(index) is int:
         return frozenset({index + count * (index < 0)})
     if type(index) is Tensor and index.dtype in (torch.int32, torch.int64):

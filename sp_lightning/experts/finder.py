@@ -23,7 +23,7 @@ Places = Mapping[nn.Parameter, tuple[Place, ...]]
 
 
 class ExpertsAndEmbeddings(RowFinder):
-    """Finds stacked experts (``stacks``), and embeddings of which only rows are read."""
+    """Finds stacked experts (``stacks``), and embeddings that only look up rows."""
 
     def stacked(self, module: nn.Module) -> int:
         return stacked_rows(module)
@@ -32,7 +32,11 @@ class ExpertsAndEmbeddings(RowFinder):
         return adapting_modules(root)
 
     def looked_up(self, units: Sequence[Unit], places: Places) -> list[Unit]:
-        """Returns the embeddings that are at least as large as the median unit that is uploaded whole."""
+        """Returns the embeddings of which only looked-up rows are uploaded.
+
+        These are embeddings that only look up rows, are at least as large as the median unit without rows, and were not chosen by
+        ``layers=``.
+        """
         median = statistics.median([unit.nbytes for unit in units if not unit.rows] or [0])
         return [unit for unit in units if not unit.chosen and _only_looks_up(unit, places) and unit.nbytes >= median]
 

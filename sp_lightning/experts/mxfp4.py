@@ -17,8 +17,8 @@ _PARTS = ("blocks", "scales")
 def load_mxfp4(model: nn.Module, folder: str | Path) -> None:
     """Loads a checkpoint whose experts are MXFP4, such as gpt-oss's, and leaves the experts packed, with the bytes of the files.
 
-    ``from_pretrained`` dequantises them on a computer without kernels for MXFP4, which takes four times the memory. Build the
-    model without values. It works with every strategy::
+    On a computer without kernels for MXFP4, ``from_pretrained`` dequantises the experts, which takes four times the memory.
+    ``load_mxfp4`` works with every strategy. Build the model without values::
 
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
@@ -51,7 +51,7 @@ def load_mxfp4(model: nn.Module, folder: str | Path) -> None:
     in_mxfp4 = {
         id(owner._parameters[key])
         for full, (owner, key) in stacks.items()
-        if any(f".{full}".endswith(f".{name}") for name in packed)  # the files may be those of a part of the model
+        if any(f".{full}".endswith(f".{name}") for name in packed)  # the files may have only a part of the model
     }
     found = [each for each in find_without_values(model) if id(each.tensor) not in in_mxfp4]
     prefix = find_prefix(model, found, others, path, "load_mxfp4")
@@ -72,7 +72,17 @@ def load_mxfp4(model: nn.Module, folder: str | Path) -> None:
 
 
 def _packed(name: str, parts: list[Tensor], weight: Tensor, *, flipped: bool) -> PackedStack:
-    """Makes a packed stack in place of a weight from the two tensors in the files."""
+    """Returns the packed stack that replaces a weight.
+
+    Args:
+        name: the name of the stack in the files.
+        parts: the two tensors in the files, in the order of :data:`_PARTS`.
+        weight: the model's weight.
+        flipped: True if the weight has the shape ``(experts, in, out)``.
+
+    Raises:
+        ValueError: a tensor in the files has another dtype or shape than expected for the weight.
+    """
     experts, *matrix = weight.shape
     out, inputs = matrix[::-1] if flipped else matrix
     shapes = ((experts, out, inputs // 32, 16), (experts, out, inputs // 32))

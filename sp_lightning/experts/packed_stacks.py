@@ -30,7 +30,7 @@ from sp_lightning.torch_compat.private import (
 )
 
 _AT_ONCE = 2**25
-"""About as many values are quantised at once: torchao makes several temporary tensors in float32."""
+"""About this number of values is quantised at once, because torchao makes several temporary tensors in float32."""
 _BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 """By format, the number of values with a common scale. They follow each other along the inputs of a linear layer."""
 _QUANTISED = (torch.float32, torch.bfloat16)
@@ -43,13 +43,14 @@ _aten = torch.ops.aten
 
 
 class PackedStack(Tensor):
-    """Matrices in 4 bits: an operation on them computes with the dequantised ones. They cannot be trained.
+    """Matrices in 4 bits. An operation on them computes with the dequantised matrices. They cannot be trained.
 
     ``stack[i]``, ``detach``, ``clone``, ``to``, and a transposition of the last two dimensions give a packed tensor. Autograd
-    keeps the packed tensor for backward, too.
+    saves the packed tensor for backward as well.
 
-    The only write is ``copy_`` from a packed tensor of the same format and layout, as ``load_state_dict`` calls it. A view
-    (``stack[i]``, or a transposed stack) cannot be written. So Superpipeline need not look for writes after each use of a view.
+    The only operation that writes is ``copy_`` from a packed tensor of the same format and layout, as in ``load_state_dict``. A
+    view (``stack[i]``, or a transposed stack) cannot be written. So Superpipeline need not look for writes after each use of a
+    view.
 
     Args:
         values: ``uint8`` of shape ``(experts, out, in / 2)`` or ``(out, in / 2)``: two values in each byte, the first one in the
@@ -97,7 +98,7 @@ class PackedStack(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch.DisableTorchFunctionSubclass():  # results are not made packed tensors
+        with torch.DisableTorchFunctionSubclass():  # so that results do not become packed tensors
             return func(*args, **(kwargs or {}))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -109,14 +110,14 @@ class PackedStack(Tensor):
         return PackedStack(tensors["values"], tensors["scales"], tensors.get("factors"), *context)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the plain tensors. Wrapper subclasses cannot be loaded with a callable map_location, as Lightning does."""
+        """Pickles the plain tensors: torch cannot load wrapper subclasses with a callable map_location, which Lightning uses."""
         context = (self.flipped, self.transposed, self.dtype)
-        scales = self.scales.view(torch.uint8)  # pickle does not know their dtype
+        scales = self.scales.view(torch.uint8)  # pickle does not support their dtype
         return _unpickled, (self.values, scales, self.factors, *context, isinstance(self, nn.Parameter))
 
     @property
     def data(self) -> Any:
-        """The data of a tensor. Only a tensor with the same packing can be assigned: torch does not assign packed values."""
+        """The data of a tensor. Only a tensor with the same packing can be assigned, whose packed values replace the old ones."""
         return tensor_data.__get__(self)
 
     @data.setter
@@ -126,7 +127,7 @@ class PackedStack(Tensor):
                 f"Assigning {type(other).__name__} to the .data of {self!r}. Expected the same format and layout. Assign another "
                 "parameter instead: module.weight = nn.Parameter(…)."
             )
-        tensor_data.__set__(self, other)  # its dtype
+        tensor_data.__set__(self, other)  # torch assigns the dtype, and not the packed values
         self.values, self.scales, self.factors = other.values, other.scales, other.factors
 
     def share_memory_(self) -> PackedStack:
@@ -148,8 +149,9 @@ class PackedStack(Tensor):
         scales = self.scales.float()
         if self.factors is not None:
             scales = self.factors * scales
-        # torch multiplies in float32 and rounds once. Values of 4 bits are exact in every dtype.
-        make_pairs = _pairs if type(self.values) is Tensor else _pairs.__wrapped__  # tracers have tensors of their own
+        # torch multiplies in float32 and rounds once. Values of 4 bits are exact in every dtype. The cache of `_pairs` must not
+        # get a tracer's tensors.
+        make_pairs = _pairs if type(self.values) is Tensor else _pairs.__wrapped__
         values = make_pairs(self.dtype, self.device)[self.values.int()].view(*scales.shape, -1)
         dense = values.mul_(scales.unsqueeze(-1)).flatten(-2)
         if self.flipped:
@@ -205,7 +207,10 @@ class PackedStack(Tensor):
         return func(*args, **kwargs)
 
     def _packed(self, func: Any, args: Any, kwargs: Any) -> PackedStack | None:
-        """Returns the result of a function that leaves the weight packed; None if it needs the values."""
+        """Returns the result of a function that leaves the weight packed; None if the function needs dequantised values.
+
+        A ``copy_`` from a packed tensor of the same layout writes the packed values.
+        """
         if func in (_aten.detach.default, _aten.alias.default):
             return self._each(Tensor.detach, read_only=self.read_only)
         if func is _aten.clone.default and (kwargs.get("memory_format") in _SAME_STRIDES or self.is_contiguous()):
@@ -240,14 +245,14 @@ class PackedStack(Tensor):
 
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the two values of each byte, of shape ``(256, 2)``. Made once, because the host waits for the copy to a device."""
+    """Returns the two values of each byte, of shape ``(256, 2)``. Made once per device, because the host waits for the copy."""
     with no_inference_mode():
         values = torch.tensor(_VALUES, dtype=dtype, device="cpu")
         return torch.stack([values.repeat(16), values.repeat_interleave(16)], 1).to(device)
 
 
 def _writes_packed(func: Any, args: Any, kwargs: Any) -> bool:
-    """Returns True if a function writes a packed tensor: its first argument, one of a list there, or ``out=``."""
+    """Returns True if a function writes, and its first argument, an entry of that argument, or ``out=`` is a packed tensor."""
     written = (*args[:1], kwargs.get("out"))
     return writes_arguments(func) and any(isinstance(each, PackedStack) for each in tree_leaves(written))
 
@@ -290,8 +295,8 @@ def pack_experts(module: nn.Module, format: Packing = "nvfp4") -> list[str]:  # 
     Raises:
         ImportError: torchao is missing.
         ValueError: the format is unknown; the module has no stacked experts, or they are packed already; a matrix has a number of
-            inputs that is not a multiple of 16 (``"nvfp4"``) or 32 (``"mxfp4"``); or a value is not finite. Except for the last
-            case, nothing is changed then.
+            inputs that is not a multiple of 16 (``"nvfp4"``) or 32 (``"mxfp4"``); or a value is not finite. Only in the last case
+            some stacks may have been replaced already.
     """
     if format not in _BLOCKS:
         raise ValueError(f'Got format={format!r}. Expected "nvfp4" or "mxfp4".')
@@ -327,7 +332,7 @@ def _stacks_to_pack(module: nn.Module, format: Packing) -> list[tuple[str, nn.Mo
 
 
 def _quantise(name: str, stack: Tensor, format: Packing, *, flipped: bool) -> nn.Parameter:  # noqa: A002
-    """Returns a stack in 4 bits. Quantises some experts at a time."""
+    """Returns a stack in 4 bits. Quantises some experts at a time. Raises a ValueError if a value is not finite."""
     quantise = _quantise_nvfp4 if format == "nvfp4" else _quantise_mxfp4
     dense = stack.transpose(1, 2) if flipped else stack
     count = _experts_at_once(dense)
@@ -365,12 +370,12 @@ def _experts_at_once(stack: Tensor) -> int:
 
 
 def _has_values(stack: Tensor) -> bool:
-    """Returns True if a stack has memory. Those of ``plan`` and on the meta device have none."""
+    """Returns True if a stack has memory. Fake tensors (``superpipeline plan``) and tensors on the meta device have none."""
     return not (stack.is_meta or isinstance(stack, FakeTensor))
 
 
 def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
-    # torch joins no tensors of some 8-bit dtypes.
+    # torch.cat does not support some 8-bit dtypes.
     return torch.cat([piece.view(torch.uint8) for piece in pieces]).view(pieces[0].dtype)
 
 

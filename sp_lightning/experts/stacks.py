@@ -30,7 +30,7 @@ _OF_INDICES = frozenset((
 ))  # fmt: skip
 _OF_OTHERS = frozenset(["batch", "block", "head", "layer", "position", "step"])
 NEARLY_ALL = 3 / 4
-"""If a call uses at least this share of the experts, the whole layer is uploaded at once, and prefetched for the next call."""
+"""If a call uses at least this share of the experts, the whole layer is uploaded, and prefetched for the next call."""
 # The module of transformers that defines ``use_experts_implementation``.
 _INTERFACE = "transformers.integrations.moe"
 _TORCH = ("torch", "math", "builtins", "typing")
@@ -74,10 +74,11 @@ def _adapts(module: nn.Module) -> bool:
 
 
 def routed_share(module: nn.Module, args: Sequence[Any]) -> float:
-    """Returns the share of a module's stacked experts that a call is expected to use, if all are equally likely.
+    """Returns the share of a module's stacked experts that a call is expected to upload, if all are equally likely.
 
     The last dimension of the indices holds the experts of one token, which are distinct. If the indices have one dimension,
-    each is for one token. If there are no indices among the positional arguments, the share is 1.
+    each is for one token. The share is 1 if the call is expected to use :data:`NEARLY_ALL` experts or more, or if the positional
+    arguments do not have exactly one tensor of integers.
     """
     count = stacked_rows(with_adapters(module)[-1])
     indices = [each for each in args if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
@@ -94,15 +95,17 @@ def _lies_by_rows(stack: Tensor) -> bool:
 
 
 def _are_together(stack: Tensor) -> bool:
+    """Returns True if the elements of a row fill its memory without gaps, and the rows follow each other."""
     row = stack.numel() // len(stack)
     extent = sum((n - 1) * s for n, s in zip(stack.shape[1:], stack.stride()[1:], strict=True)) + 1
     return stack.stride(0) == row == extent
 
 
 def _is_routed(module: nn.Module) -> bool:
-    """Returns True if the module's forward takes hidden states, indices and weights, and a name identifies the indices.
+    """Returns True if the module's forward takes hidden states, indices and weights.
 
-    Only names distinguish a module of experts from an attention with its heads in one parameter, whose forward takes a mask.
+    The name of the class, or of an argument after the hidden states, must say so. Only names distinguish a module of experts from
+    an attention with its heads in one parameter, whose forward takes a mask.
     """
     try:
         parameters = signature(type(module).forward).parameters.values()
@@ -120,15 +123,18 @@ class StackReading(enum.Enum):
     """Describes how a module's forward reads its stacks."""
 
     ROUTED_ROWS = enum.auto()
-    """It reads only the rows whose indices it takes, also through views."""
+    """The forward reads only the rows whose indices it takes, also through views."""
     BY_TORCH = enum.auto()
-    """It reads stacks only through torch functions, so each of these calls can be checked."""
+    """The forward reads stacks only through torch functions, so each of these calls can be checked."""
     UNKNOWN = enum.auto()
-    """It may pass stacks to code that torch does not see, for example a kernel that takes pointers."""
+    """The forward may pass stacks to code that torch does not see, for example a kernel that takes pointers."""
 
 
 def how_it_reads(module: nn.Module) -> StackReading:
-    """Returns how the forward of a module of stacked experts reads them. Each call asks again, because it may have changed."""
+    """Returns how the forward of a module of stacked experts reads them.
+
+    Called before each call of the module, because the forward and the configuration may have changed.
+    """
     owner: Any = type(module)
     forward = owner.forward
     if "forward" in vars(module):
@@ -161,13 +167,14 @@ def how_it_reads(module: nn.Module) -> StackReading:
 def _names_beside_torch(owner: Any) -> frozenset[str] | None:
     """Returns the names that a class's forward uses; None if it may use more than torch and functions of its own file.
 
-    These functions, and methods of the class, are checked in the same way.
+    Functions of the class's file that the forward uses, and methods of the class, are checked in the same way.
     """
     seen: set[Any] = set()
     functions: list[Any] = [owner.forward]
     of_all: set[str] = set()
     while functions:
         function = functions.pop()
+        # A closure may hold any object. The variable ``__class__``, which ``super()`` needs, only holds the class.
         if not isinstance(function, FunctionType) or {*function.__code__.co_freevars} - {"__class__"}:
             return None
         seen.add(function)
@@ -198,7 +205,10 @@ def _is_foreign(attribute: Any, names: Collection[str]) -> bool:
 
 
 def _is_data(value: Any, names: Collection[str]) -> bool:
-    """Returns True if a value belongs to torch, or has no callable attribute with one of these names."""
+    """Returns True if a value belongs to torch, or neither is callable nor has a callable attribute with one of these names.
+
+    Callables of torch are allowed as attributes. Of a container, all values must fulfil this.
+    """
     if isinstance(value, (list, tuple, set, dict)):
         return all(_is_data(each, names) for each in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, Tensor) or _is_of_torch(value):

@@ -22,24 +22,27 @@ _ALONE = {
 """torch's optimizers that step each parameter by itself. LBFGS and SparseAdam do not."""
 
 DECLARES = "steps_each_parameter_alone"
-"""The attribute by which a user's class declares it."""
+"""The attribute by which a user's class declares that it steps each parameter by itself."""
 
 
 def steps_alone(optimizer: Any) -> bool:
-    """Returns True if an optimizer steps each parameter by itself. A layer's step then has the bits of the whole step."""
+    """Returns True if an optimizer steps each parameter by itself. Then steps of layers are bit-identical to the whole step."""
     return not is_declared(optimizer) or bool(getattr(type(optimizer), DECLARES, False))
 
 
 def is_declared(optimizer: Any) -> bool:
-    """Returns True if only the user can know whether an optimizer steps each parameter by itself."""
+    """Returns True if the class of an optimizer has to declare that it steps each parameter by itself.
+
+    Optimizers of torch, bitsandbytes and torchao that are known to do so need no declaration.
+    """
     if is_torchs(optimizer):
         return type(optimizer).__name__ not in _ALONE
-    # Stochastic rounding draws random numbers in the order of all parameters.
+    # torchao's are not separable with stochastic rounding, which draws random numbers in the order of all parameters.
     return not (is_of_bitsandbytes(optimizer) or is_separable(optimizer))
 
 
 def is_torchs(optimizer: Any) -> bool:
-    """Returns True if an optimizer's class is one of torch's. Classes that derive from one are not."""
+    """Returns True if an optimizer's class is one of torch's. A class that derives from one may step in its own way."""
     kind = type(optimizer)
     return getattr(torch.optim, kind.__name__, None) is kind
 
@@ -58,8 +61,12 @@ def against_gpu(optimizers: Sequence[Any]) -> str:
 
 
 def depends_on_places(optimizer: Any) -> str:
-    """Returns why an optimizer depends on the identity or the place of its parameters, which copies lack; else empty."""
-    if not is_of_bitsandbytes(optimizer) or not hasattr(optimizer, "mng"):  # its PytorchLARS is an ordinary optimizer
+    """Returns why an optimizer depends on the identity or the address of its parameters; empty if it does not.
+
+    The copies that step on the GPU have neither.
+    """
+    # bitsandbytes' PytorchLARS is an ordinary optimizer: it has no `mng`.
+    if not is_of_bitsandbytes(optimizer) or not hasattr(optimizer, "mng"):
         return ""
     if optimizer.is_paged:
         return (
@@ -72,11 +79,13 @@ def depends_on_places(optimizer: Any) -> str:
 
 
 class DeclaredStep:
-    """Checks the step of a user's class: it may change only parameters and their own state. Other changes would be lost.
+    """Checks the step of a user's class, which may change only parameters and their own state. Other changes would be lost.
+
+    Made before the step. :meth:`compare` is called after it.
 
     Args:
         part_of: the part of the optimizer that steps, with its settings.
-        twins: its parameters on the GPU.
+        twins: the parameters on the GPU that ``part_of`` steps.
         device: the GPU.
     """
 
@@ -88,10 +97,12 @@ class DeclaredStep:
         self._groups = [_settings(group) for group in part_of.param_groups]
         self._of_twins = [dict(vars(twin)) for twin in twins]
         self._gradients = [twin.grad for twin in twins]
-        self._known = set(part_of.state)  # a state holds its parameter as its key
+        # New state adds a reference to its parameter, the key. So the parameters that have state already are recorded.
+        self._known = set(part_of.state)
         self._random = device.random_states()
         self._own_generators = _generator_states([self._attributes, *self._groups])
-        # Other threads (for example a logger's) may draw from these. So only the first step of each layer compares them.
+        # Other threads (for example a logger's) may draw from the generators of Python and NumPy. So only the first step of each
+        # layer, which has no state yet, compares them.
         self._python = None if self._known else _python_states()
         self._references = [sys.getrefcount(twin) for twin in twins]
 
@@ -102,7 +113,7 @@ class DeclaredStep:
             state: the state of the parameters on the GPU.
 
         Raises:
-            RuntimeError: something else has changed, or state cannot be copied between host and GPU.
+            RuntimeError: the step has changed something else, or has made state that cannot be copied between host and GPU.
         """
         part_of, twins = self._part, self._twins
         groups = [_settings(group) for group in part_of.param_groups]
@@ -146,6 +157,7 @@ def _generator_states(settings: Iterable[dict[str, Any]]) -> list[bytes]:
 
 
 def _settings(of: dict[str, Any]) -> dict[str, Any]:
+    """Returns the attributes of an optimizer, or the entries of a group, without parameters, groups and state."""
     return {name: value for name, value in of.items() if name not in ("params", "param_groups", "state")}
 
 

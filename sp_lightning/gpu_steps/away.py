@@ -44,7 +44,7 @@ class OnGpu(ParameterRole):
             return super().__torch_function__(func, types, args, kwargs or {})
         values = tree_leaves((args, kwargs))
         if cls.is_foreign() and not writes_in_place(func, kwargs or {}):
-            cls._updates.await_work(values)
+            cls._updates.await_work(values)  # lands the layers, and does not change the classes of parameters
             return super().__torch_function__(func, types, args, kwargs or {})
         for kind in types:
             if issubclass(kind, OnGpu):
@@ -56,7 +56,7 @@ class OnGpu(ParameterRole):
         return not cls._updates.threads.own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        updates = self._updates  # its ordinary class has none
+        updates = self._updates  # read first: after landing, the parameter has its ordinary class without `_updates`
         if self.is_foreign():
             updates.await_work([self])
             return ParameterRole.__deepcopy__(self, memo)
@@ -65,5 +65,9 @@ class OnGpu(ParameterRole):
 
 
 def role_of(updates: BackgroundUpdates | None) -> type[OnGpu]:
-    """Returns the role of the host parameters of one run."""
+    """Returns the role of the host parameters of one run.
+
+    Args:
+        updates: the updates of the run, which land layers; None if no layer stays.
+    """
     return type("OnDevice", (OnGpu,), {"_updates": updates})

@@ -18,14 +18,14 @@ from sp_lightning.torch_compat.private import tree_leaves
 
 
 class SeparateState:
-    """A layer's state, with separate memory for each tensor, as a :class:`StateStore` that stores it elsewhere needs it.
+    """A layer's state, with separate memory for each tensor. A state store with the state elsewhere (``elsewhere``) needs this.
 
     Args:
         tensors: the tensors in the optimizer's ``state``.
 
     Attributes:
         tensors: as given.
-        spans: where each tensor lies on the GPU.
+        spans: the place of each tensor in GPU memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -34,11 +34,11 @@ class SeparateState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of GPU memory that it takes."""
+        """Bytes of GPU memory that the state takes."""
         return total_bytes(self.spans)
 
     def for_upload(self, memory: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the targets in GPU memory and the sources of uploads."""
+        """Returns the targets of uploads, in GPU memory of :attr:`nbytes` bytes, and their sources on the host."""
         return [part(memory, span) for span in self.spans], self.for_download()
 
     def for_download(self) -> list[Tensor]:
@@ -53,17 +53,17 @@ class SeparateState:
         )
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Returns True if these are the same tensors, in the same order and in the same memory."""
+        """Returns True if these are the same tensors, in the same order, in memory of this object. This class has no memory."""
         return False
 
 
 class HostState(SeparateState):
-    """A layer's state in one piece of memory, which is uploaded at once.
+    """A layer's state in one piece of memory, which is uploaded in one copy.
 
     Args:
         device: allocates the memory.
-        like: tensors of the same shapes, dtypes and strides.
-        pin: whether it is page-locked.
+        like: tensors with the shapes, dtypes and strides of the state.
+        pin: True to page-lock the memory.
 
     Attributes:
         tensors: the tensors in the optimizer's ``state``, each a view with a storage of its own.
@@ -90,11 +90,15 @@ class HostState(SeparateState):
 
 
 def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Collection[int]) -> Iterator[Tensor]:
-    """Yields the tensors of optimizer state that plain Lightning has on the GPU.
+    """Yields the tensors of optimizer state that plain Lightning has on the GPU, each once.
 
-    - The tensors that a step on the GPU has made: ``known`` has their ids.
-    - Tensors of a loaded state that ``load_state_dict`` copies to the GPU: all except step counters, unless a kernel reads
-      the counters.
+    - The tensors that a step on the GPU has made.
+    - Tensors of a loaded state that ``load_state_dict`` copies to the GPU. If no kernel reads step counters (groups that are
+      neither ``capturable`` nor ``fused``), it copies all tensors except these counters.
+
+    Args:
+        groups, state: an optimizer's groups with the parameters of a layer, and its state.
+        known: the ``id`` of each tensor that a step on the GPU has made.
     """
     seen = set[int]()
     for group in groups:
@@ -114,10 +118,10 @@ def is_plain(leaf: Any) -> bool:
 
 
 def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: Set[str]) -> None:
-    """Gives these parameters their own constants: loaded state has one tensor for all layers.
+    """Gives the parameters of a layer their own copies of constants: a loaded state has one tensor for all layers.
 
     Args:
-        groups, state: an optimizer's groups with these parameters, and its state.
+        groups, state: an optimizer's groups with the parameters of the layer, and its state. The state is changed in place.
         constants: the names of constants; see :func:`~sp_lightning.updates.fused.constants_of`.
     """
     own = dict[Tensor, Tensor]()
@@ -127,7 +131,7 @@ def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: 
 
 
 def ids_of_constants(state: dict[Any, Any], constants: Set[str]) -> set[int]:
-    """Returns the ``id`` of each constant in a state: of each tensor that steps read and never write.
+    """Returns the ``id`` of each constant in a state. A constant is a tensor that steps read and never write.
 
     Args:
         state: an optimizer's state.

@@ -2,11 +2,12 @@
 
 Weights and optimizer state are in host memory that transfers read and write. For its update, a layer's weights, gradients and
 state are uploaded to one of two slots, so that the next layer's upload and the last layer's download overlap with the step. The
-optimizer finds ordinary parameters and tensors on the GPU, in the form (foreach, fused, capturable) that its user chose.
+optimizer finds ordinary parameters and tensors on the GPU, and steps them in the form (foreach, fused, capturable) that its user
+chose.
 
 Steps have a stream of their own. On the model's stream, the next forward's kernels would wait for the state of layers that they
-do not need yet. The two streams share no memory: weights go through the host, or are fetched from the tensors that a step has
-made.
+do not need yet. The two streams share no memory: new weights are uploaded from the host again, or a fetch copies them from the
+tensors that a step has made.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class StepsOnDevice(LayerStepper):
 
     Args:
         device: the GPU.
-        pin: whether host memory of state is page-locked.
+        pin: True to page-lock host memory of state.
         slots: the number of slots of the largest layer's size, see :class:`StepSlots`.
-        updates: the updates of the run, which land layers that stay; None if no layer does.
-        steps_all: whether all layers step on the GPU.
+        updates: the updates of the run, which land layers that stay; None if no layer stays.
+        steps_all: True if all layers step on the GPU; False if only the layers that stay there.
     """
 
     steps_some = True
@@ -70,7 +71,7 @@ class StepsOnDevice(LayerStepper):
         self._slots = StepSlots(device, slots)
         self._state = StateExchange(device, pin=pin)
         self._ahead = False
-        # The layers that were stepped last. Their next fetch may copy on the GPU.
+        # The layers that were stepped last: their new weights are still on the GPU, from where their next fetch may copy them.
         self._fresh = deque[StreamedLayer]()
         self.staying = StayingLayers(device, self._state, updates)
 
@@ -98,13 +99,14 @@ class StepsOnDevice(LayerStepper):
             key: the layer, and the user's optimizer.
             part_of: the layer's part of that optimizer, with the host's parameters in its groups.
             step: the optimizer's own code, which steps ``part_of``.
-            declared: whether only the user's class says that it steps each parameter by itself, which is then checked.
+            declared: True if only the user's class declares that it steps each parameter by itself. The step is then checked.
 
         Raises:
-            RuntimeError: the step does other things.
+            RuntimeError: a declared step does other things than step each parameter by itself.
         """
         groups, state = part_of.param_groups, state_of(part_of)
-        # Only parameters that step: the state of one without a gradient could be taken for that of another one of its shape.
+        # Leaves out parameters without a gradient: their state could be taken for the state of another parameter of the same
+        # shape. A declared step gets all parameters, because a user's class may step them without a gradient.
         step_groups = [
             {**group, "params": [p for p in group["params"] if p.grad is not None or declared]} for group in groups
         ]
@@ -122,7 +124,7 @@ class StepsOnDevice(LayerStepper):
                 step()
                 if contract is not None:
                     contract.compare(part_of.state)
-                # A user's class may write a gradient through .data, which no version shows.
+                # A user's class may write a gradient through .data, which no version shows. So its gradients count as written.
                 written = [
                     g if g is not None and g._version != v and g is twin.grad else None
                     for g, twin, v in zip(gradients, twins, versions, strict=True)
@@ -135,7 +137,7 @@ class StepsOnDevice(LayerStepper):
                 raise
 
     def _settle(self, layer: StreamedLayer) -> None:
-        """After an error, waits until nothing reads the host's weights or a slot for the failed update."""
+        """After an error, waits until no stream copies weights, state or a slot for the failed update."""
         device = self._device
         for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
             device.wait(Stream.STEP, device.record(stream), Wait.STEP_AFTER_BRING)
@@ -155,12 +157,17 @@ class StepsOnDevice(LayerStepper):
     def _bring(
         self, layer: int, trained: Sequence[nn.Parameter], held: SeparateState | None
     ) -> tuple[StepSlot, list[nn.Parameter], dict[int, Tensor]]:
-        """Uploads what a layer's update needs to a slot, except gradients that have stayed on the GPU.
+        """Uploads the weights, gradients and state for a layer's update to a slot, except gradients that stayed on the GPU.
+
+        Args:
+            layer: the index of the layer, for the timeline.
+            trained: the host parameters that are stepped.
+            held: their state; None if there is none yet.
 
         Returns:
             - The slot.
-            - The parameters in the slot, with their gradients.
-            - The tensors of the state in the slot, by the ``id`` of the host's.
+            - The twins of the parameters, in the slot, with their gradients.
+            - The tensors of the state in the slot, by the ``id`` of the host tensor.
         """
         device = self._device
         made = [narrow_and_changes(p.grad) for p in trained]
@@ -182,7 +189,7 @@ class StepsOnDevice(LayerStepper):
         device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
         device.access(memory[:nbytes], Stream.STEP, write=True)
         for event in {id(each): each for each in computed if each is not None}.values():
-            # Backward runs on another stream than the background if the user has chosen one.
+            # If user code has chosen a stream for backward, the step stream has not waited for its kernels yet.
             device.wait(Stream.STEP, event, Wait.DRAIN_AFTER_GRADIENT)
         arrived = iter(targets[len(trained) :])
         twins = []
@@ -211,8 +218,8 @@ class StepsOnDevice(LayerStepper):
         Args:
             part_of: the part of the optimizer.
             groups: its parameter groups, with only the host parameters that this step updates.
-            twins: the parameters on the GPU, by the ``id`` of the host's.
-            uploaded: the tensors of its state on the GPU, by the ``id`` of the host's.
+            twins: the parameters on the GPU, by the ``id`` of the host parameter.
+            uploaded: the tensors of the part's state on the GPU, by the ``id`` of the host tensor.
 
         Returns:
             The tensors of the state that stay on the host, each with the copy that is stepped. If the step succeeds, the values
@@ -255,14 +262,14 @@ class StepsOnDevice(LayerStepper):
         stepped: Sequence[tuple[nn.Parameter, nn.Parameter, Tensor | None]],
         states: tuple[dict[Any, Any], dict[Any, Any], list[tuple[Tensor, Tensor]]],
     ) -> None:
-        """Downloads the results of a step, and gives the user's optimizer its state on the host.
+        """Begins to download the results of a step, and gives the user's optimizer its state on the host.
 
         Args:
             key: the layer, and the user's optimizer.
             slot: the slot of the layer.
-            stepped: parameters on the host and on the GPU, with the gradient on the GPU if the step has written it.
-            states: the state after the step, by the parameters on the GPU; the user's state, by the host's; tensors of it that
-                stay on the host, each with the copy that was stepped.
+            stepped: each host parameter, its twin, and the twin's gradient if the step has written it; otherwise None.
+            states: the state after the step, by twin; the user's state, by host parameter; and the tensors of the user's state
+                that stay on the host, each with the copy that was stepped.
         """
         layer, device = key[0], self._device
         pairs = [(p, twin) for p, twin, _ in stepped]
@@ -274,7 +281,7 @@ class StepsOnDevice(LayerStepper):
         copies += self._state.give_back(key, pairs, *states)
         targets, sources = map(list, zip(*copies, strict=True))
         made = for_fetch(layer, casts, pairs) if self._ahead else []
-        # Without the constants: no step writes them, and downloads of the layer before may still read them.
+        # Without the constants: no step writes them, and downloads of the layer before may still be reading them.
         constants = ids_of_constants(states[0], constants_of(key[1]))
         device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.STEP, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
@@ -291,7 +298,7 @@ class StepsOnDevice(LayerStepper):
                 if twin._version:  # as on plain Lightning: with some versions of torch a fused step shows none
                     increment_version(p)
         if places and (current or set(places) <= {id(p) for p, _ in pairs}):
-            layer.casts.mark_current()
+            layer.casts.mark_current()  # all casts are new, or were current before
         elif layer.masters is not None:
             device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             layer.casts.refresh(by=Stream.UPDATE)
@@ -301,8 +308,9 @@ class StepsOnDevice(LayerStepper):
     def norms(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Returns the norms of gradients, see :meth:`LayerStepper.norms`.
 
-        Gradients are uploaded in groups, alternately to the two halves of a buffer, so that uploads overlap with the computation
-        of norms. A gradient that is larger than a half uses the whole buffer.
+        If all gradients are on the GPU, nothing is uploaded. Otherwise they are uploaded in groups, alternately to the two halves
+        of a buffer, so that uploads overlap with the computation of norms. A gradient that is larger than a half uses the whole
+        buffer.
         """
         device, made = self._device, list(map(narrow_and_changes, gradients))
         if all(getattr(gradient, "computed", None) is not None for gradient in gradients):  # they are on the GPU
@@ -319,7 +327,7 @@ class StepsOnDevice(LayerStepper):
                 used += sizes[end]
                 end += 1
             buffer, read = (memory, halves[-1][1]) if used > half else halves[0]
-            if read is not None:  # the norms of the gradients that were in this half, or in both
+            if read is not None:  # the event after the norms of the gradients that were in this memory before
                 device.wait(Stream.UPLOAD, read, Wait.FETCH_AFTER_USE)
             came = [each for each, _ in made[at:end]]
             targets = [part(buffer, span) for span in lay_out(("", each) for each in came)]
@@ -342,7 +350,13 @@ class StepsOnDevice(LayerStepper):
 
 
 def _norm_of(came: Tensor, dtype: torch.dtype, changes: Sequence[Change]) -> Tensor:
-    """Returns the norm of a gradient on the GPU in its own dtype, with its changes."""
+    """Returns the norm of a gradient on the GPU.
+
+    Args:
+        came: the gradient as backward has computed it.
+        dtype: the dtype in which the norm is computed.
+        changes: the changes of the gradient since backward. They are made in a copy.
+    """
     wide = came.to(dtype, copy=bool(changes))
     for change in changes:
         change(wide)
@@ -350,5 +364,5 @@ def _norm_of(came: Tensor, dtype: torch.dtype, changes: Sequence[Change]) -> Ten
 
 
 def make_stepper(device: Device, plan: Plan, updates: BackgroundUpdates, pin: bool) -> StepsOnDevice:
-    """Makes the steps on the GPU of a run, as :data:`~sp_lightning.engine.streamer.MakeStepper` says."""
+    """Makes the stepper of a run. See :data:`~sp_lightning.engine.streamer.MakeStepper`."""
     return StepsOnDevice(device, pin=pin, slots=plan.step_slots, updates=updates, steps_all=plan.steps_on_device)

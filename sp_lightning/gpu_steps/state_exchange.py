@@ -20,13 +20,13 @@ from sp_lightning.updates.layer_stepper import Key
 
 
 class StateExchange:
-    """The host memory of optimizer state, and the counters of what steps on the GPU copy.
+    """The host memory of optimizer state, and the counters of the bytes that are copied for steps on the GPU.
 
-    Layers that are uploaded for each step (``on_device``) and layers that stay on the GPU (``staying``) share it.
+    Layers that are uploaded for each step (``on_device``) and layers that stay on the GPU (``staying``) share this object.
 
     Args:
         device: the GPU.
-        pin: whether host memory of state is page-locked.
+        pin: True to page-lock host memory of state.
 
     Attributes:
         on_disk: True if state is written to a disk between two updates. Then each tensor has memory of its own.
@@ -45,7 +45,15 @@ class StateExchange:
         return self._moved[Stream.UPLOAD], self._moved[Stream.DOWNLOAD]
 
     def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
-        """Records copies in the counters and in the timeline."""
+        """Records copies in the counters and in the timeline.
+
+        Args:
+            kind: the kind of the interval in the timeline.
+            layer: the index of the layer.
+            begun: the mark at which the copies began.
+            stream: the stream of the copies, which has no later ones.
+            copied: the copied tensors.
+        """
         nbytes = sum(each.nbytes for each in copied)
         self._moved[stream] += nbytes
         self._device.note(kind, layer, begun, stream, nbytes)
@@ -53,7 +61,11 @@ class StateExchange:
     # ------------------------------------------------------------------ to the GPU
 
     def join(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
-        """Moves the tensors of a layer's state into one piece of memory: a checkpoint or user code may have exchanged them."""
+        """Returns the state of a layer that plain Lightning has on the GPU, in host memory for an upload; None if there is none.
+
+        The tensors are moved into one piece of memory, unless each needs memory of its own. This is repeated if a checkpoint or
+        user code has exchanged tensors.
+        """
         held = self._states.get(key)
         known = set() if held is None else set(map(id, held.tensors))
         tensors = list(of_device(groups, state, known))
@@ -76,9 +88,9 @@ class StateExchange:
         return held
 
     def separate(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
-        """Returns the state of a layer that plain Lightning has on the GPU, each tensor in its own memory; None if there is none.
+        """Returns the state of a layer that plain Lightning has on the GPU, as separate tensors; None if there is none.
 
-        Called for layers that stay on the GPU: the host memory of their state is freed.
+        Called for layers that stay on the GPU. This object drops its reference to the host memory of their state.
         """
         held = self._states.pop(key, None)
         known = set() if held is None else set(map(id, held.tensors))
@@ -96,13 +108,13 @@ class StateExchange:
 
         Args:
             parameters: the host parameters.
-            twins: the parameters on the GPU, by the ``id`` of the host's.
+            twins: the parameters on the GPU, by the ``id`` of the host parameter.
             state: the user's state.
-            uploaded: the tensors of the state that were uploaded, by the ``id`` of the host's.
+            uploaded: the uploaded tensors of the state, by the ``id`` of the host tensor.
 
         Returns:
             - The state, by the parameters on the GPU.
-            - The tensors of it that stay on the host, each with the copy that is stepped.
+            - The tensors of the state that stay on the host, each with the copy that is stepped.
         """
         stay = list[tuple[Tensor, Tensor]]()
 
@@ -134,7 +146,7 @@ class StateExchange:
     ) -> list[tuple[Tensor, Tensor]]:
         """Puts the state of a step on the GPU into the user's optimizer, as tensors on the host.
 
-        The caller downloads their values. Until that has ended, the tensors on the host have no valid values.
+        The caller downloads the values. Until the downloads have ended, the tensors on the host have no valid values.
 
         Args:
             key: the layer and its optimizer.
@@ -144,7 +156,7 @@ class StateExchange:
             stay: tensors that stay on the host, each with the copy that was stepped, from :meth:`on_gpu`.
 
         Returns:
-            The downloads: each tensor on the host, with the one on the GPU that is copied to it.
+            The downloads: each tensor on the host, with the tensor on the GPU that is copied to it.
         """
         entries = [(p, new[twin]) for p, twin in pairs if new.get(twin)]
         of_host = {id(stepped): own.copy_(stepped) for own, stepped in stay}
@@ -162,7 +174,7 @@ class StateExchange:
         return copies
 
     def _anew(self, like: Sequence[Tensor]) -> SeparateState:
-        """Returns host memory for new state."""
+        """Returns host memory for new state, without values, with the shapes, dtypes and strides of ``like``."""
         if self.on_disk:
             return SeparateState([torch.empty_like(each, device="cpu") for each in like])
         return HostState(self._device, like, pin=self._pin)
@@ -175,12 +187,12 @@ class StateExchange:
 def _unshared(
     key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Collection[int]
 ) -> list[Tensor]:
-    """Returns the tensors of a layer's state that plain Lightning has on the GPU, after giving each parameter its own ones.
+    """Returns the tensors of a layer's state that plain Lightning has on the GPU. First gives the layer its own constants.
 
     Args:
         key: the layer and its optimizer.
         groups, state: the optimizer's groups with the layer's parameters, and its state.
-        known: the ``id`` of tensors that a step on the GPU has made.
+        known: the ``id`` of each tensor that a step on the GPU has made.
     """
     if constants := constants_of(key[1]):
         unshare(groups, state, constants)

@@ -1,11 +1,12 @@
-"""Layers that stay on the GPU: their optimizer steps them in their slots, so a step transfers nothing of them.
+"""Layers that stay on the GPU: their optimizer steps them in their slots, so a step copies neither their weights nor their state.
 
 Such a layer has a slot of its own. Its first step uploads its weights and its optimizer state. From then on the GPU's copy
 is the valid one (``layer.kept``). The host parameters have a class (``gpu_steps.away``) that *lands* the layer when user code
-needs one of them: it downloads weights and state. User code may then write them, so the next step uploads them again.
+needs one of them: it downloads weights and state. User code may then write weights and state, so the next step uploads both
+again.
 
-Steps are issued to a stream that waits for the kernels that compute had to run when the background was given the step
-(:meth:`Device.later`). So a step writes the slot after the last kernel that read it.
+Steps are issued to a stream of their own. It waits for all kernels that were issued to the compute stream before the step was
+queued for the background (:meth:`Device.later`). So a step writes the slot after the last kernel that read it.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class _Weights:
     """The weights of a layer and of its masters on the GPU.
 
     Attributes:
-        targets: each weight, by the ``id`` of the host parameter: in the layer's slot; masters are beside it.
+        targets: each weight on the GPU, by the ``id`` of the host parameter: masters in ``memory``, other weights in the slot.
         casts: the masters' casts in the slot, by the ``id`` of the host parameter.
-        memory: the memory of the masters.
+        memory: the memory of the masters; None if the layer has none.
         parameters: the host parameters, in the order of ``targets``.
     """
 
@@ -58,9 +59,9 @@ class _Part:
     """A layer on the GPU in one optimizer.
 
     Attributes:
-        twins: the parameters on the GPU, by the ``id`` of the host's.
+        twins: the parameters on the GPU, by the ``id`` of the host parameter.
         state: the optimizer's state, by the parameters on the GPU.
-        of_host: tensors of the state that plain Lightning has on the host, too: the user's, and the copy that is stepped.
+        of_host: the tensors of the state that stay on the host, as on plain Lightning, each with the copy that is stepped.
         nbytes: bytes of the state on the GPU.
         counted: the number of parameters whose state ``nbytes`` counts.
     """
@@ -73,15 +74,15 @@ class _Part:
 
 
 class StayingLayers:
-    """The layers that stay: the background steps them, and the host lands them.
+    """The layers that stay: the background thread steps them, and code that needs their host parameters lands them.
 
     Args:
         device: the GPU.
-        state: exchanges optimizer state between host and GPU. Layers that do not stay share it.
+        state: exchanges optimizer state between host and GPU. It is also used for layers that do not stay.
         updates: the updates of the run, which land layers; None if no layer stays.
 
     Attributes:
-        nbytes: bytes of GPU memory of masters and state. Slots are not included.
+        nbytes: bytes of GPU memory of masters and state, without slots.
     """
 
     def __init__(self, device: Device, state: StateExchange, updates: BackgroundUpdates | None = None) -> None:
@@ -93,7 +94,7 @@ class StayingLayers:
         self.nbytes = 0
 
     def _count(self) -> None:
-        """Counts :attr:`nbytes` again. It is stored because it is read several times for each layer."""
+        """Computes :attr:`nbytes` anew. The number is stored because it is read several times for each layer."""
         masters = sum(each.memory.nbytes for each in self._weights.values() if each.memory is not None)
         self.nbytes = masters + sum(each.nbytes for parts in self._parts.values() for each in parts.values())
 
@@ -129,7 +130,7 @@ class StayingLayers:
             for p, twin in zip(stepped, twins, strict=True):
                 resemble(twin, p)
             gradients = self._give_gradients(stepped, twins)
-            # A user's class may write a gradient through .data, which no version shows.
+            # A user's class may write a gradient through .data, which no version shows. So its gradients count as written.
             before = [(t._version, None if declared or t.grad is None else t.grad._version) for t in twins]
             part_of.state = kept.state
             part_of.param_groups = [{**g, "params": [kept.twins[id(p)] for p in g["params"]]} for g in step_groups]
@@ -155,12 +156,15 @@ class StayingLayers:
                 self._count()
 
     def bring(self, layer: StreamedLayer) -> None:
-        """Uploads a layer that is not stepped."""
+        """Uploads a frozen layer, so that the GPU's copy is the valid one."""
         with self._device.on(Stream.STEP):
             self.keep(layer)
 
     def keep(self, layer: StreamedLayer) -> None:
-        """Uploads a layer, if the GPU's copy is not the valid one already. Then it is."""
+        """Makes the GPU's copy of a layer the valid one: uploads the layer and its masters, and casts the masters.
+
+        If the GPU's copy is valid already, does nothing.
+        """
         if layer.kept:
             return
         device, slot = self._device, layer.own_slot
@@ -188,7 +192,7 @@ class StayingLayers:
             found.casts[id(p)].copy_(found.targets[id(p)])
         layer.casts.mark_current()
         layer.stepped = device.record(Stream.STEP)
-        layer.kept = layer.newer_than_host = True
+        layer.kept = layer.newer_than_host = True  # the values are equal, but `hide` may free the host's memory
         self._count()
 
     def hide(self, layer: StreamedLayer) -> None:
@@ -199,7 +203,12 @@ class StayingLayers:
                 member.block.hide()
 
     def _arrive(self, sources: Iterable[Tensor], *memory: Tensor | None) -> None:
-        """Makes steps wait for uploads to this memory, and the host as well: user code may write the sources from now on."""
+        """Makes steps and the host wait for uploads. The host waits because user code may write the sources from now on.
+
+        Args:
+            sources: the host tensors that the uploads read.
+            memory: the memory that the uploads write.
+        """
         device, sent = self._device, self._device.record(Stream.UPLOAD)
         device.wait(Stream.STEP, sent, Wait.STEP_AFTER_BRING)
         device.access([each for each in memory if each is not None], Stream.STEP, write=True)
@@ -209,7 +218,7 @@ class StayingLayers:
     def _bring_state(self, key: Key, groups: Sequence[dict[str, Any]], state: dict[Any, Any], kept: _Part) -> None:
         """Makes twins of the parameters of one optimizer that have none in ``kept`` yet, and uploads their state.
 
-        The host's entries for these parameters are empty afterwards.
+        Adds both to ``kept``. The user's ``state`` has empty entries for these parameters afterwards.
         """
         groups = [{**group, "params": [p for p in group["params"] if id(p) not in kept.twins]} for group in groups]
         if not any(group["params"] for group in groups):
@@ -235,7 +244,7 @@ class StayingLayers:
         kept.of_host += of_host
 
     def _give_gradients(self, stepped: Sequence[nn.Parameter], twins: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Gives the parameters on the GPU their gradients. Returns the gradients that were not offloaded."""
+        """Gives the twins their gradients. Uploads gradients that were offloaded, and returns those that stayed on the GPU."""
         device = self._device
         made = [(p, twin, *narrow_and_changes(p.grad)) for p, twin in zip(stepped, twins, strict=True)]
         stayed = [came for p, _, came, _ in made if getattr(p.grad, "computed", None) is not None]
@@ -260,6 +269,7 @@ class StayingLayers:
         return stayed
 
     def _upload(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Returns copies of gradients in GPU memory. Steps and the host wait for the uploads."""
         device, spans = self._device, lay_out(("", each) for each in gradients)
         memory = device.upload_target(total_bytes(spans), Stream.STEP)
         targets = [part(memory, span) for span in spans]
@@ -274,14 +284,26 @@ class StayingLayers:
         twins: Sequence[nn.Parameter],
         before: Sequence[tuple[int, int | None]],
     ) -> None:
-        """Makes the versions of host parameters show that they were written, and casts the new weights."""
+        """Completes a step: increments the versions of host parameters that were written, and casts new weights.
+
+        Gradients that the step has written are downloaded to ``param.grad``, or replace a narrow gradient.
+
+        Args:
+            key: the layer, and the user's optimizer.
+            stepped, twins: the host parameters, and their twins.
+            before: before the step, the version of each twin, and of its gradient. None if the gradient counts as written.
+
+        Raises:
+            RuntimeError: the step has given a parameter another dtype or shape.
+        """
         layer, device, weights = key[0], self._device, self._weights[key[0]]
         what = f"{type(key[1]).__name__}.step has given a parameter of {layer.name!r}"
+        # Only for the errors of `written_by`: nothing is downloaded.
         list(written_by(what, ((p, twin, None) for p, twin in zip(stepped, twins, strict=True))))
         written = list[tuple[Tensor, Tensor]]()
         for p, twin, (version, gradients) in zip(stepped, twins, before, strict=True):
             place = weights.targets[id(p)]
-            if twin.data_ptr() != place.data_ptr():  # twin.data = other
+            if twin.data_ptr() != place.data_ptr():  # the step has set `twin.data = other`
                 place.copy_(twin.detach())
                 twin.data = place
             if id(p) in weights.casts:
@@ -297,7 +319,7 @@ class StayingLayers:
                 device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
                 device.copy([gradient], [on_gpu], Stream.DOWNLOAD)
         if written:
-            # User code may read it at any time, so the host waits. Few optimizers write gradients.
+            # User code may read the gradients at any time, so the host waits. Few optimizers write gradients.
             for stream in (Stream.STEP, Stream.DOWNLOAD):
                 device.synchronize(device.record(stream), Wait.READ_AFTER_TAKE)
         layer.casts.mark_current()
@@ -305,7 +327,7 @@ class StayingLayers:
     # ------------------------------------------------------------------ back to the host
 
     def land(self, layer: StreamedLayer) -> None:
-        """Downloads the weights and the state of a layer. The GPU's copy is still valid."""
+        """Downloads the weights and the state of a layer, if the host's are older. The GPU's copy is still valid."""
         if layer.newer_than_host:
             with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
                 self._land(layer)
@@ -317,7 +339,7 @@ class StayingLayers:
         copies = [(p.data, weights.targets[id(p)]) for p in weights.parameters]
         places = layer.casts.places(Stream.DOWNLOAD, values_change=False)  # graphs have saved the casts on the GPU
         copies += [(places[key], cast) for key, cast in weights.casts.items() if key in places]
-        # Not the parameters of the optimizer's groups: user code may have removed one, and then finds its state as before.
+        # Not the parameters of the optimizer's groups: user code may have removed one, and must still find its state.
         known = {id(p): p for p in weights.parameters}
         for optimizer, kept in self._parts[layer].items():
             pairs = [(known[key], twin) for key, twin in kept.twins.items()]
@@ -336,7 +358,7 @@ class StayingLayers:
 
     def make_host_valid(self, layer: StreamedLayer) -> None:
         """Makes the host's copy of a layer the valid one, after :meth:`land`. The next fetch or step uploads it again."""
-        # A fetch into the slot waits for the last use by compute, not for the step that wrote the slot. So the step must be over.
+        # A fetch into the slot waits for the last use by compute, but not for the step that wrote the slot. So the host waits.
         self._device.synchronize(layer.stepped, Wait.READ_AFTER_TAKE)
         layer.kept = False
         self._parts.pop(layer, None)

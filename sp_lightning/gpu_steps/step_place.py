@@ -39,7 +39,7 @@ class MeasuredPlace(StepPlace):
         return False
 
     def _choose(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> tuple[bool, str]:
-        """Returns True if the GPU is the better place, and why.
+        """Returns True if the GPU is the better place, otherwise False; and the reason.
 
         Raises:
             ValueError: the user's ``optimizer_overlap`` is not possible on the GPU.
@@ -78,7 +78,7 @@ class MeasuredPlace(StepPlace):
 
         Args:
             stepping: the optimizers.
-            there, here: when updates would run on the GPU and on the CPU.
+            there, here: the phase that updates would overlap with on the GPU, and on the CPU.
         """
         on_device, on_host = self._count("gpu", there), self._count("cpu", here)
         if on_device.state is None:

@@ -1,4 +1,4 @@
-"""GPU memory in which layers are stepped: two slots, so that one layer is uploaded while another one is downloaded."""
+"""GPU memory in which layers are stepped: two slots, so that a layer is uploaded while another layer is downloaded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class StepSlot:
 
     Attributes:
         memory: flat ``uint8``.
-        downloaded: the event after the download of the last update's results; None after a wait for it.
-        results: the tensors that are downloaded. They live until then, as some are not in the slot.
+        downloaded: the event after the download of the last update's results; None if the host has waited for it.
+        results: the tensors that the download reads. They are kept until its end, because some of them are not in the slot.
     """
 
     memory: Tensor
@@ -30,8 +30,8 @@ class StepSlots:
     """The slots. A layer that is much larger than the others, for example an embedding, uses both.
 
     Args:
-        device: allocates them.
-        count: the number of slots of the largest layer's size. With one, two of the other layers fit at once.
+        device: allocates the memory.
+        count: the number of slots of the largest layer's size. With one, each half has room for a layer of half that size.
     """
 
     def __init__(self, device: Device, count: int) -> None:
@@ -42,11 +42,17 @@ class StepSlots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of GPU memory that the slots take."""
+        """The bytes of GPU memory that the slots take."""
         return self._slots[0].memory.nbytes if self._slots else 0
 
     def take(self, nbytes: int) -> StepSlot:
-        """Returns the least recently used half, or both if one is too small, after its last update is downloaded."""
+        """Returns a slot for an update: the least recently used half, or all of the memory if a half is too small.
+
+        Waits until the results of the slot's last update are downloaded. If all of the memory is too small, allocates more.
+
+        Args:
+            nbytes: the bytes of the update's weights, gradients and state.
+        """
         if nbytes > self.nbytes:
             self.free()
             memory = self._device.upload_target(aligned(nbytes) * self._count, Stream.STEP)

@@ -1,4 +1,4 @@
-"""Estimates where optimizers step faster, by the bytes that a step copies, reads and writes, and by what it multiplies."""
+"""Estimates where optimizers step faster, by the bytes that a step copies, reads and writes, and by its multiplications."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ class Machine:
 
 
 def measure(device: Device) -> Machine:
-    """Measures a machine, in about a tenth of a second."""
+    """Measures the rates of this machine, in about a tenth of a second.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has no memory for the copies.
+    """
     here, there = device.host_empty(_NBYTES, pin=True)[:_NBYTES], device.upload_target(_NBYTES)
     here.fill_(1)
     device.pin(here)
@@ -59,7 +63,7 @@ def measure(device: Device) -> Machine:
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """Returns the shortest of three times, after a warm-up."""
+    """Returns the shortest time of three calls of ``work``, after a warm-up."""
     work()
     taken = []
     for _ in range(3):
@@ -70,19 +74,22 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def least_seconds(ledger: Ledger, machine: Machine, computing: float = 0.0) -> float:
-    """Returns the seconds of a step with all its batches, if only PCIe, host memory or the CPU takes time.
+    """Returns the seconds of a step with all its micro-batches, as if its uploads, downloads, passes and computation overlapped.
 
     Args:
         ledger: the bytes that a step copies, reads and writes.
         machine: the rates of the machine.
-        computing: seconds of the CPU.
+        computing: the seconds that the CPU computes.
     """
     up, down = ledger.sent
     return max(up / machine.upload, down / machine.download, ledger.traffic / machine.host_memory, computing)
 
 
 def host_seconds_of(optimizers: Iterable[Any], machine: Machine) -> float:
-    """Returns the seconds that steps on the CPU compute, if that takes longer than their passes over memory."""
+    """Returns the seconds that steps on the CPU compute: Muon's, and those of torchao's optimizers.
+
+    The other optimizers count as 0, because their passes over memory take longer.
+    """
     total = 0.0
     for optimizer in optimizers:
         trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

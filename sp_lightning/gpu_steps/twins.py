@@ -1,4 +1,4 @@
-"""Twins: copies of a layer's parameters on the GPU, which are stepped, and the copies of the results."""
+"""Twins: copies of a layer's parameters on the GPU, which an optimizer steps. Lists the copies of a step's results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tre
 
 
 def twin_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    """Returns a parameter with the user's class, on the GPU. Its version shows whether the step has written it."""
+    """Returns a twin: a parameter with the user's class on the GPU. Its version shows whether the step has written it.
+
+    Args:
+        parameter: the host parameter.
+        value: its value in GPU memory, which becomes the twin's memory.
+    """
     kind = type(parameter)
     users = kind.users if issubclass(kind, ParameterRole) else kind
     twin: Any = nn.Parameter(value.data, requires_grad=False)
@@ -26,7 +31,7 @@ def twin_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 
 def resemble(twin: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Gives a twin the attributes that the parameter has now."""
+    """Gives a twin the attributes of its host parameter, and ``requires_grad``, as they are now."""
     twin.requires_grad = parameter.requires_grad
     vars(twin).clear()
     vars(twin).update(vars(parameter))
@@ -35,11 +40,13 @@ def resemble(twin: nn.Parameter, parameter: nn.Parameter) -> None:
 def written_by(
     what: str, stepped: Iterable[tuple[nn.Parameter, nn.Parameter, Tensor | None]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the weights and gradients that a step has written, as pairs on the host and on the GPU.
+    """Yields the downloads after a step: the target on the host and the source on the GPU.
+
+    These are all stepped weights, and the gradients that the step has written.
 
     Args:
         what: the beginning of the error.
-        stepped: parameters on the host and on the GPU, with the gradient there if the step has written it.
+        stepped: each host parameter, its twin, and the twin's gradient if the step has written it; otherwise None.
 
     Raises:
         RuntimeError: the step has given a parameter another dtype or shape.
@@ -58,12 +65,12 @@ def written_by(
 def for_fetch(
     layer: StreamedLayer, casts: Mapping[int, Tensor], pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]
 ) -> list[tuple[Span, Tensor]]:
-    """Returns the tensors of the layer's next fetch, with their places in a slot; empty if the host has to send some.
+    """Returns the tensors of the layer's next fetch, with their places in a slot; empty if the fetch has to upload from the host.
 
     Args:
         layer: the layer.
         casts: the casts of its new weights, by the ``id`` of the host parameter.
-        pairs: the parameters that were stepped, on the host and on the GPU.
+        pairs: the host parameters that were stepped, each with its twin.
     """
     parameters = [p for member in layer.family for p in member.block.parameters]
     there = {id(p): twin.detach() for p, twin in pairs}
@@ -76,14 +83,20 @@ def for_fetch(
 
 
 def made_on(device: torch.device, states: Iterable[Any]) -> list[Tensor]:
-    """Returns the tensors of new state that are on the GPU, each once."""
+    """Returns the tensors in some values of new state that are on the GPU, each once."""
     leaves = [leaf for values in states for leaf in tree_leaves(values)]
     plain = [each for each in leaves if type(each) is Tensor and each.layout is torch.strided]
     return list({id(each): each for each in plain if each.device == device}.values())
 
 
 def to_host(leaf: Any, of_host: Mapping[int, Tensor]) -> Any:
-    """Returns a leaf of new state as the user finds it: ``of_host`` has host tensors by the ``id`` of a tensor on the GPU."""
+    """Returns a leaf of new state as the user finds it, with tensors on the host.
+
+    Args:
+        leaf: the leaf.
+        of_host: the host tensors, by the ``id`` of the tensor of the step. Other leaves are returned unchanged, except wrapped
+            tensors, which are copied.
+    """
     if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):
         return leaf.to("cpu")
     return of_host.get(id(leaf), leaf)

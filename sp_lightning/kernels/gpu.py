@@ -1,9 +1,9 @@
 """Updates on the CPU that have the bits of torch's optimizers on a GPU.
 
 The optimizer of an unchanged program steps on the GPU, where torch's operators round in another way than on the CPU. torch's
-source shows nearly all of it. The choices of nvcc are tried: a kernel is used only if its results are bit-identical to those of
-torch's own optimizer on this GPU, for a sample of numbers that distinguishes all choices. Otherwise torch's operators for the CPU
-step, and the last bits differ.
+source shows nearly all of this rounding. The rest are choices of nvcc, which are tried one after the other: a kernel is used only
+if its results are bit-identical to those of torch's own optimizer on this GPU, for a sample of numbers that distinguishes all
+choices. If no kernel's results are, torch's operators step on the CPU, and the last bits differ.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from sp_lightning.torch_compat.private import step_as_torch
 Settings = Mapping[str, Any]
 """The keyword arguments of a fused operator."""
 Run = Callable[[Compiled, Tensor, Tensor, list[Tensor | None], dict[str, float]], None]
-"""Runs a kernel with a weight, a gradient, state and numbers."""
+"""A function that runs a kernel. Arguments: the kernel, a weight, its gradient, its state, and the result of :func:`numbers`."""
 
 _COUNT, _COUNT_OF_HALVES = 1 << 16, 1 << 18
-"""Elements of a sample. In 16 bits, few results show a rounding in float32."""
+"""Elements of a sample in float32, and of a sample in 16 bits: more, because few 16-bit results show how float32 was rounded."""
 _STEPS = (1.0, 2.0, 3.0, 7.0, 31.0, 1000.0, 54321.0)
-"""Numbers of steps that are compared, because bias corrections differ."""
+"""The step numbers at which results are compared: each has another bias correction."""
 _TABLE = 256
-"""Steps whose powers are computed on the GPU at once."""
+"""The number of consecutive steps for which the GPU computes the powers of a beta at once."""
 
 
 def numbers(variant: Variant, settings: Settings, steps: float) -> dict[str, float]:
@@ -40,11 +40,11 @@ def numbers(variant: Variant, settings: Settings, steps: float) -> dict[str, flo
 
     Args:
         variant: the update.
-        settings: of the optimizer.
+        settings: the keyword arguments of the fused operator.
         steps: the number of this step; the first is 1.
 
     Raises:
-        ZeroDivisionError: a beta is 1, as on the GPU.
+        ZeroDivisionError: Adam's first beta is 1. torch's ``foreach`` optimizer raises the same error.
     """
     assert variant.like is not None
     lr, decay = float(settings["lr"]), float(settings["weight_decay"])
@@ -57,7 +57,8 @@ def numbers(variant: Variant, settings: Settings, steps: float) -> dict[str, flo
     beta1, beta2 = settings["beta1"], settings["beta2"]
     if variant.like.form == "fused":
         bias1, bias2 = (_bias(variant.like.device, beta, int(steps)) for beta in (beta1, beta2))
-        # A product, quotient or root of float32 numbers in double precision is rounded to float32 as if it were exact.
+        # The GPU computes these numbers in float32. A product, quotient or root of float32 numbers that is computed in double
+        # precision and then rounded to float32 is equal to the exact result, rounded once.
         lr32 = float32(lr)
         decayed = float32(lr32 * float32(decay)) if variant.kind == "adamw" else decay
         numbers = {"beta1": beta1, "beta2": beta2, "decay": decayed, "eps": eps}
@@ -71,12 +72,13 @@ def numbers(variant: Variant, settings: Settings, steps: float) -> dict[str, flo
 
 
 def _bias(device: torch.device, beta: float, steps: int) -> float:
-    """Returns 1 - beta ** steps in float32 as the GPU computes it, whose ``powf`` differs from the CPU's."""
+    """Returns 1 - beta ** steps in float32 as the GPU computes it: the GPU's ``powf`` differs from the CPU's."""
     return float(_bias_table(device, beta, steps // _TABLE)[steps % _TABLE])
 
 
 @lru_cache(64)
 def _bias_table(device: torch.device, beta: float, part: int) -> Tensor:
+    """Returns 1 - beta ** steps for :data:`_TABLE` numbers of steps, from ``part * _TABLE`` on, in host memory."""
     steps = torch.arange(part * _TABLE, (part + 1) * _TABLE, dtype=torch.float32, device=device)
     return (1 - torch.pow(torch.full_like(steps, beta), steps)).cpu()
 
@@ -86,29 +88,32 @@ def _bias_table(device: torch.device, beta: float, part: int) -> Tensor:
 
 @cache
 def find_confirmed(variant: Variant, run: Run) -> tuple[Compiled, GpuRecipe] | None:
-    """Returns a kernel for a plain variant whose results equal those of torch's optimizer on the GPU; None if there is none.
+    """Returns a kernel whose results equal those of torch's optimizer on the GPU, with its recipe; None if no kernel's do.
+
+    The first call for a variant compiles kernels and compares them.
 
     Args:
-        variant: an update without casts and changes of the gradient.
-        run: runs a kernel.
+        variant: an update without casts and changes of the gradient (:attr:`Variant.plain`).
+        run: runs a kernel. It is an argument because its file, ``update``, imports this one.
     """
     assert variant.like is not None
     recipes = gpu_recipes(variant)
     if variant.weight is not torch.float32:
-        # 16 bits hide how float32 was rounded. The operators' source is the same for all dtypes.
+        # 16-bit results hide how float32 was rounded, so the recipe is that of float32 weights: the operators' source is the same
+        # for all dtypes. The kernel is compared in 16 bits as well.
         of_float32 = find_confirmed(replace(variant, weight=torch.float32).plain, run)
         recipes = [] if of_float32 is None else [of_float32[1]]
     drawn = cache(partial(sample, variant))
-    expected = cache(partial(_expected, variant, drawn))  # the GPU computes once for all recipes
+    expected = cache(partial(_expected, variant, drawn))  # the GPU computes each step once, for all recipes
     return find_kernel(variant, recipes, partial(_agrees, variant, drawn, expected, run))
 
 
 Outcome = list[Tensor | None]
-"""A weight and its state, after an update."""
+"""A weight and its state after an update. In a sample, the gradient is between the two."""
 
 
 def _expected(variant: Variant, drawn: Callable[[], Outcome], steps: float) -> Outcome:
-    """Returns the sample after a step of torch's optimizer on the device."""
+    """Returns the sample's weight and state after step number ``steps`` of torch's optimizer on the GPU, in host memory."""
     assert variant.like is not None
     to = partial(Tensor.to, device=variant.like.device, copy=True)
     weight, gradient, *state = [each if each is None else to(each) for each in drawn()]
@@ -126,6 +131,7 @@ def _agrees(
     kernel: Compiled,
     _: GpuRecipe,
 ) -> bool:
+    """Returns True if a kernel updates the sample with the GPU's bits at each of :data:`_STEPS`."""
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
         for steps in _STEPS:
             weight, gradient, *state = [each if each is None else each.clone() for each in drawn()]
@@ -149,13 +155,14 @@ def same(tensor: Tensor | None, other: Tensor | None) -> bool:
 def sample(variant: Variant) -> list[Tensor | None]:
     """Returns a weight, its gradient, and its state, such that the results of all recipes of a variant differ.
 
-    A third has usual numbers. A third has all exponents, subnormal numbers included. The numbers of one element have about the
-    same exponent: otherwise one of them alone decides a sum. The rest has zeros, infinities, NaN, and the least and largest
-    numbers.
+    A third of the elements have normally distributed values. Another third have all exponents, subnormal numbers included. In
+    that third, the weight, the gradient and the state of one element have about the same exponent: otherwise one of them alone
+    would decide a sum. The other elements have zeros, infinities, NaN, and the least and largest numbers.
     """
     dtype = variant.weight
     count = _COUNT if dtype is torch.float32 else _COUNT_OF_HALVES
-    generator = torch.Generator("cpu").manual_seed(0)  # users may have set other defaults
+    # Devices and dtypes are explicit: users may have set other defaults.
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
@@ -169,7 +176,7 @@ def sample(variant: Variant) -> list[Tensor | None]:
     )  # fmt: skip
     chosen = torch.randint(len(special), (5, count - 2 * part), generator=generator, device="cpu")
     weight, gradient, average, squares, largest = torch.cat([usual, scaled, special[chosen]], dim=1)
-    # The squares of usual gradients.
+    # These two hold squares of gradients, so they are not negative.
     squares, largest = (torch.cat([each[: 2 * part].square(), each[2 * part :].abs()]) for each in (squares, largest))
     made = {"weight": weight, "gradient": gradient, "average": average, "squares": squares, "largest": largest}
     of = {name: each.to(torch.float32).to(dtype) for name, each in made.items()}
@@ -182,8 +189,9 @@ def sample(variant: Variant) -> list[Tensor | None]:
 
 
 def settings_of(variant: Variant) -> dict[str, Any]:
-    """Returns settings of a variant for torch's operator."""
-    # In a fused step, decay is a product with the learning rate. A small one hardly shows how it was rounded.
+    """Returns keyword arguments of torch's fused operator with which the kernels of a variant are compared."""
+    # A fused AdamW step multiplies weight decay by the learning rate. With a small decay, few results show how this product was
+    # rounded.
     large = variant.like is not None and variant.like.form == "fused"
     common = {"lr": 0.017, "weight_decay": (5.1 if large else 0.03) * variant.decays, "maximize": variant.maximize}
     if variant.kind in ("adam", "adamw"):
@@ -191,5 +199,5 @@ def settings_of(variant: Variant) -> dict[str, Any]:
     if variant.kind == "adagrad":
         return common | {"lr_decay": 0.01, "eps": 1e-7}
     own = {"momentum": 0.8 * variant.momentum, "nesterov": variant.nesterov, "is_first_step": variant.first}
-    own["lr"] = 0.7  # with a small one, the sum hardly shows how the product was rounded
+    own["lr"] = 0.7  # with a small one, few sums show how the product of rate and gradient was rounded
     return common | own | {"dampening": 0.0 if variant.nesterov else 0.1}

@@ -1,9 +1,9 @@
-"""Writes the text of updates that have the bits of torch's optimizers on a GPU.
+"""Writes LLVM's assembly of updates and norms that have the bits of torch's operators on a GPU.
 
 Sources: ``adam.py``, ``sgd.py`` and ``adagrad.py`` of ``torch/optim``, ``ForeachFunctors.cuh``, ``DeviceAddCmulCdiv.cuh``,
-``Lerp.h`` and ``fused_adam_utils.cuh`` of torch 2.11 to 2.14. ``foreach`` calls one operator after the other. Each computes in
-float32 and writes the dtype of its tensor, so that each line below ends with a rounding. ``fused`` is one operator, which rounds
-what it stores.
+``Lerp.h`` and ``fused_adam_utils.cuh`` of torch 2.11 to 2.14. ``foreach`` calls one operator after the other. Each operator
+computes in float32 and stores its result in the dtype of its tensor, so each result is rounded (``_written``). ``fused`` is one
+operator, which rounds only the values that it stores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sp_lightning.kernels.variants import EACH, RECIPES, THREADS, WARP, GpuNormA
 
 
 def text(what: Any, recipe: Any) -> str:
-    """The text of an update, or of the sums of squares of gradients in a dtype."""
+    """Returns the text of a kernel: of an update (``what`` is a variant), or of sums of squares (``what`` is a dtype)."""
     if isinstance(what, Variant):
         assert what.like is not None
         return update(what, recipe, {"foreach": _ForeachStep, "fused": _FusedStep}[what.like.form])
@@ -27,14 +27,14 @@ def text(what: Any, recipe: Any) -> str:
 
 
 class _OfGpu(Elements):
-    """The operations that both forms share."""
+    """Writes the operations that the forms ``foreach`` and ``fused`` share."""
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a · b + c with one rounding, on any processor."""
+        """Returns a · b + c with one rounding, on processors without ``fma`` as well."""
         return self._call("fma", a, b, c)
 
     def _sum(self, operator: str, a: Value, b: Value, c: Value) -> Value:
-        """a · b + c, rounded once or twice as the operator was compiled."""
+        """Returns a · b + c, rounded once or twice, as nvcc has compiled ``operator``, a name in :data:`OPEN`."""
         if operator in self._recipe.usual:
             return self.fma(a, b, c)
         return self._kernel.fadd(self._kernel.fmul(a, b), c)
@@ -46,7 +46,7 @@ class _OfGpu(Elements):
         return self._kernel.bitcast(self._bits(0x3F800000), self._float)
 
     def update(self) -> Value:
-        """Writes the whole update. Returns the new weight."""
+        """Writes the whole update of these elements. Returns their new weights."""
         variant, kernel = self._variant, self._kernel
         weight, gradient = self._load("weight", variant.weight), self.gradient()
         for number in range(variant.factors):
@@ -60,10 +60,10 @@ class _OfGpu(Elements):
 
 
 class _ForeachStep(_OfGpu):
-    """torch's default on a GPU."""
+    """Writes an update as torch's ``foreach`` operators compute it: torch's default on a GPU."""
 
     def _written(self, value: Value) -> Value:
-        """Rounds a result to the dtype in which the next operator reads it."""
+        """Rounds a result to the dtype in which the next operator reads it. Returns it in float32."""
         dtype, kernel = self._variant.weight, self._kernel
         if dtype is torch.float32:
             return value
@@ -87,7 +87,7 @@ class _ForeachStep(_OfGpu):
         way = kernel.fsub(gradient, average)
         if self._variant.near:
             average = self._written(self._sum("lerp", self._number("rate1"), way, average))
-        else:  # end - (end - self) · (1 - weight)
+        else:  # torch's second formula of lerp(self, end, weight): end - (end - self) · (1 - weight)
             average = self._written(self._sum("lerp", way, self._number("beyond1"), gradient))
         squares = self._written(kernel.fmul(squares, self._number("beta2")))
         squares = self._written(self._sum("addcmul", self._number("rate2"), kernel.fmul(gradient, gradient), squares))
@@ -105,7 +105,7 @@ class _ForeachStep(_OfGpu):
         return self._written(self._sum("addcdiv", self._number("step"), kernel.fdiv(average, below), weight))
 
     def _larger(self, value: Value, other: Value) -> Value:
-        """``_foreach_maximum``: NaN if either is."""
+        """Returns the larger value as ``_foreach_maximum`` does: NaN if one of the two is NaN."""
         kernel = self._kernel
         larger = kernel.select(kernel.fcmp_ordered(">", value, other), value, other)
         return kernel.select(kernel.fcmp_unordered("uno", value, value), value, larger)
@@ -120,7 +120,7 @@ class _ForeachStep(_OfGpu):
             self._keep(0, momentum)
             if self._variant.nesterov:
                 gradient = self._add(gradient, momentum, self._number("momentum"))
-                if self._variant.writes_gradient:
+                if self._variant.writes_gradient:  # as torch, so that user code reads the same gradient after the step
                     self._store("gradient", gradient, self._variant.gradient)
             else:
                 gradient = momentum
@@ -136,7 +136,7 @@ class _ForeachStep(_OfGpu):
 
 
 class _FusedStep(_OfGpu):
-    """torch's optimizers with ``fused=True``: Adam and AdamW."""
+    """Writes an update as torch's optimizers compute it with ``fused=True``: Adam and AdamW."""
 
     def _adam(self, weight: Value, gradient: Value) -> Value:
         kernel, average, squares = self._kernel, self._state(0), self._state(1)
@@ -151,7 +151,7 @@ class _FusedStep(_OfGpu):
         self._keep(0, average)
         self._keep(1, squares)
         if self._variant.amsgrad:
-            largest = self._state(2)  # std::max(largest, squares), where a NaN of the first one wins
+            largest = self._state(2)  # std::max(largest, squares): ``largest`` if one of the two is NaN
             squares = kernel.select(kernel.fcmp_ordered("<", largest, squares), squares, largest)
             self._keep(2, squares)
         below = kernel.fdiv(self._call("sqrt", squares), self._number("bias2"))
@@ -160,23 +160,24 @@ class _FusedStep(_OfGpu):
 
 
 def _sums(dtype: torch.dtype, recipe: GpuNormRecipe) -> str:
-    """Sums of the squares of gradients' chunks, as a block of the GPU's threads adds them up; items are chunks.
+    """Returns the text of a kernel that sums the squares of chunks of gradients in the order of a block of the GPU's threads.
 
-    Source: ``LpNormFunctor`` of ``foreach_reduce.cuh`` and ``BlockReduceSum`` of ``block_reduce.cuh``. Of each 2,048 elements,
-    every thread takes four: side by side if the gradient has a multiple of four, else 512 apart. It has a sum for each of
-    the four, and adds these at the end. Then 32 threads add theirs to one sum, and the 16 sums of such warps are added to one.
+    The kernel's items are chunks. Source: ``LpNormFunctor`` of ``foreach_reduce.cuh`` and ``BlockReduceSum`` of
+    ``block_reduce.cuh``. Of each 2,048 elements, every one of 512 threads takes four. They are adjacent if the gradient's number
+    of elements is a multiple of four, and 512 apart otherwise. A thread has a sum for each of the four, and adds the four sums at
+    the end. Then each warp of 32 threads adds the sums of its threads, and the sums of the 16 warps are added.
     """
     kernel, width, stripe = Kernel(GpuNormArguments), 8, THREADS * EACH
-    # An address has no type, as those of the arguments.
+    # Vectors and single elements are read at these addresses, so they are converted to pointers without a type.
     memory = [kernel.alloca(ir.ArrayType(F32, size)) for size in (stripe, THREADS)]
     for each_one in memory:
-        each_one.align = 64  # no vector lies in two lines of the cache
+        each_one.align = 64  # so that no vector lies in two cache lines
     sums, of_threads = (kernel.inttoptr(kernel.ptrtoint(each_one, I64), PLACE) for each_one in memory)
-    variant = Variant("sgd", dtype, None, 0, maximize=False, decays=False)  # which widens gradients in the same way
+    variant = Variant("sgd", dtype, None, 0, maximize=False, decays=False)  # used only to widen gradients of this dtype
     vector = ir.VectorType(F32, width)
 
     def add(width: int, at: Value, index: Value) -> None:
-        """Adds the squares of elements from ``index`` on to the sums from ``at`` on."""
+        """Adds the squares of ``width`` elements from ``index`` on to as many sums from ``at`` on."""
         elements = _OfGpu(kernel, variant, RECIPES[0], width, index)
         wide, kind = elements.gradient(), F32 if width == 1 else vector
         place = kernel.at(sums, at, F32)
@@ -185,12 +186,12 @@ def _sums(dtype: torch.dtype, recipe: GpuNormRecipe) -> str:
         kernel.store(added, place, align=4)
 
     def plus(beyond: int, thread: Value) -> None:
-        """Adds another thread's sum to a thread's: that of thread + beyond."""
+        """Adds the sum of thread number ``thread + beyond`` to the sum of ``thread``."""
         places = [kernel.at(of_threads, each, F32) for each in (thread, kernel.add(thread, I64(beyond)))]
         kernel.store(kernel.fadd(*(kernel.load(each, typ=F32) for each in places)), places[0])
 
     def tree(begin: Value, lanes: int) -> None:
-        """Adds the sums of some threads from ``begin`` on to the first one's, as a warp does."""
+        """Adds the sums of ``lanes`` threads from ``begin`` on, as a warp does. Thread ``begin`` has the total."""
         while lanes > 1:
             lanes //= 2
             last = kernel.add(begin, I64(lanes))

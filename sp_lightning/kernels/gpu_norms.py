@@ -1,8 +1,8 @@
 """Norms of gradients on the CPU that have the bits of torch's norms on a GPU.
 
-Before it clips, plain Lightning computes the norm of every gradient on the GPU (``_foreach_norm``). torch's source shows how sums
-are rounded there, so gradients on the host need not be copied back. As with updates, a kernel is used only if its norms equal the
-GPU's.
+Before plain Lightning clips, it computes the norm of every gradient on the GPU (``_foreach_norm``). torch's source shows how the
+GPU rounds these sums. So offloaded gradients need not be copied to the GPU again for their norms. As with updates, a kernel is
+used only if its norms equal the GPU's.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ _RECIPES = (GpuNormRecipe(fused=True), GpuNormRecipe(fused=False))
 
 
 def has_norms_of(device: torch.device, largest: int) -> bool:
-    """Returns True if norms on the CPU have a GPU's bits. The first call compares.
+    """Returns True if norms on the CPU have a GPU's bits. The first call compiles kernels and compares their norms.
 
     Args:
         device: the GPU.
-        largest: elements of the largest gradient. A gradient of that size is compared only if it is large: it takes memory.
+        largest: the number of elements of the largest gradient. If it has more chunks than a block has threads, a sample of
+            135 MB is compared as well.
     """
     confirmed = all(_confirmed(device, dtype) is not None for dtype in DTYPES)
     return confirmed and (largest <= THREADS * CHUNK or _adds_up_many(device))
 
 
 def norms_like(device: torch.device, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns norms of gradients, each of the gradient in float32: float32 tensors without dimensions.
+    """Returns the norm of each gradient, computed in float32: float32 tensors without dimensions.
 
     Args:
-        device: the GPU whose bits they have. :func:`has_norms_of` must be True for it.
+        device: the GPU whose bits the norms have. :func:`has_norms_of` must be True for it.
         gradients: on the host, in one of :data:`DTYPES`, without gaps in memory. Dimensions may be in any order: the GPU reads
             memory from its beginning to its end as well.
     """
@@ -54,7 +55,7 @@ def norms_like(device: torch.device, gradients: Sequence[Tensor]) -> list[Tensor
 
 
 class GpuNorms(Norms):
-    """Computes norms of gradients on the CPU with the bits of a GPU's.
+    """Computes norms of gradients on the CPU with the bits of norms on a GPU.
 
     Args:
         device: the GPU. :func:`has_norms_of` must be True for it.
@@ -70,7 +71,7 @@ class GpuNorms(Norms):
         return gradient.layout is torch.strided and gradient.dtype in DTYPES and is_dense(gradient)
 
     def total(self, norms: Sequence[Tensor]) -> Tensor:
-        # As get_total_norm adds up the norms of tensors, on the GPU.
+        # On the GPU, and with the operators of torch.nn.utils.get_total_norm.
         return torch.linalg.vector_norm(torch.stack([norm.to(self._device) for norm in norms]), 2.0)
 
     def of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -78,7 +79,7 @@ class GpuNorms(Norms):
         scales = [1.0 if came is gradient else exact_scale(came, changes) for gradient, came, changes in made]
         read = [came for scale, (_, came, _) in zip(scales, made, strict=True) if scale]
         known = iter(norms_like(self._device, read))
-        # Widened gradients use the same memory, one after the other.
+        # `_widened` returns the same memory for each gradient, so the norms of widened gradients are computed one by one.
         norms = [
             next(known).mul_(scale) if scale else norms_like(self._device, [self._widened(*each)])[0]
             for scale, each in zip(scales, made, strict=True)
@@ -105,7 +106,7 @@ def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _added(sums: Sequence[Tensor]) -> Tensor:
-    """Adds the sums of the chunks of each gradient as ``lpnorm_cleanup`` does."""
+    """Returns the sum of each gradient: adds the sums of its chunks as torch's ``lpnorm_cleanup`` does."""
     of_threads = torch.zeros(len(sums), THREADS, dtype=torch.float32, device="cpu")
     for at, each in enumerate(sums):
         for some in each.split(THREADS):
@@ -124,20 +125,23 @@ def _tree(values: Tensor) -> Tensor:
 
 @cache
 def _confirmed(device: torch.device, dtype: torch.dtype) -> Compiled | None:
-    """Returns the kernel whose norms equal the GPU's; None if there is none."""
+    """Returns the kernel whose norms of gradients in a dtype equal the GPU's; None if no kernel's do."""
     found = find_kernel(dtype, _RECIPES, partial(_agrees, device, dtype))
     return None if found is None else found[0]
 
 
 _COUNTS = (1, 2, 3, 4, 5, 31, 2047, 2048, 2049, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 8, 1_000_003, *[8200] * 100)
-"""Elements of gradients. Few norms show whether squares are rounded."""
+"""The numbers of elements of the compared gradients: many, because few norms show whether squares are rounded."""
 _MANY = (THREADS + 3) * CHUNK + 12
 """Elements of a gradient with more chunks than a block has threads: 135 MB."""
 
 
 @cache
 def _adds_up_many(device: torch.device) -> bool:
-    """Returns True if sums of more chunks than a block has threads are added as on the GPU. The dtype does not matter."""
+    """Returns True if the sums of more chunks than a block has threads are added as on the GPU.
+
+    One dtype is compared: the sums of chunks are float32 for gradients of any dtype.
+    """
     kernel = _confirmed(device, torch.float32)
     assert kernel is not None
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
@@ -152,7 +156,8 @@ def _agrees(device: torch.device, dtype: torch.dtype, kernel: Compiled, _: GpuNo
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
         gradients = sample(dtype)
         ours = _run(kernel, gradients)
-        # In mixed precision plain Lightning's gradients are float32 with the values of 16 bits; else they have 16 bits, too.
+        # In mixed precision plain Lightning's gradients are float32 tensors with 16-bit values. With 16-bit weights they are
+        # 16-bit tensors. Both are compared.
         for kept in {torch.float32, dtype}:
             theirs = foreach_norm([each.to(device, kept) for each in gradients])
             if not all(torch.equal(own.to(kept), each.cpu()) for own, each in zip(ours, theirs, strict=True)):
@@ -163,7 +168,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, kernel: Compiled, _: GpuNo
 def sample(dtype: torch.dtype) -> list[Tensor]:
     """Returns gradients of many sizes, with usual, small and large numbers."""
     generator, gradients = torch.Generator("cpu").manual_seed(0), list[Tensor]()
-    for count in _COUNTS:  # users may have set another default dtype or device
+    for count in _COUNTS:  # dtype and device are explicit: users may have set other defaults
         drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
         gradients += [(drawn * scale).to(dtype) for scale in (1.0, 1e-21, 3e-4, 1e15)]
     return gradients

@@ -1,4 +1,4 @@
-"""The kernels of this installation, as the core asks for them."""
+"""The kernels of this folder for the CPU, behind the interface of the core."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sp_lightning.kernels.update import update_in_one_pass
 
 
 class CompiledKernels(HostKernels):
-    """Kernels that llvmlite compiles for this processor. Without llvmlite, all methods leave the work to torch."""
+    """Kernels that llvmlite compiles for this processor. Without llvmlite, no method has a kernel, and torch does the work."""
 
     @property
     def missing(self) -> str:

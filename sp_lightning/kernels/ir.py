@@ -1,6 +1,6 @@
-"""Writes the text of kernels with the bits of torch's operators on the CPU.
+"""Writes LLVM's assembly of kernels that have the bits of torch's operators on the CPU.
 
-llvmlite writes it, so this file is imported only when a kernel is compiled.
+This file imports llvmlite, which may not be installed. So it is imported only when a kernel is compiled.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from llvmlite import binding, ir
 
 from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, NormArguments, NormRecipe, Recipe, Variant
 
-Value = Any  # of llvmlite, which has no types
+Value = Any  # a value or a type of llvmlite, which has no type annotations
 F16, F32, _I8, _I16, I32, I64 = ir.HalfType(), ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
 PLACE = ir.PointerType()
 _GIVEN = {ctypes.c_void_p: PLACE, ctypes.c_int64: I64, ctypes.c_float: F32}
 MEMORY = {torch.float32: F32, torch.float16: F16, torch.bfloat16: _I16}
 _BYTES = {F32: 4, F16: 2, _I16: 2}
-AHEAD = 2048  # elements of a gradient that are fetched from memory before they are read
+AHEAD = 2048  # a gradient is prefetched into the caches this number of elements before it is read
 
 
 class Kernel(ir.IRBuilder):
     """A function ``void run(i64 begin, i64 end, ptr arguments)`` that is being written.
 
     Args:
-        arguments: the type of its arguments.
+        arguments: the type of the structure that the function's third argument points to.
 
     Attributes:
         begin, end: the index of the first item of a call, and the index behind the last one. The kernel's writer chooses what an
             item is: a piece of a tensor, for example.
-        given: the arguments by name.
+        given: the values of the structure's fields, by name.
     """
 
     def __init__(self, arguments: type[ctypes.Structure]) -> None:
@@ -53,11 +53,20 @@ class Kernel(ir.IRBuilder):
         return self.gep(place, [index], source_etype=kind)
 
     def whole(self, begin: Value, end: Value, size: int) -> Value:
-        """The end of the last whole item, for items of ``size`` elements."""
+        """Returns the index behind the last whole group of ``size`` elements between ``begin`` and ``end``."""
         return self.sub(end, self.srem(self.sub(end, begin), I64(size)))
 
     def loop(self, begin: Value, end: Value, step: int, body: Callable[[Value], None]) -> Value:
-        """Calls ``body`` with the index in steps from ``begin``. Returns the index behind the last one."""
+        """Writes a loop over the indices from ``begin`` to before ``end``, in steps of ``step``.
+
+        Args:
+            begin, end: the first index, and the limit.
+            step: the difference between two indices.
+            body: writes the content of the loop. Called once, with the value that holds the index.
+
+        Returns:
+            The value that holds the index: after the loop, the first index that is not less than ``end``.
+        """
         before, (test, inside, after) = self.block, [self.append_basic_block() for _ in range(3)]
         self.branch(test)
         self.position_at_end(test)
@@ -66,19 +75,20 @@ class Kernel(ir.IRBuilder):
         self.position_at_end(inside)
         body(index)
         index.add_incoming(begin, before)
+        # After ``body``, because it may have added blocks: the loop then continues from the last of them.
         index.add_incoming(self.add(index, I64(step)), self.block)
         self.branch(test)
         self.position_at_end(after)
         return index
 
     def intrinsic(self, name: str, result: Value, *values: Value) -> Value:
-        """Calls a function of LLVM."""
+        """Writes a call of a function of LLVM, and declares the function at its first call. ``result`` is the result's type."""
         function = self.module.globals.get(name)
         function = function or ir.Function(self.module, ir.FunctionType(result, [each.type for each in values]), name)
         return self.call(function, values)
 
     def text(self) -> str:
-        """The whole text, once it is written."""
+        """Ends the function with a return, and returns its text. Called once, after the whole function was written."""
         self.ret_void()
         return str(self.module)
 
@@ -87,10 +97,10 @@ class Elements:
     """Writes the update of ``width`` elements from an index on.
 
     Args:
-        kernel: where it is written.
+        kernel: the function that the update is written to.
         variant, recipe: the update, and how torch was compiled.
-        width: the recipe's, or 1 in the rest at the end of a tensor.
-        index: of the first element.
+        width: the recipe's number of elements of a vector, or 1 in the rest at the end of a tensor.
+        index: the index of the first element.
     """
 
     def __init__(self, kernel: Kernel, variant: Variant, recipe: Recipe, width: int, index: Value) -> None:
@@ -103,10 +113,11 @@ class Elements:
         self._float, self._int, self._short = map(self._of, (F32, I32, _I16))
 
     def _of(self, kind: Value) -> Value:
+        """Returns the type of ``width`` elements of a type: a vector, or the type itself."""
         return kind if self._last else ir.VectorType(kind, self._width)
 
     def _number(self, name: str) -> Value:
-        """A number, repeated for all elements of a vector."""
+        """Returns a number of the kernel's arguments, repeated for all elements of a vector."""
         number, nothing = self._kernel.given[name], ir.Constant(self._float, ir.Undefined)
         if self._last:
             return number
@@ -117,13 +128,13 @@ class Elements:
         return ir.Constant(self._int, number if self._last else [number] * self._width)
 
     def _load(self, name: str, dtype: torch.dtype) -> Value:
-        """Reads elements in a dtype, as float32."""
+        """Reads elements of a tensor in a dtype. Returns them in float32."""
         kernel, kind = self._kernel, MEMORY[dtype]
         value = kernel.load(kernel.at(kernel.given[name], self._index, kind), align=_BYTES[kind], typ=self._of(kind))
         return self._widened(value, dtype)
 
     def _widened(self, value: Value, dtype: torch.dtype) -> Value:
-        """Elements in their form in memory, as float32."""
+        """Converts elements to float32 from the form that they have in memory."""
         kernel = self._kernel
         if dtype is torch.float16:
             return kernel.fpext(value, self._float)
@@ -132,7 +143,7 @@ class Elements:
         return value
 
     def _store(self, name: str, value: Value, dtype: torch.dtype) -> None:
-        """Writes float32 elements in a dtype."""
+        """Stores float32 elements in a dtype."""
         value = value if dtype is torch.float32 else self._rounded(value, dtype)
         kind = F32 if dtype is torch.float32 else _I16
         self._kernel.store(value, self._kernel.at(self._kernel.given[name], self._index, kind), align=_BYTES[kind])
@@ -148,43 +159,46 @@ class Elements:
         return self._kernel.intrinsic(f"llvm.{name}.{lanes}", self._float, *values)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a · b + c."""
+        """Returns a · b + c, rounded once if torch was compiled for a processor with ``fma``, otherwise twice."""
         return self._call("fma", a, b, c) if self._recipe.fused else self._kernel.fadd(self._kernel.fmul(a, b), c)
 
     def _plus(self, a: Value, b: Value, c: Value) -> Value:
-        """a · b + c that torch's source does not fuse."""
+        """Returns a · b + c, which torch's source does not fuse. Its compiler may: in the rest, in vectors by the recipe."""
         fused = self._last or self._recipe.contracted
         return self.fma(a, b, c) if fused else self._kernel.fadd(self._kernel.fmul(a, b), c)
 
     def _mixed(self, average: Value, rate: Value, new: Value, share: Value) -> Value:
-        """average · rate + new · share. torch fuses the second product in vectors, its compiler the first in the rest."""
+        """Returns average · rate + new · share.
+
+        In vectors torch's source fuses the second product. In the rest torch's compiler fuses the first.
+        """
         if self._last:
             return self.fma(average, rate, self._kernel.fmul(share, new))
         return self.fma(new, share, self._kernel.fmul(average, rate))
 
     def _mixed_squares(self, average: Value, rate: Value, new: Value, share: Value) -> Value:
-        """average · rate + new · share · new. In vectors, too, torch's compiler chooses what is fused."""
+        """Returns average · rate + new · share · new. In vectors, too, torch's compiler chooses the product that is fused."""
         scaled = self._kernel.fmul(share, new)
         if not self._last and self._recipe.contracted == "second":
             return self.fma(new, scaled, self._kernel.fmul(average, rate))
         return self._plus(average, rate, self._kernel.fmul(scaled, new))
 
     def gradient(self) -> Value:
-        """The gradient in float32."""
+        """Reads the gradient. Returns it in float32."""
         return self._load("gradient", self._variant.gradient)
 
     def cast(self, weight: Value) -> Value:
-        """A new weight's cast, as 16 bits."""
+        """Returns the casts of new weights, as 16-bit integers."""
         assert self._variant.cast is not None
         return self._rounded(weight, self._variant.cast)
 
     def store_cast(self, weight: Value) -> None:
-        """Writes a new weight's cast."""
+        """Stores the casts of new weights."""
         assert self._variant.cast is not None
         self._store("cast", weight, self._variant.cast)
 
     def _rounded(self, value: Value, dtype: torch.dtype) -> Value:
-        """float32 rounded to the nearest number of 16 bits, ties to even."""
+        """Returns float32 values rounded to the nearest 16-bit numbers, ties to even, as 16-bit integers."""
         kernel = self._kernel
         if dtype is torch.float16:
             return kernel.bitcast(kernel.fptrunc(value, self._of(F16)), self._short)
@@ -195,7 +209,7 @@ class Elements:
         return kernel.trunc(kernel.select(nan, self._bits(0xFFFF), rounded), self._short)
 
     def update(self) -> Value:
-        """Writes the whole update. Returns the new weight."""
+        """Writes the whole update of these elements. Returns their new weights."""
         variant, kernel = self._variant, self._kernel
         weight, gradient = self._load("weight", variant.weight), self.gradient()
         for number in range(variant.factors):
@@ -229,7 +243,7 @@ class Elements:
         return kernel.fadd(weight, kernel.fdiv(kernel.fmul(average, self._number("step")), below))
 
     def _larger(self, value: Value, other: Value) -> Value:
-        """The larger one. In vectors the result is NaN if either is, as in torch's."""
+        """Returns the larger value, as torch: in vectors NaN if one of the two is NaN, and ``value`` in the rest."""
         kernel = self._kernel
         if self._last:
             return kernel.select(kernel.fcmp_ordered("<", value, other), other, value)
@@ -255,16 +269,16 @@ class Elements:
 
 
 def text(what: Any, recipe: Any) -> str:
-    """The text of an update, or of norms of gradients in a dtype, by a recipe for it."""
+    """Returns the text of a kernel: of an update (``what`` is a variant), or of norms (``what`` is the gradients' dtype)."""
     return (update if isinstance(what, Variant) else _norms)(what, recipe)
 
 
 def update(variant: Variant, recipe: Any, write: Callable[..., Elements] = Elements) -> str:
-    """The text of the update of a tensor; items are blocks of :data:`BLOCK` elements.
+    """Returns the text of a kernel that updates a tensor. Its items are blocks of :data:`BLOCK` elements.
 
     Args:
         variant, recipe: the update, and how torch was compiled.
-        write: writes the update of some elements: :class:`Elements`, or a class that rounds in another way.
+        write: the class that writes the update of some elements: :class:`Elements`, or a subclass that rounds as a GPU does.
     """
     kernel, width = Kernel(Arguments), recipe.width
     begin, end = (kernel.mul(each, I64(BLOCK)) for each in (kernel.begin, kernel.end))
@@ -280,7 +294,7 @@ def update(variant: Variant, recipe: Any, write: Callable[..., Elements] = Eleme
             order = ir.Constant(ir.VectorType(I32, 2 * width), list(range(2 * width)))
             place = kernel.at(kernel.given["cast"], kernel.add(index, I64(more)), _I16)
             stored = kernel.store(kernel.shuffle_vector(low, high, order), place, align=4 * width)
-            # Past the caches: nothing reads a cast before the next fetch.
+            # The store bypasses the caches: a cast is not read before the next fetch.
             stored.set_metadata("nontemporal", kernel.module.add_metadata([I32(1)]))
 
     def some(width: int, index: Value) -> None:
@@ -290,7 +304,7 @@ def update(variant: Variant, recipe: Any, write: Callable[..., Elements] = Eleme
             elements.store_cast(weight)
 
     index = kernel.loop(begin, kernel.whole(begin, end, BLOCK), BLOCK, block)
-    if variant.cast:
+    if variant.cast:  # non-temporal stores are ordered only by a fence
         kernel.fence("seq_cst")
     index = kernel.loop(index, kernel.whole(begin, end, width), width, partial(some, width))
     kernel.loop(index, end, 1, partial(some, 1))
@@ -298,18 +312,18 @@ def update(variant: Variant, recipe: Any, write: Callable[..., Elements] = Eleme
 
 
 def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
-    """The norms of gradients; items are gradients. LLVM keeps sums in registers.
+    """Returns the text of a kernel that computes norms. Its items are gradients. LLVM keeps the sums in registers.
 
-    torch adds squares in one chain, from the first element to the last: in the lanes of a vector, then lane by lane, then the
-    rest.
+    torch adds squares in the order of the elements: first in the lanes of one vector. Then it adds the lanes one by one, and then
+    the elements of the rest at the end of the tensor.
     """
     kernel, width = Kernel(NormArguments), recipe.width
     vector = ir.VectorType(F32, width)
     sums, total = kernel.alloca(vector), kernel.alloca(F32)
-    update = Variant("sgd", dtype, None, 0, maximize=False, decays=False)  # which widens gradients in the same way
+    update = Variant("sgd", dtype, None, 0, maximize=False, decays=False)  # used only to widen gradients of this dtype
 
     def add(width: int, to: Value, fused: Value, index: Value) -> None:
-        """Adds squares to a sum, with one rounding if ``fused``."""
+        """Adds the squares of ``width`` elements to the sum at ``to``, with one rounding if the value ``fused`` is true."""
         elements = Elements(kernel, update, RECIPES[0], width, index)
         wide, before = elements.gradient(), kernel.load(to, typ=to.allocated_type)
         once, twice = elements.fma(wide, wide, before), kernel.fadd(before, kernel.fmul(wide, wide))
@@ -321,7 +335,11 @@ def _norms(dtype: torch.dtype, recipe: NormRecipe) -> str:
         add(width, sums, ir.IntType(1)(recipe.vectors), index)
 
     def of_one(fours: Value, index: Value) -> None:
-        """Adds the rest. For AVX2 torch's compiler squares four at a time, and adds the last ones in another way."""
+        """Adds the square of one element of the rest.
+
+        For AVX2, torch's compiler squares four elements of the rest at a time. It adds the squares of the elements after the last
+        four in another way.
+        """
         rest = kernel.icmp_signed(">=", index, fours)
         add(1, total, rest if recipe.last == "rest" else ir.IntType(1)(recipe.last == "all"), index)
 

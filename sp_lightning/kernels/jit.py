@@ -19,9 +19,9 @@ from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Variant
 
 R = TypeVar("R")
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
-_lock = threading.Lock()  # LLVM is set up once for the process
+_lock = threading.Lock()  # LLVM's state belongs to the process, so one thread compiles at a time
 _engines: list[Any] = []
-"""They own the machine code of all kernels, which is never freed."""
+"""LLVM's engines. They own the machine code of all kernels, which is never freed."""
 
 
 class Compiled:
@@ -46,14 +46,20 @@ class Compiled:
             module.verify()
             passes = llvm.create_pass_builder(_machine(llvm), llvm.create_pipeline_tuning_options(speed_level=2))
             passes.getModulePassManager().run(module, passes)
-            engine = llvm.create_mcjit_compiler(module, _machine(llvm))
+            engine = llvm.create_mcjit_compiler(module, _machine(llvm))  # another one: the engine owns its machine
             engine.finalize_object()
             _engines.append(engine)
             self._address = engine.get_function_address("run")
         self._parallel_for = _find_parallel_for()
 
     def run(self, count: int, least: int, arguments: ctypes.Structure) -> None:
-        """Runs the kernel for ``count`` items, at least ``least`` in each thread, without the interpreter's lock."""
+        """Runs the kernel on torch's threads, without the interpreter's lock.
+
+        Args:
+            count: the number of items.
+            least: the least number of items of a thread.
+            arguments: the arguments for which the kernel was written. Their addresses must be valid during the call.
+        """
         failed = self._parallel_for(0, count, least, self._address, ctypes.addressof(arguments))
         assert not failed, "a kernel raises nothing"
 
@@ -68,9 +74,9 @@ def find_kernel(
     recipes: Iterable[R],
     agrees: Callable[[Compiled, R], bool],
 ) -> tuple[Compiled, R] | None:
-    """Returns the first kernel that has torch's bits, with its recipe; None if there is none, or if none can be compiled.
+    """Returns the first kernel that has torch's bits, with its recipe; None if no kernel has them, or if an error occurs.
 
-    The log says at DEBUG whether one is used.
+    Logs at DEBUG whether a kernel is used, and why not.
 
     Args:
         what: an update, or the dtype of gradients whose norms are computed.
@@ -78,7 +84,7 @@ def find_kernel(
         agrees: returns True if a kernel and torch's operators compute the same bits.
     """
     try:
-        from sp_lightning.kernels import gpu_ir, ir  # they import llvmlite
+        from sp_lightning.kernels import gpu_ir, ir  # both import llvmlite
 
         for recipe in recipes:
             write: Callable[..., str] = gpu_ir.text if isinstance(recipe, (GpuRecipe, GpuNormRecipe)) else ir.text
@@ -93,7 +99,7 @@ def find_kernel(
 
 
 def _refuse_if_hardened() -> None:
-    """Raises an OSError if written memory cannot become executable on this system: LLVM would end the process."""
+    """Raises an OSError if this system does not let written memory become executable: LLVM would end the process then."""
     if sys.platform == "win32":
         return
     memory = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -104,14 +110,14 @@ def _refuse_if_hardened() -> None:
 
 
 def _machine(llvm: Any) -> Any:
-    """Makes a target machine for this processor with all its features. The caller owns it."""
+    """Returns a new target machine for this processor with all its features. The caller owns the machine."""
     features = llvm.get_host_cpu_features().flatten()
     target = llvm.Target.from_default_triple()
     return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=3, jit=True)
 
 
 def _find_parallel_for() -> Any:
-    """Returns ``torch_parallel_for``, which torch exports for C since 2.10. It uses as many threads as the calling thread may.
+    """Returns ``torch_parallel_for``, which torch exports for C since 2.10. It uses at most ``torch.get_num_threads()`` threads.
 
     Raises:
         OSError, AttributeError: torch's library was not found, or has no such function.

@@ -1,8 +1,8 @@
-"""Decides which CPU optimizer steps have the bits of plain Lightning's steps on the GPU, and gives the reason for the others.
+"""Decides which CPU optimizer steps have the bits of plain Lightning's steps on the GPU, and why other steps do not have them.
 
 Plain Lightning's optimizer steps on the GPU, with torch's ``foreach`` operators or with ``fused=True``. If ``gpu`` has the
-formulas and this GPU has confirmed them, updates on the CPU have the bits of the unchanged program. All groups of an optimizer
-have to be confirmed: if only some were, the weights would be those of neither device.
+formulas, and a comparison with this GPU has confirmed them, updates on the CPU have the bits of the unchanged program. All groups
+of an optimizer have to be confirmed. If only some were, the weights would be those of neither device.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class LikeGpu:
 
     Args:
         device: the GPU.
-        fuse: whether groups step fused for which their user has left that open.
-        norms: makes what computes norms with the GPU's bits; None if norms have the CPU's.
+        fuse: True if groups step fused whose user has not decided.
+        norms: makes the object that computes norms with the GPU's bits; None if norms have the CPU's bits.
     """
 
     device: torch.device
@@ -50,7 +50,7 @@ class LikeGpu:
         return partial(step_like, self.reference(group))
 
     def reference(self, group: Mapping[str, Any]) -> Like:
-        """Returns the reference of a group's steps."""
+        """Returns the reference of a group's steps: the GPU, and the form of torch's steps on it."""
         return Like(self.device, "fused" if group.get("fused") or self.fuse else "foreach")
 
     def against(self, optimizer: torch.optim.Optimizer, module: nn.Module, *, scaled: bool) -> str:
@@ -59,7 +59,7 @@ class LikeGpu:
         Args:
             optimizer: the optimizer.
             module: the module that it trains.
-            scaled: whether gradients are scaled (``16-mixed``).
+            scaled: True if gradients are scaled (``16-mixed``).
         """
         name = type(optimizer).__name__
         tables = (nn.Embedding, nn.EmbeddingBag)
@@ -72,12 +72,12 @@ class LikeGpu:
             return f"{name} is not one of torch's Adam, AdamW, SGD and Adagrad"
         if not is_installed():
             return "llvmlite is missing, which pip install llvmlite adds"
-        with torch.DisableTorchFunctionSubclass():  # updates may be under way; nothing here depends on them
+        with torch.DisableTorchFunctionSubclass():  # must not wait for pending updates: no reason depends on them
             reasons = (self._against(optimizer, group) for group in optimizer.param_groups)
             return next((f"{name}: {reason}" for reason in reasons if reason), "")
 
     def against_group(self, group: Mapping[str, Any], known: set[int]) -> str:
-        # Settings may have changed since set-up, and parameters may have been added. The formulas have been confirmed there.
+        # `against` has confirmed the formulas at set-up. Settings may have changed since, and parameters may have been added.
         if reason := _against_settings(group, self.reference(group).form):
             return reason
         if any(map(_is_laid_out_otherwise, group["params"])):
@@ -152,13 +152,13 @@ def _against_state(state: Mapping[Any, Any], parameters: Iterable[nn.Parameter])
 
 
 def _is_laid_out_otherwise(parameter: nn.Parameter) -> bool:
-    """Returns True if a gradient has other strides than its weight. torch then steps the group with other operators."""
+    """Returns True if a gradient has other strides than its weight. In this case torch steps the group with other operators."""
     gradient = unwidened(stored(parameter))
     return gradient is not None and gradient.layout is torch.strided and gradient.stride() != parameter.stride()
 
 
 def _variants(kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype], like: Like) -> Iterator[Variant]:
-    """Yields the variants of a group's steps, with and without weight decay: a scheduler may change it."""
+    """Yields the variants of a group's steps. Variants with weight decay are always among them: a scheduler may set it later."""
     own: list[dict[str, Any]] = [{}]
     if kind in ("adam", "adamw"):
         own = [{"amsgrad": group["amsgrad"], "near": is_near(group["betas"][0])}]
@@ -170,7 +170,7 @@ def _variants(kind: Kind, group: Mapping[str, Any], dtypes: Iterable[torch.dtype
 
 
 class ConfirmedBits(GpuBits):
-    """The optimizers of a run whose CPU steps have a GPU's bits, and the reasons for the others."""
+    """The optimizers of a run whose CPU steps have a GPU's bits, and the reason why another one has not."""
 
     def __init__(self, device: torch.device | None) -> None:
         super().__init__(device)
@@ -211,7 +211,7 @@ class ConfirmedBits(GpuBits):
         for optimizer, like in self.stepping.items():
             name = type(optimizer).__name__
             for group in optimizer.param_groups:
-                if against := like.against_group(group, set()):  # settings that have changed since
+                if against := like.against_group(group, set()):  # the group has changed since `decide`
                     why = why or f"{name}: {against}"
                 else:
                     alike.add(f"{name} ({like.reference(group).form})")

@@ -1,7 +1,8 @@
-"""Norms of gradients in 16 bits, with the bits of torch's norms of the widened gradients. Several are computed in parallel.
+"""Norms of 16-bit gradients, with the bits of torch's norms of the widened gradients. Several norms are computed in parallel.
 
-torch adds squares in one chain, from the first element to the last: in the lanes of a vector, then lane by lane, then the rest.
-Therefore one thread reads a whole gradient. Squares of 16-bit numbers are exact, except for numbers below 1e-19.
+torch adds squares in the order of the elements: first in the lanes of one vector, then lane by lane, then the elements that are
+left at the end. Therefore one thread reads a whole gradient. Squares of 16-bit numbers between 1e-19 and 1e19 are exact in
+float32.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def norms_of(gradients: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Returns norms of gradients, each of the gradient in float32.
+    """Returns the norms of 16-bit gradients, computed in float32.
 
     Args:
-        gradients: on the host.
+        gradients: gradients of any dtype and layout, on the host.
 
     Returns:
-        A float32 tensor without dimensions, by the ``id`` of the gradient, for each that a kernel can read.
+        By the ``id`` of each gradient that a kernel can read, its norm: a float32 tensor without dimensions.
     """
     found = dict[int, Tensor]()
     for dtype in _DTYPES:
+        # torch computes the norm of a single element without a square, so kernels do not have its bits.
         dense = [each for each in gradients if each.dtype is dtype and each.is_contiguous() and each.numel() > 1]
         if dense and (kernel := _checked(dtype)) is not None:
             found |= zip(map(id, dense), _run(kernel, dense), strict=True)
@@ -46,7 +48,7 @@ def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
 
 @cache
 def _checked(dtype: torch.dtype) -> Compiled | None:
-    """Returns the kernel that has torch's bits; None if there is none."""
+    """Returns the kernel that has torch's bits for gradients of a dtype; None if no kernel has them."""
     found = find_kernel(dtype, NORM_RECIPES, partial(_agrees, dtype))
     return None if found is None else found[0]
 
@@ -54,7 +56,7 @@ def _checked(dtype: torch.dtype) -> Compiled | None:
 def _agrees(dtype: torch.dtype, kernel: Compiled, _: NormRecipe) -> bool:
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
         generator, gradients = torch.Generator("cpu").manual_seed(0), list[Tensor]()
-        for count in (4099, 100_000, *range(2, 40)):  # users may have set another default dtype or device
+        for count in (4099, 100_000, *range(2, 40)):  # dtype and device are explicit: users may have set other defaults
             drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
             gradients += [(drawn * scale).to(dtype) for scale in (1.0, 1e-21, 1e-23, 1e15)]
         theirs = [torch.linalg.vector_norm(each.to(torch.float32)) for each in gradients]

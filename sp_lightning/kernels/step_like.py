@@ -16,7 +16,12 @@ from sp_lightning.updates.pieces import Update
 
 
 def step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, Any], update: Update) -> None:
-    """Updates one weight with the bits of a GPU, by a kernel.
+    """Updates one weight with the bits of a GPU, by a kernel, and casts it. May change the gradient in place.
+
+    Args:
+        like: the GPU, and the form of torch's step on it.
+        operator, settings: torch's fused operator of the optimizer, and its keyword arguments.
+        update: the operands, and the changes of the gradient that have not been made yet.
 
     Raises:
         RuntimeError: settings have changed since the run began, and the GPU has not confirmed a formula for the new settings.
@@ -25,12 +30,15 @@ def step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, A
         return
     factors = [change.number for change in update.changes if isinstance(change, Factor)]
     if len(factors) < len(update.changes) or not update.widens:
-        # The gradient is clamped, or user code sees it changed, or it has 16 bits, to which plain Lightning rounds changes.
+        # A kernel multiplies the gradient by factors without writing it. The changes are made before the kernel runs in two
+        # cases: one of them is not a factor (clipping by value); or the gradient has the weight's dtype. In the second case user
+        # code may read the changed gradient, and plain Lightning rounds each change of a 16-bit gradient.
         if update.widens:
             update.gradient = update.gradient.to(update.weight.dtype)
         for change in update.changes:
             change(update.gradient)
         factors = []
+    # SGD's state has no number of steps.
     *moments, steps = update.state if FUSED_STEPS[operator] != "sgd" else (*update.state, None)
     cast = update.cast if update.cast is not None and update.cast.is_contiguous() else None
     cast = None if cast is None or cast.data_ptr() % CAST_ALIGNMENT else cast.view(-1)
@@ -44,7 +52,7 @@ def step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, A
             f"The optimizer's settings were changed during the run, and no formula is known for {dict(settings)} that "
             f"has the bits of {like.device}. Set them before the run, or use SuperpipelineStrategy(fused_optimizer=False)."
         )
-    if gradient._version != version:  # SGD may write it
+    if gradient._version != version:  # SGD with Nesterov momentum may write it
         owners, made = (*owners, update.gradient), [*made, gradient]
     for own, other in zip(owners, made, strict=True):
         if own is not None and other is not None and own.data_ptr() != other.data_ptr():

@@ -1,7 +1,7 @@
 """Updates a layer in a single pass over host memory: widens and multiplies the gradient, steps, and casts the weights.
 
-torch's fused operators need a pass for each of these. A kernel needs one, with the same bits: each variant is compared with
-torch's operator when it is compiled, and is not used if it differs, or cannot be compiled.
+torch's operators need a pass over memory for each of these tasks. A kernel needs one pass for all of them, with the same bits.
+Each kernel is compared with torch's operators when it is compiled. If its results differ, it is not used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAST = 1 << 14
 """Elements of the smallest tensor for which a kernel is faster than torch's operators."""
 
 CAST_ALIGNMENT = 32  # bytes, of stores past the caches
-_LEAST_BETA = 1e-6  # below it the sign of a zero in Adam's average differs
+_LEAST_BETA = 1e-6  # with a smaller first beta, the sign of a zero in Adam's average differs from torch's
 _PAIR = 16
 """Elements of two vectors. torch updates this many 16-bit weights at a time, and the rest of a tensor one by one.
 
@@ -46,24 +46,29 @@ def update_in_one_pass(
     """Widens and multiplies a gradient, updates its weight as a fused operator does, and casts the new weight.
 
     Args:
-        operator: one of torch's for Adam, AdamW, SGD and Adagrad.
-        settings: its keyword arguments.
+        operator: torch's fused operator for Adam, AdamW, SGD or Adagrad.
+        settings: the operator's keyword arguments.
         operands: contiguous tensors.
         factors: the gradient is multiplied by each of these, one after the other.
-        like: the GPU whose bits the update has; None for those of the operator on the CPU.
+        like: the GPU whose bits the update has; None for the bits of the operator on the CPU.
 
     Returns:
-        True if the update is done. If False, nothing was done, and torch's operators must do it.
+        True if the update is done. If False, nothing was done, and torch's operators must do the update.
+
+    Raises:
+        ZeroDivisionError: with ``like``, Adam's first beta is 1.
     """
     if not _suits(settings, operands, factors, like):
         return False
     variant = _variant(FUSED_STEPS[operator], settings, operands, len(factors), like)
+    # No kernel runs if a tensor of the state is missing or has another shape than the weight.
     found = _checked(variant) if len(operands.moments) == variant.moments else None
     if found is None:
         return False
     kernel, recipe = found
     if like is not None:
         _run(kernel, operands, _numbers(recipe, variant, settings, operands, factors), operands.weight.numel())
+        # A kernel writes through addresses, so torch has not counted its writes.
         written = [operands.gradient] if variant.writes_gradient else []
         increment_version([operands.weight, *written, *operands.moments])
         return True
@@ -83,6 +88,7 @@ def update_in_one_pass(
 
 
 def _suits(settings: Settings, operands: Operands, factors: Sequence[float], like: Like | None) -> bool:
+    """Returns True if kernels support these settings and operands. Without ``like``, small tensors are left to torch."""
     cast, gradient, dtype = operands.cast, operands.gradient.dtype, operands.weight.dtype
     return (
         operands.weight.numel() >= (LEAST if like is None else 1)
@@ -114,7 +120,7 @@ def _variant(kind: Any, settings: Settings, operands: Operands, factors: int, li
 def _numbers(
     recipe: AnyRecipe, variant: Variant, settings: Settings, operands: Operands, factors: Sequence[float]
 ) -> dict[str, float]:
-    """Returns the numbers that torch's operator computes first, in double precision."""
+    """Returns the numbers that all elements share. torch's operator computes them first, in double precision."""
     lr, decay = float(settings["lr"]), float(settings["weight_decay"])
     numbers = {f"factor{at}": factor for at, factor in enumerate(factors)} | {"decay": decay}
     steps = 0.0 if variant.kind == "sgd" else float(operands.state[-1])  # type: ignore[arg-type]
@@ -145,7 +151,7 @@ def _run(kernel: Compiled, operands: Operands, numbers: Mapping[str, float], cou
 
 @lru_cache(1024)
 def _decay(lr: float, decay: float) -> float:
-    """Returns 1 - lr · decay, rounded once as by torch's compiler."""
+    """Returns 1 - lr · decay, rounded once, because torch's compiler fuses the product and the difference."""
     exact = 1 - Fraction(lr) * Fraction(decay)
     return exact.numerator / exact.denominator
 
@@ -155,7 +161,11 @@ def _decay(lr: float, decay: float) -> float:
 
 @cache
 def _checked(variant: Variant) -> tuple[Compiled, AnyRecipe] | None:
-    """Returns a kernel that has torch's bits, with its recipe; None if there is none."""
+    """Returns a kernel that has torch's bits, with its recipe; None if no kernel has them.
+
+    For the bits of a GPU, only the kernel of the plain update is compared with the GPU. The kernels of its other variants use the
+    same recipe, and are compared with this kernel.
+    """
     if variant.like is None:
         return find_kernel(variant, RECIPES, partial(_agrees, variant))
     plain = gpu.find_confirmed(variant.plain, _run_plain)
@@ -165,7 +175,7 @@ def _checked(variant: Variant) -> tuple[Compiled, AnyRecipe] | None:
 
 
 def is_confirmed(variant: Variant) -> bool:
-    """Returns True if a kernel has the bits of the GPU in ``variant.like``. The first call compares."""
+    """Returns True if a kernel has the bits of the GPU in ``variant.like``. The first call compiles kernels and compares them."""
     return _checked(variant.plain) is not None
 
 
@@ -176,15 +186,16 @@ def _run_plain(
 
 
 _COUNTS = (4099, *[7] * 12)
-"""Elements of the tensors that are compared. What torch's compiler rounds otherwise at the end shows in a few of them."""
+"""The numbers of elements of the compared tensors. If torch's compiler rounds in another way at the end of a tensor, only a few
+of the small tensors show it."""
 _COUNTS_OF_HALVES = (1 << 20,) * 4
-"""The same for 16-bit weights. Where float32 differs in its last bit, one of some 65,000 results of bfloat16 differs."""
+"""The same for 16-bit weights. If float32 results differ in the last bit, about one of 65,000 results in bfloat16 differs."""
 
 
 def _agrees(variant: Variant, kernel: Compiled, recipe: AnyRecipe) -> bool:
-    """Returns True if a kernel and torch's operators have the same results for several tensors. Most end within a vector.
+    """Returns True if a kernel and torch's operators have the same results for several tensors. Most tensors end within a vector.
 
-    For the bits of a GPU the kernel of the plain update stands for torch's operators, with which it was compared.
+    For the bits of a GPU, the kernel of the plain update replaces torch's operators: it was compared with the GPU before.
     """
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
         counts = _COUNTS if variant.weight is torch.float32 else _COUNTS_OF_HALVES
@@ -193,7 +204,7 @@ def _agrees(variant: Variant, kernel: Compiled, recipe: AnyRecipe) -> bool:
 
 def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe: AnyRecipe) -> bool:
     settings, generator = settings_of(variant), torch.Generator("cpu").manual_seed(seed)
-    # Users may have set other defaults.
+    # Dtype and device are explicit: users may have set other defaults.
     drawn = (torch.randn(count, generator=generator, dtype=torch.float32, device="cpu") for _ in range(5))
     weight, gradient, *moments = (each.to(variant.weight) for each in drawn)
     gradient[count // 2], gradient = torch.inf, gradient.to(variant.gradient)
@@ -205,7 +216,7 @@ def _agrees_on(seed: int, count: int, variant: Variant, kernel: Compiled, recipe
     ours: list[Any]
     theirs, ours = ([each if each is None else each.clone() for each in (weight, *state)] for _ in range(2))
     factors = [float32(0.7), float32(1 / 3)][: variant.factors]
-    wide = gradient.to(variant.weight, copy=True)  # before a kernel writes it
+    wide = gradient.to(variant.weight, copy=True)  # copied now, because a kernel may write the gradient
     operands = Operands(ours[0], gradient, cast, ours[1:])
     _run(kernel, operands, _numbers(recipe, variant, settings, operands, factors), count)
 

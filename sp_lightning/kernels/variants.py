@@ -1,8 +1,8 @@
-"""Descriptions of kernels: their arguments, the variants of updates, and recipes for the way in which torch was compiled.
+"""Descriptions of kernels: their arguments, the variants of updates, and *recipes*, which describe how torch was compiled.
 
-How torch's compiler rounds products and sums is not in torch's source. The recipes were found by comparing bits, and are compared
-again when a kernel is compiled. In a vector, other products are added with one rounding (``fma``) than in the rest at the end of
-a tensor. A processor without ``fma``, or with shorter vectors, has another recipe.
+torch's source does not show how torch's compiler rounds products and sums. The recipes were found by comparing bits, and are
+compared again when a kernel is compiled. The products that are added with one rounding (``fma``) are not the same in a vector and
+in the rest at the end of a tensor. A processor without ``fma``, or with shorter vectors, has another recipe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from sp_lightning.torch_compat.private import Kind
 
 BLOCK = 32
-"""Least elements of a thread, a multiple of torch's 16: with any number of threads, one of them has the tensor's end."""
+"""The least number of elements of a thread, a multiple of torch's 16. So only one thread has elements that do not fill a vector:
+the thread with the tensor's end."""
 
 
 def float32(number: float) -> float:
@@ -26,7 +27,7 @@ def float32(number: float) -> float:
 
 
 def is_near(beta1: float) -> bool:
-    """Returns True if Adam's average moves by less than half of the way to the gradient: torch has another formula then."""
+    """Returns True if Adam's average moves by less than half of the way to the gradient. torch has a formula for each case."""
     return abs(float32(1 - beta1)) < 0.5
 
 
@@ -58,8 +59,9 @@ class Recipe:
 
     Attributes:
         width: elements of a vector.
-        fused: whether products are added with one rounding. In vectors this holds only where torch's source says so.
-        contracted: the product that the compiler itself fuses in vectors, if it has a choice; None if it fuses none.
+        fused: True if a product is added with one rounding. In vectors only the products are that torch's source fuses, and
+            the one in ``contracted``.
+        contracted: the product that the compiler fuses in vectors of its own accord, if it has a choice; None if it fuses none.
     """
 
     width: int
@@ -87,7 +89,7 @@ class Like:
 
     Attributes:
         device: the GPU.
-        form: which of torch's operators steps there.
+        form: the operators of torch that step on the GPU.
     """
 
     device: torch.device
@@ -96,12 +98,12 @@ class Like:
 
 @dataclass(frozen=True)
 class GpuRecipe:
-    """How nvcc has compiled torch's operators for a GPU, where their source leaves it open.
+    """How nvcc has compiled those parts of torch's operators for a GPU for which it has a choice.
 
-    nvcc may compute a · b + c with one rounding (``fma``) or with two. All of an operator is compiled in one way.
+    nvcc may compute a · b + c with one rounding (``fma``) or with two. Within one operator its choice is always the same.
 
     Attributes:
-        usual: the names of :data:`OPEN` for which it does what it does by default.
+        usual: the names in :data:`OPEN` for which nvcc has made its usual choice.
         width: elements of a vector on the CPU. It does not change results.
     """
 
@@ -117,20 +119,23 @@ OPEN: dict[tuple[Kind, Form], tuple[str, ...]] = {
     ("adam", "fused"): ("decay",),
     ("adamw", "fused"): ("decay",),
 }
-"""The operators that are open, by optimizer and form: whether their sums are rounded once, which is usual. For ``div`` it is
-whether a root is divided by a number, which is usual, or multiplied by its reciprocal. ``decay`` is a line of the fused operator.
+"""The operators for which nvcc has a choice, by optimizer and form. Usually their sums are rounded once; otherwise twice. ``div``
+usually divides a root by a number; otherwise it multiplies by the reciprocal. ``decay`` is a line of the fused operator.
 
-torch 2.10 leaves ``addcmul`` and ``addcdiv`` open; later versions call ``std::fma``. The fused operators of torch 2.10 compute in
-double precision, as those of SGD and Adagrad do in all versions. These formulas are not supported."""
+In torch 2.10 nvcc has a choice for ``addcmul`` and ``addcdiv``; later versions call ``std::fma``. The fused operators of torch
+2.10, and those of SGD and Adagrad in all versions, compute in double precision. These formulas are not supported."""
 
 
 def gpu_recipes(variant: Variant) -> list[GpuRecipe]:
-    """Returns all ways in which nvcc may have compiled a variant's operators, the likeliest first; none if they are not known."""
+    """Returns all ways in which nvcc may have compiled a variant's operators, the likeliest first.
+
+    The list is empty if the formulas of the optimizer and its form are not supported.
+    """
     assert variant.like is not None
     names = OPEN.get((variant.kind, variant.like.form))
     if names is None:
         return []
-    if not variant.decays:
+    if not variant.decays:  # operators that are used only for weight decay have no effect
         names = tuple(name for name in names if not (name == "decay" or (name == "add" and variant.kind != "sgd")))
     choices = product((True, False), repeat=len(names))
     return [GpuRecipe(frozenset(name for name, fused in zip(names, each, strict=True) if fused)) for each in choices]
@@ -143,14 +148,14 @@ class Variant:
     Attributes:
         kind: the optimizer.
         gradient: the dtype of the gradient.
-        cast: the dtype that new weights are cast to; None if they are not.
+        cast: the dtype that new weights are cast to; None if they are not cast.
         factors: how many numbers the gradient is multiplied by first, to unscale and to clip it.
         maximize, decays, amsgrad, momentum, nesterov: the optimizer's settings.
-        near: for Adam: whether the average moves by less than half of the way to the gradient. torch has a second formula for it.
-        first: for SGD: whether there is no momentum yet.
-        weight: the dtype of the weight and of its state: float32, or 16 bits like the gradient's. Of 16 bits each is read as
-            float32, and rounded once when it is stored.
-        like: the GPU whose bits the update has; None for those of torch's fused operators on the CPU.
+        near: for Adam, True if the average moves by less than half of the way to the gradient. torch has a formula for each case.
+        first: for SGD, True if there is no momentum yet.
+        weight: the dtype of the weight and of its state: float32, or 16 bits like the gradient's. 16-bit values are read as
+            float32, and rounded when they are stored. With ``foreach`` on a GPU, the result of each operator is rounded as well.
+        like: the GPU whose bits the update has; None for the bits of torch's fused operators on the CPU.
     """
 
     kind: Kind
@@ -169,7 +174,10 @@ class Variant:
 
     @property
     def writes_gradient(self) -> bool:
-        """True if torch's step writes the gradient: Nesterov momentum is added in place if the gradient was not copied."""
+        """True if torch's step writes the gradient.
+
+        It adds Nesterov momentum to the gradient in place, if neither weight decay nor ``maximize`` has made a copy first.
+        """
         foreach = self.like is not None and self.like.form == "foreach"
         return foreach and self.nesterov and not (self.decays or self.maximize) and self.gradient is self.weight
 
@@ -192,7 +200,7 @@ THREADS = 512
 EACH = 4
 """Elements that a thread reads at a time."""
 WARP = 32
-"""Threads that add up together."""
+"""Threads of a warp, which add up their sums together."""
 
 
 class GpuNormArguments(ctypes.Structure):
@@ -206,7 +214,7 @@ class GpuNormRecipe:
     """How nvcc has compiled ``_foreach_norm``.
 
     Attributes:
-        fused: whether squares are added with one rounding, which is usual.
+        fused: True if squares are added with one rounding, as usual.
     """
 
     fused: bool
@@ -219,7 +227,7 @@ class NormRecipe:
     Attributes:
         width: elements of a vector.
         vectors: whether squares in vectors are added with one rounding.
-        last: the squares of the rest that are added with one rounding: those after the last four, all, or none.
+        last: the squares of the rest that are added with one rounding: those after the last whole four, all, or none.
     """
 
     width: int

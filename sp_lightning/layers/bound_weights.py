@@ -19,7 +19,7 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 class SlotUsers:
     """The interface that :class:`~sp_lightning.engine.residency.Residency` calls when a layer changes its state.
 
-    The methods of this class do nothing with modules. A simulation, which has no modules, uses it as it is.
+    The methods of this class do nothing with modules. A simulation, which has no modules, uses this class itself.
 
     Args:
         slots: the slots of the layers.
@@ -27,7 +27,7 @@ class SlotUsers:
     Attributes:
         held: released layers whose device parameters a graph still holds.
         replaced: released layers with weights in other memory, which user code holds.
-        take_back_late: called before slots are overwritten. Writes through views of the slots would be lost.
+        take_back_late: called with slots that are about to be overwritten, because writes through their views would be lost.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -53,7 +53,7 @@ class SlotUsers:
         """Called before a fetch overwrites the slot of a layer in use with the host's present weights."""
 
     def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called after that fetch was issued."""
+        """Called after the fetch of :meth:`before_renewal` was issued."""
 
     def rest(self, layer: StreamedLayer) -> None:
         """Called instead of :meth:`release` for a layer that rests and keeps its slot."""
@@ -71,8 +71,8 @@ class BoundWeights(SlotUsers):
     """Binds the device parameters of a model to slots. The caller holds the engine's lock.
 
     Args:
-        slots: the slots, whose memory the device parameters are given.
-        writes: copies to the host what was written on the device.
+        slots: the slots, of which device parameters become views.
+        writes: copies weights to the host that were written on the device.
         watched: True if ``debug_writes`` looks for writes.
     """
 
@@ -91,14 +91,17 @@ class BoundWeights(SlotUsers):
             self._writes.take_back_replaced(member)
 
     def fetched(self, layer: StreamedLayer) -> None:
-        """Records that the device has the host's present values."""
+        """Records that the device has the host's present values. If the slot is compared with digests, takes new digests."""
         layer.parameters.fetched()
         if layer.guard is not None and layer.guard.digests is not None and layer.slot is not None:
             self._slots.wait_for_upload(layer.slot)  # user code that holds a view of the slot may read it at any time
             self._writes.take_digests(layer.slot)
 
     def attach(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Makes the layer's device parameters views of its slot, with the class that does not notice uses."""
+        """Makes the layer's device parameters views of its slot, with the class that does not notice uses.
+
+        Also called for an attached layer. In each case, copies ``requires_grad`` from the host parameters, and offers the casts.
+        """
         group = layer.parameters
         views = slot.lease.views(layer.layout, layer.spans)
         if not layer.state.attached:
@@ -133,7 +136,8 @@ class BoundWeights(SlotUsers):
         """Checks that no view of the slot exists, before user code gets the host memory of a layer in use.
 
         Raises:
-            RuntimeError: user code has a view. It would not show writes to the host memory, which change no version.
+            RuntimeError: user code has a view of the slot. The view would not show writes to the host memory, which change no
+                version.
         """
         group = layer.parameters
         own = len(group.all) if layer.state.attached else 0  # device parameters that view the slot, too
@@ -160,7 +164,7 @@ class BoundWeights(SlotUsers):
     # ------------------------------------------------------------------ a use ends
 
     def rest(self, layer: StreamedLayer) -> None:
-        """Notices every use of the layer's weights, as of stand-ins, and withdraws its casts."""
+        """Sets that each use of the layer's weights is noticed, as uses of stand-ins are, and withdraws the casts."""
         layer.parameters.notice_uses(True)
         layer.casts.withdraw()
 
@@ -172,14 +176,15 @@ class BoundWeights(SlotUsers):
         """Copies written weights to the host, makes device parameters stand-ins, and releases the slot.
 
         Raises:
-            RuntimeError: host and device have both written a weight. The slot is released all the same.
+            RuntimeError: host and device have both written a weight. The slot is released nevertheless.
         """
         guard = layer.guard
         try:
             if layer.state.attached:
                 self._detach(layer, slot)
             elif guard is not None and guard.views:
-                # Only autograd has used the layer, so its parameters are stand-ins. But user code may have written older views.
+                # Only autograd has used the layer, so its device parameters are stand-ins. But user code may have written views
+                # from an earlier use.
                 self._writes.take_back_views(layer, slot)
         finally:
             viewed = self._slots.release(layer, slot)  # (5)

@@ -24,15 +24,16 @@ from sp_lightning.device.layout import strided
 from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.private import forward_pre_hooks, pruned_attribute
 
-# A module with so few buffers may have them for another purpose, and only by chance the shapes of a small module's weights.
+# If a module has at most this many buffers, they are not taken for averages: by chance, they may have the shapes of a small
+# module's weights.
 _FEW = 2
 
 
 def find_averages(root: nn.Module) -> list[nn.Module]:
     """Finds modules that keep averages of weights in buffers.
 
-    Such a module has no parameters. The shapes of its buffers are the shapes of all weights, or of all trained weights, of
-    another module, in the same order.
+    Such a module has no parameters. The shapes of its buffers, without scalars, are the shapes of all weights, or of all trained
+    weights, of another module, in the same order.
     """
     bare = [module for module in root.modules() if not any(True for _ in module.parameters())]
     copies = {module: tuple(buffer.shape for buffer in module.buffers() if buffer.dim()) for module in bare}
@@ -83,10 +84,10 @@ class AveragesOnDevice:
             owner._buffers = dict(dict.items(owner._buffers))
 
     def _send(self) -> None:
-        """Copies the buffers to the device. Called before each read of one of them; does something at the first in a step."""
+        """Copies the buffers to the device. Called before each read of a buffer; in a step, only the first call copies."""
         if self._sent or not self._in_step():
             return
-        with no_inference_mode():  # training writes them, too
+        with no_inference_mode():  # copies made in inference mode could not be written in training
             self._sent = [  # set after all copies: if one copy raises (out of memory), no buffer is exchanged
                 (owner._buffers, name, host, torch.empty_like(host, device=self._device).copy_(host))
                 for owner in self._owners
@@ -126,11 +127,11 @@ class _Buffers(dict[str, Any]):
 
 
 class PrunedWeights:
-    """The masks and products of all pruned modules. If the device is the host, they are not copied.
+    """The masks and products of all pruned modules. If the model computes on the host, they are not copied.
 
     Args:
         module: the root.
-        device: copies them.
+        device: copies masks and products.
     """
 
     def __init__(self, module: nn.Module, device: Device) -> None:
@@ -141,7 +142,7 @@ class PrunedWeights:
             for hook in forward_pre_hooks(child).values()
             if isinstance(hook, BasePruningMethod)
         ]
-        # A mask on the host, the version of it that was sent, and its copy on the device.
+        # By module and name of the weight: the mask on the host, the version that was copied, and the copy on the device.
         self._masks: dict[tuple[nn.Module, str], tuple[Tensor, int, Tensor]] = {}
         self.hold_host()
 
@@ -161,12 +162,13 @@ class PrunedWeights:
             module._buffers[f"{name}_mask"] = sent
 
     def hold_host(self) -> None:
-        """Copies masks and products to the host, after a step that has ended or was interrupted."""
+        """Puts masks and products on the host, after a step that has ended or was interrupted."""
         for module, name in self._pruned:
             present = module._buffers.get(f"{name}_mask")
             if present is None:
                 continue
             host, _, sent = self._masks.get((module, name), (None, 0, None))
+            # A mask that is not the copy of `hold_device` was set by user code, so it is copied to the host.
             module._buffers[f"{name}_mask"] = host if sent is present else self._device.receive(present)
             product = vars(module).get(name)
             if isinstance(product, Tensor):

@@ -2,16 +2,16 @@
 
 The masters stay on the host, as the user's parameters. Their casts, in autocast's dtype, follow the layer's other weights in its
 host block and in its slot. If a stand-in is given to a function that autocast runs in this dtype, the function gets the cast. For
-any other function the master is uploaded, as every offloaded weight. Only the function itself gets the cast.
+any other function the master is uploaded, like every offloaded weight. Only the function gets the cast; modules hold the master.
 
-A saved tensor of a slot is packed as its place in the slot, so that it has the present values when it is unpacked. This is right
-for a weight itself, and for writes in place. It is wrong if plain autograd would hold memory of its own:
+A saved tensor of a slot is packed as its place in the slot, so that it has the present values when it is unpacked. Present values
+are right for a weight itself, and after writes in place. They are wrong if plain autograd would hold memory of its own:
 
 - a cast, because autocast makes a copy;
 - a view of a weight (such as the transpose that a linear layer saves), if the weight was given other memory later
   (``param.data = other``).
 
-For these, the graph holds :class:`SavedValues`, which keep the old values when new ones take their place.
+For these tensors, the graph holds :class:`SavedValues`, which keep the old values when new ones take their place.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
     torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
 })  # fmt: skip
-"""The functions for which autocast casts every tensor, on every device."""
+"""Functions for which autocast casts every tensor, on every device."""
 
 
 def autocast_would_cast(dtype: torch.dtype, device: torch.device) -> bool:
     """Returns True if autocast now casts weights to ``dtype``, again for each use, so that casts can replace masters.
 
-    Two exceptions need the masters. Autocast's cache keeps its casts when weights are written, and sums the gradients of all uses
-    in the lower precision. Transforms of functorch do not support an autograd function such as :class:`Cast`.
+    In two cases the masters are needed, although autocast casts:
+
+    - Autocast's cache is enabled. The cache keeps its casts when weights are written, and sums the gradients of all uses in the
+      lower precision.
+    - A transform of functorch runs. Transforms do not support an autograd function such as :class:`Cast`.
     """
     return (
         torch.is_autocast_enabled(device.type)
@@ -63,7 +66,8 @@ class Cast(torch.autograd.Function):
             return None, None
         if torch.is_grad_enabled() or is_batched(gradients[0]):  # create_graph=True; is_grads_batched=True
             return gradients[0].to(torch.float32), None
-        return CastGradient(gradients[0].clone()), None  # hooks of nodes may hold autograd's tensor and write it
+        # A copy, because hooks of nodes may hold autograd's tensor, and write it.
+        return CastGradient(gradients[0].clone()), None
 
 
 class SavedValues:
@@ -76,9 +80,9 @@ class SavedValues:
         begin: bytes from the start of the slot to the first value; a multiple of :data:`ALIGNMENT`.
 
     Attributes:
-        begin: the same.
+        begin: the argument.
         copy: the values' bytes on the host, flat ``uint8``, after new values have taken their place; None before.
-        overwritten: the weight's name, if user code has written the old memory after that; otherwise None.
+        overwritten: the weight's name, if user code has written the weight's former memory since then; otherwise None.
     """
 
     def __init__(self, begin: int) -> None:

@@ -2,16 +2,16 @@
 
 While a compiled module is called, the stand-ins of its masters have the class :class:`CompiledStandIn`. ``torch.compile`` traces
 its ``__torch_function__``: a linear layer or a convolution gets the cast, which is an input of the graph in place of the weight.
-So there is one graph for all equal blocks, as without streaming: a graph is valid for any memory, and slots do not show in it.
+So there is one graph for all equal blocks, as without streaming: a graph takes tensors in any memory, and contains no slots.
 
-Note: masters in graphs. Some graphs need the masters themselves, or plain Lightning would have other results:
+Note: masters in graphs. Some graphs need the masters themselves. With casts, their results would differ from plain Lightning's:
 
 - a function other than those of ``LOWERED_FUNCTIONS`` reads a weight, or autocast is off where the weight is used;
-- it uses a trained weight twice. Plain autograd adds the two gradients in float32. The graph would add them in 16 bits.
+- the graph uses a trained weight twice. Plain autograd adds the two gradients in float32. The graph would add them in 16 bits.
 
-This shows while ``torch.compile`` traces. The masters are then uploaded, and the trace begins again with ordinary parameters.
-From now on, masters are uploaded for each call of a module of this class: other modules may use the same graph, which
-is not traced again. This is remembered as long as the process lives, as graphs are.
+These cases are detected while ``torch.compile`` traces. The masters are then uploaded, and the trace begins again with ordinary
+parameters. From then on, masters are uploaded for each call of a module of the same class: other modules may use the same graph,
+which is not traced again. The class is remembered as long as the process lives, because graphs live as long.
 
 A wrapped parameter, for example with 8 bits, is whole during the call, because a graph takes its parts as inputs.
 
@@ -63,10 +63,10 @@ from sp_lightning.torch_compat.private import (
 
 
 class _CastOfRun:
-    """The attribute with a stand-in's cast: another tensor at each access, with a graph node of its own.
+    """The attribute with a stand-in's cast. With gradients, each access returns a new tensor with its own autograd node.
 
-    A graph takes the attribute as an input, so it is read each time a graph runs. Plain autograd adds the gradients of two uses
-    in float32. If both had one node, they would be added in 16 bits.
+    A graph takes the attribute as an input, so the attribute is read each time a graph runs. Plain autograd adds the gradients
+    of two uses in float32. If both uses had one node, autograd would add the gradients in 16 bits.
     """
 
     @never_compiled
@@ -77,7 +77,10 @@ class _CastOfRun:
 
 
 class CompiledStandIn(OffloadedParameter):
-    """A stand-in during a call of a compiled module. ``torch.compile`` traces no attribute of a class with ``__getattr__``.
+    """A stand-in during a call of a compiled module.
+
+    ``torch.compile`` traces no attribute of a class with ``__getattr__``, so this class has none, unlike :class:`StandIn`. The
+    user's attributes are copied to the object for the call.
 
     Attributes:
         _cast: the cast. Autograd passes its gradient on to the parameter, as with autocast's own cast.
@@ -98,6 +101,7 @@ class CompiledStandIn(OffloadedParameter):
 
 @trace_only_inlined
 def _traced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Calls a function of stand-ins while ``torch.compile`` traces it: a linear layer or a convolution gets the casts."""
     if func in LOWERED_FUNCTIONS:
         return func(*[_traced_cast(each) for each in args], **{key: _traced_cast(kwargs[key]) for key in kwargs})
     if func not in METADATA:
@@ -108,6 +112,7 @@ def _traced(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
 
 @trace_only_inlined
 def _traced_cast(argument: Any) -> Any:
+    """Returns the cast if the argument is a stand-in; otherwise the argument."""
     if isinstance(argument, CompiledStandIn):
         comptime(_uses_cast)
         return argument._cast
@@ -115,7 +120,10 @@ def _traced_cast(argument: Any) -> Any:
 
 
 def _uses_cast(context: Any) -> None:
-    """Runs while ``torch.compile`` traces the use of a cast: is it the value that plain Lightning would have?"""
+    """Runs while ``torch.compile`` traces the use of a cast. If results would differ from plain Lightning's, uploads the masters.
+
+    Records each trained weight of a trace, to detect a second use.
+    """
     weight: Any = traced_tensor(context, "argument")
     group: ParameterGroup = weight._of
     if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
@@ -129,14 +137,14 @@ def _uses_cast(context: Any) -> None:
 
 
 def _reads_masters(context: Any) -> None:
-    """Runs while ``torch.compile`` traces the use of a master."""
+    """Runs while ``torch.compile`` traces a function that needs masters, and uploads them."""
     _running.call.upload_masters("another function than a linear layer or a convolution reads a weight")
 
 
 _OWN = frozenset({"_of", "_index"})
 """The attributes that a stand-in has outside of calls of compiled modules."""
 _reading_masters: WeakSet[type[nn.Module]] = WeakSet()
-"""The classes of compiled modules of which some graph needs masters. A graph lives as long as the process does."""
+"""The classes of compiled modules that have a graph which needs masters. A graph lives as long as the process does."""
 
 
 class _Running(threading.local):
@@ -159,13 +167,13 @@ _running = _Running()
 
 
 class CompiledCalls:
-    """Gives a compiled module casts during its calls.
+    """Gives a compiled module casts and whole wrapped parameters during its calls.
 
     Args:
         name: the module's name, for a warning.
         module: the module.
-        weights: the stand-ins of its masters, and their names in the module.
-        wrapped: the places of its wrapped parameters.
+        weights: the stand-ins of the module's masters, and their names in the module.
+        wrapped: the places of the module's wrapped parameters.
     """
 
     def __init__(
@@ -179,7 +187,7 @@ class CompiledCalls:
         surround(module, self)
 
     def remove(self) -> None:
-        """Gives the module casts no longer."""
+        """Stops giving casts and whole parameters to calls of the module."""
         release(self.module, self)
 
     @trace_only_inlined
@@ -204,7 +212,7 @@ class _BoundCall:
 
     Args:
         compiled: the module.
-        outer: the running call around this one.
+        outer: the running call of a compiled module around this call; None if there is none.
     """
 
     def __init__(self, compiled: CompiledCalls, outer: _BoundCall | None) -> None:
@@ -223,7 +231,7 @@ class _BoundCall:
 
     def _bind(self, group: ParameterGroup) -> None:
         """Binds casts to the stand-ins of a group. Attaches the masters if that is impossible."""
-        if group.layer.state.attached:
+        if group.layer.state.attached:  # the masters are on the device, so the graph takes them
             return
         able = group.autocast is not None and autocast_would_cast(group.autocast, group.device)
         if self._compiled.kind in _reading_masters or group.casts is None or group.shared or not able:
@@ -233,7 +241,8 @@ class _BoundCall:
             if weight._of is group:
                 host = group.hosts[weight._index]
                 vars(weight)["_bound_cast"] = group.casts[weight._index]
-                # The attributes that user code has given the host's parameter, without those that dynamo reads.
+                # The attributes that user code has given the host's parameter, without dynamo's marks. The stand-in's own
+                # attributes take precedence.
                 users = {key: value for key, value in vars(host).items() if not key.startswith(DYNAMO_MARKS)}
                 vars(weight).update({**users, **vars(weight)})
                 set_class(weight, CompiledStandIn)
@@ -252,7 +261,11 @@ class _BoundCall:
         self._uploads.enter_context(group.engine.operation_on([group.all[0]]))
 
     def upload_masters(self, why: str) -> None:
-        """Attaches the masters, and begins the running trace again, which then finds ordinary parameters."""
+        """Attaches the masters, and begins the running trace again, which then finds ordinary parameters.
+
+        Warns of this, and remembers the module's class: later calls attach masters at once. Does not return, because an exception
+        restarts the trace.
+        """
         compiled = self._compiled
         _reading_masters.add(compiled.kind)
         warnings.warn(
@@ -267,6 +280,7 @@ class _BoundCall:
         restart_trace(why)
 
     def _unbind(self) -> None:
+        """Removes casts and the user's attributes from the stand-ins, and gives them their ordinary class again."""
         for weight in self._compiled.names:
             for key in [key for key in vars(weight) if key not in _OWN and not key.startswith(DYNAMO_MARKS)]:
                 del vars(weight)[key]
@@ -274,14 +288,17 @@ class _BoundCall:
                 set_class(weight, StandIn)
 
     def end(self) -> None:
-        """Ends the call: the stand-ins have no casts, and masters may be evicted."""
+        """Ends the call: removes the casts and whole wrapped parameters. Masters may then be evicted."""
         _running.call = self._outer
         self._unbind()
         self._uploads.close()
 
 
 def compiled_calls(root: nn.Module, layers: Iterable[StreamedLayer]) -> list[CompiledCalls]:
-    """Gives compiled modules casts and whole wrapped parameters, until the returned objects are removed."""
+    """Makes the :class:`CompiledCalls` of all compiled modules, which are in effect until they are removed.
+
+    A compiled module inside another compiled module gets no object, because the outer module's object has all of its weights.
+    """
     stand_ins = {
         host: weight
         for layer in layers

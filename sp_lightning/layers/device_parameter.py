@@ -6,7 +6,7 @@ A :class:`DeviceParameter` is a leaf of the autograd graph with the right shape,
 - Otherwise it is a *stand-in* (:class:`OffloadedParameter`): a tensor of the weight's shape without memory. Its class fetches the
   layer before any operation computes with it.
 
-So every use of a weight is right, wherever it happens: a weight that is read outside of forward, arithmetic on
+So every use of a weight gets the right values, wherever it happens: a read outside of forward, arithmetic on
 ``self.parameters()``, ``torch.autograd.grad`` with respect to parameters.
 
 All other attributes of a device parameter are those of the host parameter: ``.grad``, ``requires_grad_``, hooks.
@@ -46,7 +46,7 @@ set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 class DeviceParameter(nn.Parameter):
     """The base class of device parameters. Only :class:`ParameterGroup` makes them."""
 
-    _of: Any  # the ParameterGroup; its file imports this one
+    _of: Any  # the ParameterGroup; not typed, because the class's file imports this file
     _index: int
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
@@ -100,7 +100,7 @@ class DeviceParameter(nn.Parameter):
             self.host.data = value
             return
         with self._of.present(self):
-            guard_of(self._of.layer).exposed.add(self._index)
+            guard_of(self._of.layer).exposed.add(self._index)  # not `viewed`: the slot still has the host's values
             if not same_place(value, tensor_data.__get__(self)):  # p.data += 1 assigns the same memory again
                 self._of.engine.replacing(self._of.layer, self._index, value)
                 tensor_data.__set__(self, value)
@@ -137,7 +137,7 @@ class DeviceParameter(nn.Parameter):
         return self
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Writes nothing if the source is the parameter itself. ``torch.nn.utils.parametrize`` calls it so, and with it PEFT."""
+        """Writes nothing if the source is the parameter itself: ``torch.nn.utils.parametrize``, which PEFT uses, calls it so."""
         if len(args) == 1 and args[0] is self and not kwargs:
             return self
         return super().set_(*args, **kwargs)
@@ -167,7 +167,7 @@ class DeviceParameter(nn.Parameter):
 
 def _users_attribute(parameter: DeviceParameter, name: str) -> Any:
     """Returns an attribute that the user gave the host's parameter."""
-    if name in ("_of", "_index"):
+    if name in ("_of", "_index"):  # not set yet: `host` reads both, and would call this function again without end
         raise AttributeError(name)
     return getattr(parameter.host, name)
 
@@ -200,7 +200,7 @@ class OffloadedParameter(DeviceParameter):
         if func in METADATA or compiles_here():
             with Untouched():
                 return func(*args, **kwargs)
-        # 3. A look-up needs only rows of the weight.
+        # 3. A look-up in a table, or an operation on routed experts, needs only rows of the weight.
         # issubclass, because isinstance is slow: the metaclass of Parameter checks in Python.
         first = next((each for each in (*args, *kwargs.values()) if issubclass(type(each), OffloadedParameter)), None)
         if first is not None and first._of.compute is not None and not first._of.engine.at_host():
@@ -221,12 +221,13 @@ class OffloadedParameter(DeviceParameter):
                 "a class other than list, tuple or dictionary. Pass the weight itself, or keep its layer on the device: "
                 "SuperpipelineStrategy(keep_on_gpu=[…])."
             )
-        if away[0]._of.engine.at_host():  # user code has kept a device parameter after the step
+        if away[0]._of.engine.at_host():  # for example, user code has kept a device parameter after the step
             args, kwargs = tree_map_only(DeviceParameter, lambda each: each.host, (args, kwargs))
             return func(*args, **kwargs)
         with away[0]._of.engine.operation_on(away):
-            # Attached parameters have the class of views. In three cases they keep the class of stand-ins, or autograd would save
-            # them as they are. The function then gets aliases, which are plain tensors over the slot.
+            # Attached parameters have the class of views, and the function gets them. There are three exceptions: with rows, and
+            # with several threads, they keep the class of stand-ins; and without saved-tensor hooks (``saves_raw``), autograd
+            # would save the parameters themselves. The function then gets aliases, which are plain tensors over the slot.
             by_rows = any(each._of.by_rows for each in away)
             if by_rows or away[0]._of.shared or away[0]._of.engine.saves_raw():
                 with away[0]._of.engine.lock:  # another thread may detach the layer when this thread is late
@@ -245,11 +246,12 @@ class StandIn(OffloadedParameter):
 
 
 def _is_ours(name: str) -> bool:
-    """Returns True if an attribute is the device parameter's own, as torch.compile's marks in its ``__dict__`` are."""
+    """Returns True if an attribute is the device parameter's own, and not the host parameter's. torch.compile's marks are own."""
     return name in ("_of", "_index", "data", "grad", "requires_grad", "__class__") or name.startswith(DYNAMO_MARKS)
 
 
 def _users_class(kind: type) -> Any:
+    """Returns the class of the user's parameter: ``nn.Parameter``, or a subclass from which ``kind`` also derives."""
     return next(base for base in kind.__mro__ if not issubclass(base, DeviceParameter))
 
 
@@ -270,22 +272,22 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
             group = argument._of
             if group.autocast is None or not autocast_would_cast(group.autocast, group.device):
                 return None
-            # Read once, because another thread may replace the casts meanwhile. A group has none if the function is called
-            # outside the forward of its layer.
+            # Read once, because another thread may replace the casts meanwhile. If the function is called outside the forward of
+            # the layer, the group has no casts.
             casts[group] = None if group.shared else group.casts
     if None not in casts.values():
         return _call(casts, func, args, kwargs) if casts else None
     away = [argument for argument in (*args, *kwargs.values()) if issubclass(type(argument), OffloadedParameter)]
     if away[0]._of.engine.at_host():
         return None
-    with away[0]._of.engine.operation_on(away, casts=True):  # fetches the casts, which the groups have now
+    with away[0]._of.engine.operation_on(away, casts=True):  # attaches the owners, which offer the groups their casts
         casts = {group: group.casts for group in casts}
         return None if None in casts.values() else _call(casts, func, args, kwargs)
 
 
 def _call(casts: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Calls a function with casts in place of stand-ins. ``casts`` has the casts of each group."""
-    if not (kwargs or torch.is_grad_enabled()):  # inference: without calls, as the host's time counts most there
+    if not (kwargs or torch.is_grad_enabled()):  # in inference the host's time counts most, so this calls no functions
         given = [casts[each._of][each._index] if issubclass(type(each), OffloadedParameter) else each for each in args]
         return func(*given)
     # Autograd runs the nodes of a graph in the reverse of their order of creation. Autocast casts the last argument
@@ -317,7 +319,7 @@ def for_one_use(weight: OffloadedParameter, cast: Tensor) -> Tensor:
 
 
 def same_place(tensor: Tensor, other: Tensor) -> bool:
-    """Returns True if two tensors are the same elements in memory."""
+    """Returns True if two tensors consist of the same elements in memory."""
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) == (
         other.data_ptr(), other.dtype, other.shape, other.stride()
     )  # fmt: skip
@@ -326,8 +328,8 @@ def same_place(tensor: Tensor, other: Tensor) -> bool:
 def hides_stand_ins(inputs: Any) -> bool:
     """Returns True if torch may call another ``__torch_function__`` before that of a stand-in.
 
-    That is the case if a mode is active, or if the inputs of a module have a class with a ``__torch_function__`` of its own, for
-    example a jagged nested tensor. That code could read a stand-in, which has no memory.
+    This happens if a function mode is active, or if an input has a class with its own ``__torch_function__``, for example a
+    jagged nested tensor. The mode or the class could read a stand-in, which has no memory.
     """
     if count_function_modes():
         return True
@@ -354,6 +356,7 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
     edges = [_present_edge(tensor) if isinstance(tensor, DeviceParameter) else tensor for tensor in inputs]
     if not materialize_grads:
         return torch.autograd.grad(outputs, edges, *args, **kwargs)
+    # torch refuses `materialize_grads` for edges, so the zeros are made here.
     gradients = torch.autograd.grad(outputs, edges, *args, **{**kwargs, "allow_unused": True})
     return tuple(
         torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if gradient is None else gradient
@@ -362,13 +365,16 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
 
 
 def _present_edge(parameter: DeviceParameter) -> GradientEdge:
-    """Returns :func:`gradient_edge`, after the user may have frozen or unfrozen the parameter since the last use of its layer."""
+    """Returns :func:`gradient_edge`, after copying ``requires_grad`` from the host parameter, which the user may have changed."""
     parameter._of.sync_requires_grad()
     return gradient_edge(parameter)
 
 
 def _alias(parameter: DeviceParameter) -> Tensor:
-    """Returns the weight as another tensor. A graph that keeps it keeps the memory with it."""
+    """Returns a plain tensor over a weight's memory. A graph that keeps the tensor keeps the memory, which is then not reused.
+
+    For a trained weight with gradients enabled, the tensor is connected to the parameter in the graph.
+    """
     with Untouched(), no_dispatch_modes():
         wanted = torch.is_grad_enabled() and tensor_requires_grad.__get__(parameter)
         return parameter.view_as(parameter) if wanted else parameter.detach()

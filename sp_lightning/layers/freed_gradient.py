@@ -1,8 +1,8 @@
 """Freed gradients: reading ``param.grad`` is an error if the engine has freed the gradient during backward.
 
-``optimizer_overlap="backward"`` frees a layer's gradients after its update, to save memory, if no hook of the user could read
-them before they are set to None. On plain Lightning ``param.grad`` is a tensor then. Code that reads it nevertheless gets an
-error instead of None.
+If no hook of the user could read a layer's gradients before they are set to None, ``optimizer_overlap="backward"`` frees them
+after the layer's update, to save memory. On plain Lightning ``param.grad`` is still a tensor at that time. So code that reads
+``param.grad`` nevertheless gets an error instead of None.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class _HasFreedGradient(ParameterRole):
 
     @property
     def grad(self) -> Tensor | None:
-        """None for the engine and for updates.
+        """None for the engine, for updates and for torch's ``zero_grad``.
 
         Raises:
-            RuntimeError: user code reads it.
+            RuntimeError: user code reads the attribute.
         """
         if subclasses_are_asked() and _is_users(sys._getframe(1)):
             raise RuntimeError(
@@ -55,12 +55,12 @@ class _HasFreedGradient(ParameterRole):
 
 
 def resets_gradients(frame: FrameType) -> bool:
-    """Returns True if torch's ``zero_grad`` reads a gradient only to set it to None."""
+    """Returns True if ``frame``, which reads a gradient, is torch's ``zero_grad``, which then only sets the gradient to None."""
     return frame.f_code in _SET_TO_NONE and bool(frame.f_locals.get("set_to_none", False))
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Returns True if a gradient is read by user code: not by this package, and not by torch's ``zero_grad``."""
+    """Returns True if ``frame``, which reads a gradient, is of user code: not of this package, and not torch's ``zero_grad``."""
     # The property `grad` of another role of the parameter may have called this one.
     while frame.f_code.co_name == "grad" and frame.f_back is not None:
         frame = frame.f_back
@@ -68,7 +68,7 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def free(parameter: nn.Parameter) -> None:
-    """Frees a parameter's gradient. Reading it is an error until :func:`forget`, or until it has another one."""
+    """Frees a parameter's gradient. Reading ``param.grad`` is an error until :func:`forget`, or until another gradient is set."""
     parameter.grad = None
     take(parameter, _HasFreedGradient)
 

@@ -63,7 +63,7 @@ class Gradients(GradientSink[_Drain]):
 
     Args:
         device: copies gradients.
-        staging: provides host memory for gradients that are added to others.
+        staging: provides host memory for gradients that are added to earlier ones or converted, and for sparse gradients.
         in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
     """
 
@@ -81,7 +81,9 @@ class Gradients(GradientSink[_Drain]):
         self._was_read = False
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
-        """Takes a gradient that autograd has computed. It is copied to the host with the other gradients of its layer.
+        """Receives a gradient that autograd has computed. It is copied to the host with the other gradients of its layer.
+
+        If the parameter has a gradient that is not copied yet, the layer's gradients are copied first.
 
         Returns:
             True if all gradients of the layer have arrived; always False for residents.
@@ -91,7 +93,7 @@ class Gradients(GradientSink[_Drain]):
         received = self._received.get(owner)
         if received is None:
             received = self._received[owner] = _Received()
-        elif place in received.gradients:  # a second gradient of one parameter, which is added on the host
+        elif place in received.gradients:  # a second gradient of one parameter: the host adds the two
             self.drain(owner)
         if not received.gradients:
             self.arriving[owner] = None
@@ -101,14 +103,17 @@ class Gradients(GradientSink[_Drain]):
         return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS
 
     def drain(self, layer: StreamedLayer) -> None:
-        """Copies the gradients of a layer and its masters that have arrived to the host."""
+        """Issues the copies to the host of all gradients of a layer and its masters that have arrived.
+
+        If :meth:`_may_keep` allows it, the gradients wait on the GPU for the layer's step instead.
+        """
         owner = layer.owner
         received = self._received.get(owner)
         if received is None or not received.gradients:
             return
         gradients, received.gradients = received.gradients, {}
         del self.arriving[owner]
-        self.device.access(gradients.values(), Stream.COMPUTE, write=True)  # backward's kernels
+        self.device.access(gradients.values(), Stream.COMPUTE, write=True)  # by backward's kernels
         if self._may_keep(owner, received, gradients):
             self._keep(owner, received, gradients)
             return
@@ -126,8 +131,8 @@ class Gradients(GradientSink[_Drain]):
     ) -> bool:
         """Returns True if gradients may wait on the GPU for the layer's step there, instead of being copied to the host.
 
-        This needs all gradients of the layer at once, none of them sparse. Of a layer without its own slot, no gradient may be
-        added to an earlier one, and a step must wait for the layer.
+        This needs all gradients of the layer at once, no sparse gradient, and no hook of the user for accumulated gradients. For
+        a layer without its own slot, no parameter may have an earlier gradient, and a step must wait for the layer.
         """
         if owner.own_slot is not None:
             return self.keep_for_own_slot and self._may_keep_for_own_slot(received, gradients)
@@ -139,7 +144,10 @@ class Gradients(GradientSink[_Drain]):
         return dense and alone and owner.kind is not Kind.RESIDENTS and self._wanted(owner)
 
     def _may_keep_for_own_slot(self, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]) -> bool:
-        """Returns :meth:`_may_keep` for a layer that stays on the GPU. Gradients may be added to unchanged earlier ones."""
+        """Returns :meth:`_may_keep` for a layer that stays on the GPU.
+
+        Earlier gradients are allowed if they are on the GPU and unchanged: the new gradients are added to them.
+        """
         parameters = [layer.block.parameters[index] for layer, index in gradients]
         return (
             len(gradients) == received.expected
@@ -151,7 +159,10 @@ class Gradients(GradientSink[_Drain]):
     def _keep(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> None:
-        """Keeps gradients on the GPU, as narrow gradients: reading ``param.grad`` copies one to the host."""
+        """Keeps gradients on the GPU, as narrow gradients: reading ``param.grad`` copies the gradient to the host.
+
+        The gradients are added to earlier ones that were kept.
+        """
         hosts = [layer.block.parameters[index] for layer, index in gradients]
         kept = [add_on_device(p, gradient) for p, gradient in zip(hosts, gradients.values(), strict=True)]
         computed = self.device.record(Stream.COMPUTE)
@@ -160,7 +171,7 @@ class Gradients(GradientSink[_Drain]):
             keep_narrow(parameter, gradient, self._note_read, computed=computed)
             received.applied.add(id(parameter))
         nbytes = sum(map(bytes_of_dense, kept))
-        # The layer's earlier kept gradients are freed, or were added to these.
+        # The layer's earlier kept gradients are freed, or are part of the new sums.
         self.device_bytes += nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept_bytes.get(owner, 0)
         self._kept_bytes[owner] = nbytes
         # There is nothing to copy, but `land` reports that the gradients are complete.
@@ -171,8 +182,9 @@ class Gradients(GradientSink[_Drain]):
     ) -> tuple[deque[_Landing], BlockMemory | None, list[Tensor], list[Tensor]]:
         """Chooses the host memory of each gradient.
 
-        The first gradient of a parameter is copied to the memory that becomes ``param.grad`` (``own``). If ``param.grad`` exists,
-        or has another dtype, the gradient is copied to staging memory, and converted or added later.
+        The first gradient of a parameter is copied to the memory that becomes ``param.grad`` (``own``). If ``param.grad`` exists
+        already, or will have another dtype than the gradient, the gradient is copied to staging memory, and added or converted
+        later.
 
         Returns:
             The landings, the staging memory or None, and the targets and sources of the copies.
@@ -220,8 +232,8 @@ class Gradients(GradientSink[_Drain]):
     ) -> tuple[_Landing, list[Tensor]]:
         """Chooses staging memory for a sparse gradient: its indices and its values, two dense tensors.
 
-        If ``param.grad`` is dense (``sparse_on_device``), memory for it (``own``) is chosen, too, to which the rows are added
-        later.
+        If ``param.grad`` will be dense (``sparse_on_device``), also chooses the memory of ``param.grad`` (``own``), to which the
+        rows are copied later.
 
         Returns:
             The landing of the gradient, and the targets of the copies of its dense tensors.
@@ -272,7 +284,10 @@ class Gradients(GradientSink[_Drain]):
         self.device_bytes -= self._kept_bytes.pop(layer, 0)
 
     def drop(self) -> None:
-        """Drops the gradients that are not in ``param.grad``, after a backward that failed."""
+        """Drops the gradients that are not in ``param.grad``, and clears the records of this backward.
+
+        Called after a backward that failed. After a complete backward there are only records.
+        """
         for _, landings, staging in self.drop_drains():
             self.device.access(map(_memory, landings), None, write=True)
             if staging is not None:
@@ -282,11 +297,11 @@ class Gradients(GradientSink[_Drain]):
         self.arriving.clear()
 
     def _apply(self, drain: _Drain) -> None:
-        """Applies the gradients of one transfer, whose end the host has waited for. Reports a layer that is complete."""
+        """Applies the gradients of one transfer, for which the host has waited. Reports the layer if it is complete."""
         layer, landings, staging = drain
         received = self._received[layer]
         try:
-            # The memory may become param.grad, which the user may write.
+            # The memory may become param.grad, which the user may write: declared as a write of the host.
             self.device.access(map(_memory, landings), None, write=True)
             # Gradients without own memory are added to param.grad, which may have left host memory.
             if any(own is None for _, _, own, _ in landings):
@@ -341,7 +356,8 @@ def _parts(gradient: Tensor) -> tuple[Tensor, ...]:
 def _staged_bytes(gradients: Collection[Tensor]) -> int:
     """Returns the bytes of staging memory for a layer's gradients.
 
-    Free staging memory is kept by size. The size of sparse gradients differs in each step, so it is rounded up to a power of two.
+    Sparse gradients have another size in each step, and free staging memory is kept by size. So with a sparse gradient the bytes
+    are rounded up to a power of two.
     """
     sizes = [sum(aligned(each.nbytes) for each in _parts(gradient)) for gradient in gradients]
     dense = all(each.layout is torch.strided for each in gradients)

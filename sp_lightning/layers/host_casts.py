@@ -55,11 +55,11 @@ class Casts(NoCasts):
         self._made_of = self._state()
 
     def places(self, by: Stream, *, values_change: bool = True) -> Mapping[int, Tensor]:
-        """Returns the memory to which ``by`` may write casts together with masters, by the id of the master.
+        """Returns the memory to which the stream ``by`` may write casts together with masters, by the id of the master.
 
-        The caller writes the masters next, and then calls :meth:`refresh` or :meth:`mark_current`. Until then the casts are out
-        of date. Returns no places if a graph has saved casts and the values change: :meth:`refresh` then keeps the old values for
-        the graph.
+        Marks the casts as out of date. The caller writes the masters next, and then calls :meth:`refresh` or
+        :meth:`mark_current`. If a graph has saved casts and the values change, returns no places: :meth:`refresh` then keeps the
+        old values for the graph.
 
         Args:
             by: the stream that writes.
@@ -76,7 +76,8 @@ class Casts(NoCasts):
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
         """Casts the masters of the layer again, unless the casts are :attr:`current`.
 
-        The caller has waited for the last transfer that reads the casts, and the layer is not in use on the device.
+        If a graph has saved casts whose values change, the old values are kept for the graph. The caller has waited for the last
+        transfer that reads the casts.
 
         Args:
             by: the stream that casts: the background's, or None for the host.
@@ -107,7 +108,10 @@ class Casts(NoCasts):
         return self._present[0] if offset >= self._begin else None
 
     def offer(self, views: Sequence[Tensor]) -> None:
-        """Offers views of the casts in place of the masters, unless the masters are on the device, where code may write them."""
+        """Offers views of the casts on the device in place of the masters, if the casts are current.
+
+        If the masters are on the device, no casts are offered, because user code may write the masters there.
+        """
         group = self._layer.parameters
         group.sync_requires_grad()
         group.casts = views if self._layer.slot is None and self.current else None

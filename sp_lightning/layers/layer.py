@@ -1,8 +1,8 @@
 """A streamed layer: parameters that are uploaded together, with their host memory and their slot on the device.
 
 A layer has a :class:`Slot` while it is on the device, and always rows and casts. Most layers have :class:`AllRows` and
-:class:`NoCasts`, which do nothing. Layers with masters have those of ``host_casts`` instead, and a capability may replace
-``AllRows`` (:class:`~sp_lightning.model.rows.RowFinder`).
+:class:`NoCasts`, which do nothing. Layers with masters have :class:`~sp_lightning.layers.host_casts.Casts` instead. A capability
+may replace ``AllRows`` (:class:`~sp_lightning.model.rows.RowFinder`).
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class AllRows:
         return 0
 
     def free(self) -> None:
-        """Frees the memory that :meth:`allocate` has allocated. Called with the slots of the plan."""
+        """Frees the memory that :meth:`allocate` has allocated. Called when the slots of the plan are freed."""
 
     def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-        """Called before each call of the layer's module, in its thread, before the layer is uploaded for it."""
+        """Called before each call of the layer's module, in the calling thread, before the layer is uploaded for the call."""
 
     def end_call(self) -> None:
         """Called after the latest call in this thread has returned or raised."""
@@ -81,11 +81,11 @@ class AllRows:
         """Called when a use of the layer has ended."""
 
     def send(self, slot: Slot, source: Tensor) -> int | None:
-        """Uploads the needed rows to a slot. Returns the bytes copied from the host; None to upload the whole layer."""
+        """Uploads the needed rows to a slot. Returns the bytes copied from the host; None if the caller has to copy all rows."""
         return None
 
     def arrived(self, slot: Tensor) -> None:
-        """Called after the compute stream has waited for the upload to a slot."""
+        """Called after the compute stream has waited for the upload to a slot. ``slot``: the slot's memory."""
 
     def lost(self) -> None:
         """Called after an upload to the layer's slot has failed."""
@@ -94,7 +94,10 @@ class AllRows:
         """Called when the host's weights were or may have been written. Copies outside the slot are out of date."""
 
     def may_compute_with_wrapped(self, use: Any, args: Sequence[Any], kwargs: Any) -> bool:
-        """Returns True if a wrapped weight may be used now, without a use of the layer."""
+        """Returns True if the slot has all rows of a wrapped weight that an operation (``use``) reads.
+
+        Otherwise the whole layer is attached for the operation.
+        """
         return False
 
     def computed(self, func: Any, output: Any) -> None:
@@ -107,14 +110,23 @@ class AllRows:
         """Returns the rows that a tensor saved by autograd needs in backward.
 
         Args:
-            index: the index of the parameter in which the tensor begins.
-            view: a view of the slot's memory; None if the weight itself was saved.
+            index: the index of the parameter in which the tensor begins; None if it begins in no parameter, but in a cast.
+            view: the tensor, a view of the slot's memory; None if the weight itself was saved.
             offset: bytes from the start of the slot to the view.
         """
         return None
 
     def completed(self, index: int, value: Tensor, slots: Collection[int]) -> Tensor:
-        """Returns a weight's value on the device. If it is in one of these slots, missing rows are taken from the host."""
+        """Returns a weight with all rows, given its value on the device. Rows that the slot lacks are taken from the host.
+
+        Args:
+            index: the index of the weight.
+            value: the value on the device.
+            slots: the addresses of all slots. A value in other memory has all rows.
+
+        Returns:
+            The value itself, or a tensor on the host if rows were missing.
+        """
         return value
 
     def gradient_rows(self, index: int) -> Rows:
@@ -122,7 +134,7 @@ class AllRows:
         return None
 
     def unpin(self) -> None:
-        """Releases page locks."""
+        """Releases page locks of host memory."""
 
 
 class NoCasts:
@@ -136,17 +148,17 @@ class NoCasts:
         """Marks the casts as out of date, because masters may have been written unnoticed."""
 
     def mark_current(self) -> None:
-        """Records that another process has cast the current masters."""
+        """Records that an update or another process has cast the current masters."""
 
     def places(self, by: Stream, *, values_change: bool = True) -> Mapping[int, Tensor]:
-        """Returns the memory into which ``by`` may write casts together with their masters, by the id of the master."""
+        """Returns the memory into which the stream ``by`` may write casts together with masters, by the id of the master."""
         return {}
 
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
         """Casts the masters again if the casts are out of date."""
 
     def saved_values(self, offset: int) -> SavedValues | None:
-        """Returns the values of the casts if an offset of the slot is among them; otherwise None."""
+        """Returns the present values of the casts if there is a cast at byte ``offset`` of the slot; otherwise None."""
         return None
 
     def offer(self, views: Sequence[Tensor]) -> None:
@@ -161,18 +173,21 @@ class Slot:
     """Device memory for one layer.
 
     Attributes:
-        ring: the index of its ring in the plan.
-        memory: its memory for transfers, flat ``uint8``.
+        ring: the index of the slot's ring in the plan; -1 for the slot of residents.
+        memory: the slot's memory for transfers, flat ``uint8``.
         lease: the same memory for compute, as another storage whose owners can be counted.
-        extra: True if it was allocated beyond the plan, because all other slots were locked or held.
-        layer: the layer whose weights are in the slot; None if the values are out of date.
-        locked: True if a layer in a locked state uses it. If user code gives a weight other memory, the layer leaves the slot
-            during the use. The slot then stays locked until the use, which continues with the old values, ends.
-        stale: True if the host's weights of its layer were written, or may have been, since the fetch. The next fetch of the
+        extra: True if the plan does not count the slot: all other slots were locked or held, or the slot was still viewed when
+            the plan was replaced.
+        layer: the layer whose weights are in the slot; None if the slot is empty or its values are out of date.
+        locked: True if a layer in a locked state uses the slot. If user code gives a weight other memory, the layer leaves the
+            slot during the use. The slot then stays locked until the end of the use, which continues with the old values.
+        stale: True if the host's weights of ``layer`` were written, or may have been, since the fetch. The next fetch of the
             layer uses the same slot, because tensors view the slot and must show the new values.
-        filled: the event after the transfer into it.
-        idle: the event after the last kernel that used it; None if tensors still viewed the slot at its release.
-        sources: tensors of :attr:`Stream.STEP` that the transfer into it reads. They are kept until that stream has waited.
+        filled: the event after the last transfer into the slot.
+        idle: the event after the last kernel that used the slot. None while the slot is locked, and if tensors still viewed it
+            at its release.
+        sources: device tensors that the last transfer into the slot reads. They are kept until :attr:`Stream.STEP`, in which
+            their memory may be used again, has waited for the transfer.
     """
 
     ring: int
@@ -201,64 +216,68 @@ class Kind(enum.Enum):
     """How a layer is uploaded to the device."""
 
     BLOCK = enum.auto()
-    """It is uploaded into a slot of its ring when its module is called."""
+    """It is uploaded into a slot of its ring for calls of its module."""
     MASTERS = enum.auto()
     """The float32 weights of a block that is uploaded as casts. They are uploaded only if an operation needs them in float32."""
     TABLE = enum.auto()
-    """An embedding of which rows are uploaded. All of it is uploaded only if an operation other than a look-up needs it."""
+    """An embedding of which rows are uploaded. Only an operation other than a look-up uploads the whole weight."""
     RESIDENTS = enum.auto()
-    """It stays on the device during a step, in its own memory."""
+    """The weights outside all layers. They stay on the device during a step, in memory of their own."""
 
 
 class StreamedLayer:
-    """One layer: everything that the engine knows about it.
+    """One layer: all data that the engine keeps about it.
 
-    :attr:`state` tells where its weights are. The device's copy is valid if :attr:`slot` is set and not ``stale``, and the copy
-    is not :attr:`outdated`. Code that writes the host's weights in a way that no version shows calls :meth:`invalidate`.
-    Residents have a slot of their own. :class:`~sp_lightning.layers.residents.Residents` keeps its copy up to date. The
-    prefetch reads ``slot`` alone: if it fetches in vain, or not at all, the use of the layer corrects that.
+    :attr:`state` tells where the layer's weights are. The device's copy is valid if :attr:`slot` is set and not ``stale``, and
+    the copy is not :attr:`outdated`. Code that writes the host's weights in a way that no version shows calls
+    :meth:`invalidate`. Residents have a slot of their own, and :class:`~sp_lightning.layers.residents.Residents` keeps their copy
+    up to date. The prefetch reads only ``slot``, so it may fetch a layer in vain, or miss one that is out of date. The use of the
+    layer then fetches the layer.
 
     Args:
-        index: its index in :attr:`Plan.moving`; that of the residents is the next one after the last.
-        kind: how it is uploaded to the device.
-        planned: the place of each of its parameters in memory.
-        block: its memory on the host.
-        parameters: its device parameters.
-        expert: True if it is uploaded only if a batch is routed to it.
+        index: the layer's index in :attr:`Plan.moving`. The index of the residents follows the last of these.
+        kind: how the layer is uploaded to the device.
+        planned: the place of each parameter in memory.
+        block: the layer's memory on the host.
+        parameters: the layer's device parameters.
+        expert: True if the layer is an expert: it is uploaded only if a batch is routed to it.
 
     Attributes:
         spans: the place of each parameter, then of each cast, in a slot.
-        casts: the 16-bit copies that are uploaded in place of its masters: :class:`NoCasts` if it has no masters.
-        masters: the layer of its masters; None if it has none.
+        casts: the 16-bit copies that are uploaded in place of masters: :class:`NoCasts` if the layer has no masters.
+        masters: the layer of this layer's masters; None if there are no masters.
         family: the layer and its masters, which are updated together.
-        owner: the layer with which it is updated, and with whose gradients its own are offloaded. For masters, the layer
-            that they belong to; otherwise the layer itself.
-        rows: which rows of the layer are uploaded: :class:`AllRows`, unless a finder of rows replaced them.
-        on_demand: True for masters and tables: only operations outside of module calls, and look-ups, use them. So they are not
-            in the trace, are not prefetched, and give up their slot after each use.
+        owner: for masters, the layer that they belong to; otherwise the layer itself. A layer is updated together with its
+            owner, and its gradients are offloaded together with the owner's.
+        rows: which rows of the layer are uploaded: :class:`AllRows`, unless a finder of rows has replaced this object.
+        on_demand: True for masters and tables: usually only single operations and look-ups use them, and not a whole module
+            call. So they are not in the trace, are not prefetched, and are evicted after each use.
         whole: True if the layer is uploaded whole and unchanged, so that its rows and casts have nothing to do. Frequent code
             tests this first, which saves calls.
-        state: where its weights are: :class:`~sp_lightning.layers.states.LayerState`.
-        slot: the slot that has its weights, after the event ``transfer``; None if the weights are on the host alone.
+        state: where the layer's weights are: :class:`~sp_lightning.layers.states.LayerState`.
+        slot: the slot that has the weights, after the event ``transfer``. If this is None, the weights are on the host alone or,
+            if ``kept`` is set, in ``own_slot`` alone.
         guard: records possible writes that no version counter shows; None if user code has made no such write possible.
-        transfer: the event after its last transfer to the device.
-        fetches: how often it was fetched.
-        running_calls: the number of running module calls that use it. It is not released before they return.
+        transfer: the event after the last transfer to the device.
+        fetches: how often the layer was fetched.
+        running_calls: the number of running module calls that use the layer. It is not released before these calls return.
         layout: a number that layers share if their parameters have the same places in a slot.
-        visits: how often the forward of the running step has locked it.
-        update: its update in the background that the engine has not waited for yet. Masters are updated with their owner.
-        updated_early: True if the running backward has begun its update (``optimizer_overlap="backward"``). A later use of the
-            layer in this backward is an error. Also True while a step tests if backward uses the layer again (``needed``).
-        needed: in such a test, called with the reason if the layer is used again; otherwise None.
+        visits: how often the forward of the running step has locked the layer.
+        update: the update in the background that the engine has not waited for yet; None if there is none. Masters are updated
+            with their owner.
+        updated_early: True if the running backward has begun the update (``optimizer_overlap="backward"``). A later use of the
+            layer in this backward is an error. Also True while a step tests whether backward uses the layer again (``needed``).
+        needed: None except in such a test. If the layer is used again, it is called with the reason.
         landed: after an update on the device: the event after which the host has the results.
         stepped: after an update on the device: the event after its kernels.
-        step_results: after an update on the device: its results there, each tensor with its place in a slot. The layer's next
-            fetch copies them from there. Otherwise empty.
+        step_results: after an update on the device: its results in device memory, each tensor with its place in a slot. The
+            layer's next fetch copies these tensors. Otherwise empty.
         own_slot: the slot that only this layer uses, because the layer stays on the GPU; None for other layers.
         kept: True if the copy in ``own_slot`` is the valid one: the GPU has stepped the layer, or has fetched it for a step, and
             user code has not used the host's weights since.
-        newer_than_host: True if that copy is newer than the host's weights.
-        spent: gradients on the device that its step reads. They are kept until compute has waited for the step.
+        newer_than_host: True if the copy in ``own_slot`` must be downloaded before code uses the host's weights. This is also set
+            when a step uploads the layer, because the host's memory may be freed from then on.
+        spent: gradients on the device that the layer's step reads. They are kept until compute has waited for the step.
     """
 
     def __init__(
@@ -307,15 +326,16 @@ class StreamedLayer:
 
     @property
     def name(self) -> str:
-        """The name of the layer's module, or of its parameter if no module is the layer's."""
+        """The name of the layer's module; if the layer belongs to no module, the name of its parameter."""
         return self.planned.name
 
     def use_gradients(self) -> bool:
-        """Loads the gradients of the layer and of its masters into host memory, if they are on a disk.
+        """If the gradients of the layer and of its masters are on a disk, loads them into host memory.
 
         Returns:
             True if the gradients of the next layer may take the same memory.
         """
+        # A list, because `any` would stop at the first True, and leave members out.
         found = [member.block.gradients.use() for member in self.family]
         return any(found)
 
@@ -326,8 +346,8 @@ class StreamedLayer:
         return (
             slot is not None
             and slot.overwritable
-            and (self.guard is None or self.guard.digests is None)  # else user code holds a view of the slot
-            and not self.casts.saved  # else a graph needs the casts of before the step
+            and (self.guard is None or self.guard.digests is None)  # otherwise user code holds a view of the slot
+            and not self.casts.saved  # otherwise a graph needs the casts from before the step
             and not any(member.block.displaced or member.block.retyped for member in self.family)
             # Only plain host memory can be hidden while the values are on the GPU alone: neither files nor shared memory, and
             # not the parts of wrapped parameters, which are plain tensors and have no roles.
@@ -337,19 +357,24 @@ class StreamedLayer:
 
     @property
     def frozen(self) -> bool:
-        """True if none of its parameters is trained."""
+        """True if no parameter of the layer and its masters is trained."""
         return not any(p.requires_grad for member in self.family for p in member.block.parameters)
 
     @property
     def outdated(self) -> bool:
-        """True if version counters show that the host's weights were written since the layer was uploaded."""
+        """True if host weights were written since the upload, as version counters show, or were given other memory.
+
+        For a layer with casts also if its casts are out of date.
+        """
         return self.parameters.stale or not self.casts.current
 
     def refuse_updated(self, why: str = "its weights were needed again") -> None:
         """Checks that the running backward has not updated the layer, because an operation needs the weights before the update.
 
+        In a test (``needed``), a use is only reported.
+
         Raises:
-            RuntimeError: the layer is updated.
+            RuntimeError: the running backward has updated the layer.
         """
         owner = self.owner
         if owner.updated_early and owner.needed is not None:
@@ -361,7 +386,7 @@ class StreamedLayer:
             )
 
     def close(self) -> None:
-        """Drops the device parameters at the end of the run. Host parameters get gradients of their own dtype."""
+        """Drops the device parameters at the end of the run. Host parameters get ordinary gradients of their own dtype."""
         self.parameters.close()
         self.rows.unpin()
         for parameter in self.block.parameters:
@@ -371,10 +396,11 @@ class StreamedLayer:
     def invalidate(self) -> None:
         """Marks the copy on the device as out of date, because the host's weights were written, or may have been.
 
-        If tensors view the slot, it stays the layer's and becomes stale: views of a weight must show its new values.
+        If tensors view the slot, the layer keeps the slot, which becomes stale: views of a weight must show its new values.
+        Otherwise the layer leaves the slot.
         """
         has_views = self.guard is not None and self.guard.views
-        # After a move of the memory, views do not show the slot's values in any case.
+        # If ``share_memory_`` has moved the views to other memory, they do not show the slot's values in any case.
         if self.slot is not None and has_views and not self.slot.lease.moved:
             self.rows.drop_cached()
             self.slot.stale = True
@@ -382,7 +408,10 @@ class StreamedLayer:
             self.leave_slot()
 
     def leave_slot(self) -> None:
-        """Removes the layer from its slot, because weights have other memory now. Views of the slot keep the old values."""
+        """Removes the layer from its slot, whose values are out of date. Views of the slot keep the old values.
+
+        Called if weights have other memory now, or if no tensor views the slot.
+        """
         if not self.whole:
             self.rows.drop_cached()
         if self.kind is Kind.RESIDENTS and self.slot is not None:

@@ -1,12 +1,13 @@
 """Narrow gradients: a gradient keeps the 16-bit dtype in which backward has computed it until user code reads ``param.grad``.
 
-In mixed precision the gradient of a weight that is uploaded as a cast is computed in 16 bits, which have the whole value. On
+In mixed precision the gradient of a weight that is uploaded as a cast is computed in 16 bits, so 16 bits hold the whole value. On
 plain Lightning ``param.grad`` is float32, and is unscaled and clipped in place. If an optimizer's step is divided into layers,
 the engine does not need the float32 tensor: the update widens, unscales and clips a gradient piece by piece.
 
-Other code finds the float32 tensor of plain Lightning, with all changes until then. To *widen* a gradient is to make this tensor.
-While its gradient is narrow, a host parameter has a role whose ``grad`` widens it first. A tensor that widens itself when it is
-read is not possible: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a tensor without calling its class.
+Code that reads ``param.grad`` gets the float32 tensor of plain Lightning, with all changes until then. To *widen* a gradient is
+to make this tensor. While its gradient is narrow, a host parameter has a role whose ``grad`` widens the gradient first. A tensor
+that widens itself when it is read is not possible: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a tensor
+without calling its class.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ Change = Callable[[Tensor], Any]
 NarrowAndChanges = tuple[Tensor, tuple[Change, ...]]
 """A gradient as backward has computed it, and the changes of its value since then, in order."""
 _MOST_CHANGES = 2
-"""The changes of one step: it unscales and clips. If user code never sets a gradient to None, several steps would add changes."""
+"""The most changes that are recorded: a step unscales and clips. Without this limit, a gradient that user code never sets to None
+would collect the changes of all steps."""
 
 
 class Factor:
     """A :data:`Change` that multiplies.
 
     Args:
-        factor: one number, float32.
+        factor: a tensor with one float32 number.
 
     Attributes:
-        number: the same.
+        number: the factor as a Python number.
     """
 
     def __init__(self, factor: Tensor) -> None:
@@ -58,13 +60,14 @@ class Factor:
 
 
 class NarrowGradient(Tensor):
-    """The tensor in ``param.grad`` while a gradient is narrow. The engine and torch's own step of a layer find it.
+    """The tensor in ``param.grad`` while a gradient is narrow. The engine and torch's own step of a layer get it.
 
     Its dtype is the parameter's, and its memory is a single NaN.
 
     Attributes:
         narrow_and_changes: the gradient as backward has computed it, and the changes that widening applies to it. The gradient
-            has the parameter's shape, and nobody writes it. It is in host memory in a lower dtype, or on the device in any.
+            has the parameter's shape, and no code writes it. It is in host memory, in a lower dtype, or on the device, in any
+            dtype.
         looked_at: called when the gradient is widened.
         computed: for a gradient on the device, the event after the kernels that wrote it; otherwise None.
     """
@@ -77,7 +80,8 @@ class NarrowGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.empty_like and type(args[0]) is NarrowGradient:  # as torch makes SGD's momentum
+        # torch makes SGD's momentum so. The new tensor has the strides of the gradient, which is not widened for that.
+        if func is torch.empty_like and type(args[0]) is NarrowGradient:
             return func(args[0].narrow_and_changes[0], **{"dtype": args[0].dtype, **(kwargs or {})})
         if func not in METADATA:
             for leaf in tree_leaves((args, kwargs)):
@@ -93,7 +97,11 @@ class _HasNarrowGradient(ParameterRole):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, which this widens. Code for which subclasses are switched off, such as updates, gets the narrow one."""
+        """The gradient. Reading widens it, and ends the role.
+
+        Two kinds of code get the narrow gradient: updates and other code for which subclasses are disabled, and torch's
+        ``zero_grad``, which only resets the gradient.
+        """
         found: Tensor | None = _tensor_grad.__get__(self)  # waits for a running update of the parameter
         if subclasses_are_asked() and not resets_gradients(sys._getframe(1)):
             _widen(found)
@@ -135,9 +143,9 @@ def waits_on_device(parameter: nn.Parameter) -> bool:
 
 
 def add_on_device(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Returns the sum of this gradient and the parameter's gradient on the device; if there is none, this gradient itself.
+    """Returns the sum of a new gradient and the parameter's unchanged gradient on the device, in the parameter's dtype.
 
-    The sum has the parameter's dtype, as on plain Lightning.
+    If the parameter has no such gradient, returns the new gradient itself.
     """
     if not waits_on_device(parameter):
         return gradient
@@ -147,7 +155,7 @@ def add_on_device(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
 
 
 def stored(parameter: nn.Parameter) -> Tensor | None:
-    """Returns the tensor in ``param.grad`` without widening it. During an update, the parameter's class waits for its end."""
+    """Returns the tensor in ``param.grad`` without widening it. If the parameter's update is running, waits for its end."""
     found: Tensor | None = _tensor_grad.__get__(parameter)
     return found
 
@@ -158,20 +166,20 @@ def is_narrow(parameter: nn.Parameter) -> bool:
 
 
 def narrow_and_changes(gradient: Any) -> NarrowAndChanges:
-    """Returns a gradient as backward has computed it, and its later changes. A wide gradient is returned itself, without any."""
+    """Returns a gradient as backward has computed it, and its later changes. A wide gradient is returned itself, with ``()``."""
     found: NarrowAndChanges = getattr(gradient, "narrow_and_changes", (gradient, ()))  # one read: a thread may widen it
     return found
 
 
 def unwidened(gradient: Any) -> Tensor:
-    """Returns the tensor that backward has computed: for a narrow gradient its 16-bit memory, otherwise the gradient itself."""
+    """Returns the tensor that backward has computed. For a gradient that is not narrow, this is the gradient itself."""
     return narrow_and_changes(gradient)[0]
 
 
 def change(parameter: nn.Parameter, by: Change) -> bool:
     """Records a change of a narrow gradient, to be applied when it is widened. Returns False if the gradient is not narrow.
 
-    The caller then changes ``param.grad`` itself. A gradient with too many changes is widened.
+    After False the caller changes ``param.grad`` itself. If the gradient has :data:`_MOST_CHANGES` already, it is widened first.
     """
     gradient = stored(parameter)
     with _lock:
@@ -186,7 +194,7 @@ def change(parameter: nn.Parameter, by: Change) -> bool:
 
 
 def widen_if_changed(parameter: nn.Parameter) -> None:
-    """Widens a gradient with recorded changes: it is of an earlier step, and user code has not set it to None."""
+    """Widens a gradient with recorded changes: it belongs to an earlier step, and user code has not set it to None."""
     if is_narrow(parameter) and narrow_and_changes(stored(parameter))[1]:
         widen(parameter)
 
@@ -204,7 +212,7 @@ def drop(parameter: nn.Parameter) -> None:
 
 
 def _widen(gradient: Any) -> None:
-    """Widens a narrow gradient: writes its values with all changes, in the parameter's dtype, and makes it a plain tensor."""
+    """Makes a narrow gradient a plain tensor with its values after all changes, in the parameter's dtype. Calls ``looked_at``."""
     with _lock:
         if type(gradient) is not NarrowGradient:
             return
@@ -220,12 +228,13 @@ def _widen(gradient: Any) -> None:
 
 
 def exact_scale(came: Tensor, changes: Sequence[Change]) -> float:
-    """Returns the product of the factors, if norm times product has the bits of the norm of the multiplied gradient; otherwise 0.
+    """Returns the factor by which a norm may be multiplied in place of its gradient, with the same bits; 0 if there is none.
 
-    Without changes the product is 1. The factor of a gradient scaler is a power of two. Products with it are exact, and so
-    are squares of such float16 products.
+    Without changes this is 1. Otherwise the gradient must be float16, and each change a multiplication by a power of two, as by a
+    gradient scaler. Then the products are exact, and so are their squares.
     """
     numbers = [each.number if isinstance(each, Factor) else 0.0 for each in changes]
+    # Above 2**-38: the smallest float16 is 2**-24, and the square of its product with 2**-38 is still a normal float32.
     exact = came.dtype is torch.float16 and all(
         2.0**-38 < each < 2.0 and math.frexp(each)[0] == 0.5 for each in numbers
     )
@@ -245,7 +254,7 @@ class Norms:
         self._wide = torch.empty(0)
 
     def replaces_torch(self, gradient: Tensor) -> bool:
-        """Returns True if :meth:`of` must be used also for a gradient that is not narrow: torch on the CPU has other bits."""
+        """Returns True if :meth:`of` must be used also for a gradient that is not narrow, because torch's norm has other bits."""
         return False
 
     def total(self, norms: Sequence[Tensor]) -> Tensor:

@@ -46,11 +46,11 @@ class EngineCallbacks(Protocol):
 
     device: Device
     calls: Any  # ``calls.depth`` is the number of running module calls
-    lock: threading.RLock  # the engine's
+    lock: threading.RLock  # the engine's lock
     threads: OwnThreads
 
     def at_host(self) -> bool:
-        """Returns True if this thread gets host parameters: no step, call or backward of this thread runs."""
+        """Returns True if this thread gets host parameters: no step, call or backward runs, or the thread is outside the run."""
 
     def helping(self) -> AbstractContextManager[bool]:
         """A context for an operation of a thread outside the run. Yields True if the operation may use device parameters."""
@@ -59,7 +59,7 @@ class EngineCallbacks(Protocol):
         """Returns a copy of a weight that may have been written on the device; None if the host has the present values."""
 
     def refuse_over(self, name: str) -> None:
-        """Raises an error for the use of a device parameter, of this name, if the run is over."""
+        """If the run is over, raises a RuntimeError for the use of the device parameter ``name``."""
 
     def operation_on(
         self, parameters: Sequence[DeviceParameter], *, casts: bool = False
@@ -70,7 +70,7 @@ class EngineCallbacks(Protocol):
         """Returns True if autograd would now save tensors as they are: the engine's saved-tensor hooks are not active."""
 
     def gradient_arrived(self, layer: Any, index: int, parameter: Tensor) -> None:
-        """Called after autograd has put a gradient on a device parameter."""
+        """Called after autograd has set the gradient of a device parameter."""
 
     def gradients_complete(self, layer: Any) -> None:
         """Called when all parameters of a layer and of its masters have their gradients in this backward."""
@@ -79,22 +79,25 @@ class EngineCallbacks(Protocol):
         """Called before ``param.data = value``, while the layer is on the device."""
 
     def take_back_writes(self, layer: Any) -> None:
-        """Completes all writes of a layer on the host: by user code on the device, and by an update. Called for recompute."""
+        """Makes a layer's host weights current: waits for its update, and copies back weights that were written on the device."""
 
     def host_is_used(self, layer: Any) -> None:
         """Called within a step before user code reads the host's weights of a layer, or writes them."""
 
     def host_was_used(self, layer: Any, *, viewed: bool) -> None:
-        """Called within a step after user code has read or written the host's weights of a layer, or made a view of one."""
+        """Called within a step after user code has used host weights of a layer. ``viewed``: True if it got a view of one."""
 
     def host_is_shown(self, layer: Any) -> None:
         """Called within a step before user code gets the host's memory of a weight. Writes to that memory change no version."""
 
     def device_is_used(self, layer: Any) -> None:
-        """Called before an operation on the host's weights of a layer is given the device's instead."""
+        """Called before an operation that was given host parameters of a layer computes with the device parameters instead."""
 
     def reading_rows(self, layer: Any) -> AbstractContextManager[tuple[Tensor, Any] | None]:
-        """A context in which no update writes a table's weight. Yields its bytes; None if all of it is on the device."""
+        """A context in which no update writes a table's weight on the host.
+
+        Yields the weight's bytes, and the event after which they may be read; None if the whole weight is on the device.
+        """
 
 
 class ParameterGroup:
@@ -107,20 +110,22 @@ class ParameterGroup:
         spans: the place of each parameter in the layer's memory.
         hosts: the user's parameters, in the same order.
         device: the device of the slots.
-        autocast: the dtype of these parameters' casts, if they are masters.
+        autocast: the dtype of these parameters' casts, if they are masters; otherwise None.
 
     Attributes:
-        layer, engine: the layer, and the engine that fetches it; :meth:`connect` sets the engine.
+        layer, engine: the layer, and the engine that fetches the layer; :meth:`connect` sets the engine.
         by_rows: True if only rows of some parameters may be on the device. These parameters keep the class of
             stand-ins also while they are views of the slot (:meth:`notice_uses_of`).
-        compute: runs an operation that needs only rows of a stand-in; None if the layer is uploaded whole. It takes the stand-in
-            and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
+        compute: runs an operation that needs only rows of a stand-in; None if the layer is uploaded whole. The function takes
+            the stand-in and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
         shared: True if several threads use the parameters.
-        casts: the casts that functions get in place of masters; None if the layer is not attached or has none.
-        all: the device parameters.
+        casts: if these parameters are masters, their casts on the device, which functions get in place of the masters. None if
+            no casts are offered: the owner is not attached, the casts are out of date, or the masters are on the device.
+        all: the device parameters, in the order of ``spans``.
         present_values: for each weight, the :class:`~sp_lightning.layers.casts.SavedValues` of its present values.
         stand_in_data: the data of each stand-in: a tensor without memory.
-        counters: tensors that share the version counters of the weights. Reading these needs no Python call.
+        counters: plain tensors that share the version counters of the device parameters. Reading a version of a plain tensor
+            runs no Python code.
         unversioned_writes: how often each weight was written without a change of its version, as far as the engine knows: by a
             fused optimizer step, for example.
     """
@@ -153,8 +158,8 @@ class ParameterGroup:
         with no_inference_mode():
             self.stand_in_data = [self._stand_in_like(span, index) for index, span in enumerate(spans)]
             self.all = [self._make(index) for index in range(len(spans))]
-        # The gradient accumulator of a parameter holds a reference to it. If accumulators came and went with graphs,
-        # reference counts could not be compared, so they are kept alive here.
+        # The gradient accumulator of a parameter holds a reference to the parameter. If accumulators were made and freed with
+        # graphs, reference counts could not be compared. So the accumulators are kept alive here.
         self._accumulators: list[GradientEdge | None] = [None] * len(spans)
         self._synced: list[bool] | None = None  # the `requires_grad` that the device parameters have
         self._references: dict[int, int] = {}  # references to each parameter when its layer's forward began
@@ -166,23 +171,25 @@ class ParameterGroup:
         self._addresses = addresses(hosts)
 
     def notice_uses_of(self, indices: Iterable[int]) -> None:
-        """Keeps stand-ins for these parameters while the layer is on the device, because some rows may be missing there."""
+        """Keeps the class of stand-ins for these parameters while the layer is attached: the slot may lack some of their rows."""
         self.by_rows = True
         for index in indices:
             self._view_classes[index] = self._stand_in_classes[index]
 
     def connect(self, layer: Any, engine: EngineCallbacks) -> None:
-        """Sets the layer, and the engine that fetches it. The parameters can be used from now on."""
+        """Sets the layer and the engine, and adds hooks for gradients. The parameters can be used from now on."""
         self.layer = layer
         self.engine = engine
         for index, host in enumerate(self.hosts):
             if host.is_floating_point() or host.is_complex():
-                # A frozen parameter accepts no hooks, and may be unfrozen later. Users' hooks are on the host's parameter.
+                # A frozen parameter accepts no hooks, and may be unfrozen later. So it is unfrozen while hooks are added. The
+                # class is plain meanwhile, because attributes of a DeviceParameter are those of the host parameter.
                 parameter, kind, requires = self.all[index], type(self.all[index]), host.requires_grad
                 set_class(parameter, nn.Parameter)
                 nn.Parameter.requires_grad_(parameter, True)
-                # The first hook runs the user's hooks, when they run on a plain parameter: with torch.autograd.grad as well.
-                # The second is called for each gradient, so it is the engine's method itself, without a frame in between.
+                # The first hook runs the user's hooks, which are on the host parameter, at the same time as on a plain parameter:
+                # in torch.autograd.grad as well. The second hook is called for each gradient, so it is the engine's method
+                # itself, without a Python frame in between.
                 arrived = partial(engine.gradient_arrived, layer, index)
                 self._handles += [
                     Tensor.register_hook(parameter, partial(self._hooked, index)),
@@ -204,9 +211,14 @@ class ParameterGroup:
         return parameter
 
     def _hooked(self, index: int, gradient: Tensor) -> Tensor | None:
-        """Runs the user's hooks on a gradient. Each hook may replace the gradient."""
+        """Runs the user's hooks on a gradient. Each hook may replace the gradient.
+
+        Returns:
+            The gradient after the hooks. None if there are no hooks: autograd then keeps the gradient, which may be a
+            :class:`CastGradient`.
+        """
         hooks = gradient_hooks(self.hosts[index])
-        if hooks and type(gradient) is CastGradient:
+        if hooks and type(gradient) is CastGradient:  # hooks get the plain float32 tensor of plain Lightning
             gradient = gradient.wide()
         for hook in list(hooks.values()) if hooks else ():
             replaced = hook(gradient)
@@ -214,7 +226,13 @@ class ParameterGroup:
         return gradient if hooks else None
 
     def attach(self, views: Sequence[Tensor]) -> None:
-        """Makes every parameter a view of the slot, or of the memory that user code has given it (``param.data = other``)."""
+        """Makes every parameter a view of the slot, or of the memory that user code has given it (``param.data = other``).
+
+        Copies the host's values to the memory of weights that were given another dtype.
+
+        Args:
+            views: the views of the slot, one for each parameter.
+        """
         guard = self.layer.guard
         if guard is not None and (guard.replaced or guard.retyped):
             with no_inference_mode(), torch.no_grad(), Untouched():
@@ -231,7 +249,10 @@ class ParameterGroup:
         return absent(value, self.device, HIDDEN_READ.format(name=self.spans[index].name))
 
     def set_retyped(self, index: int, value: Tensor) -> None:
-        """Keeps the device memory of a weight that was given another dtype, because the slot has no place for that dtype."""
+        """Keeps the device memory of a weight that was given another dtype, because the slot has no place for that dtype.
+
+        The weight's stand-in has the new dtype from now on.
+        """
         with no_inference_mode():
             guard_of(self.layer).retyped[index] = value
             self.stand_in_data[index] = self._stand_in_like(value, index)
@@ -253,27 +274,28 @@ class ParameterGroup:
             self.notice_uses(shared)
 
     def notice_uses(self, noticed: bool) -> None:
-        """Sets whether each use of attached weights is noticed, as the use of a stand-in is."""
+        """Sets whether each use of attached weights is noticed, as uses of stand-ins are."""
         for parameter, kind in zip(self.all, self._stand_in_classes if noticed else self._view_classes, strict=True):
             set_class(parameter, kind)
 
     def count_references(self) -> None:
         """Counts the references to each parameter at the beginning of a forward.
 
-        :meth:`detach` counts again. A parameter with more references is kept by a graph, whose saved-tensor hooks return their
-        argument, or by user code.
+        :meth:`detach` counts again. A parameter with more references by then is held by user code, or by a graph whose
+        saved-tensor hooks return their argument.
         """
-        if not self._references:
+        if not self._references:  # the first forward since `detach`
             self._references = dict(enumerate(map(sys.getrefcount, self.all)))
-            if self._held:
+            if self._held:  # earlier graphs still hold parameters, so the count from before these graphs remains
                 self._references |= self._still_held()
 
     def detach(self) -> bool:
-        """Makes the parameters stand-ins. Returns True if no graph holds one of them.
+        """Makes the parameters stand-ins. Returns True if neither a graph nor user code holds one of them.
 
         A device parameter that a graph has kept since :meth:`count_references` stays a view of the slot until
-        :meth:`free_dropped`, because autograd would read it without a call. Recompute of a checkpoint keeps frozen weights in
-        this way, and so do saved-tensor hooks that return their argument. Every other use is noticed, as with all stand-ins.
+        :meth:`free_dropped`, because autograd reads the parameter without running its class. Recompute of a checkpoint keeps
+        frozen weights in this way, and so do saved-tensor hooks that return their argument. Every other use of the parameter is
+        noticed, as with all stand-ins.
         """
         # The counts of the last forward; if there was no forward since the last call, the parameters that were held then.
         self._held, self._references = self._references or self._held, {}
@@ -287,8 +309,8 @@ class ParameterGroup:
         return not held
 
     def free_dropped(self) -> bool:
-        """Frees the parameters that graphs held and have dropped. Returns True if no graph holds one now."""
-        if self._held and not self.layer.state.attached:
+        """Makes parameters that graphs no longer hold stand-ins again. Returns True if no graph holds a parameter now."""
+        if self._held and not self.layer.state.attached:  # parameters of an attached layer have to be views
             before, self._held = self._held, self._still_held()
             with Untouched():
                 for index in before.keys() - self._held.keys():
@@ -306,17 +328,17 @@ class ParameterGroup:
         return held
 
     def at(self, offset: int) -> int | None:
-        """Returns the index of the parameter at ``offset`` bytes of the slot; None between parameters, and in casts."""
+        """Returns the index of the parameter at byte ``offset`` of the slot; None if padding or a cast is there."""
         if (beginning := self._beginning_at.get(offset)) is not None:  # nearly all saved views are of a whole weight
             return beginning
         index = bisect_right(self._offsets, offset) - 1
         if index < 0:
             return None
         span = self.spans[index]
-        return index if offset < span.offset + max(span.nbytes, 1) else None
+        return index if offset < span.offset + max(span.nbytes, 1) else None  # an empty parameter is at its offset, too
 
     def version(self, index: int) -> int:
-        """Returns the version of a weight: the number of writes on the host and the device that torch has counted."""
+        """Returns the version of a weight: it rises with each write on the device, and in :meth:`fetched` after host writes."""
         return self.counters[index]._version
 
     def version_once_fetched(self, index: int) -> int:
@@ -326,7 +348,8 @@ class ParameterGroup:
     def writes(self, index: int) -> int:
         """Returns a number that rises with each known write of a weight, also with writes that no version shows.
 
-        It waits for a running update, which may change the version at any time.
+        If an update of the layer runs, which may change the version at any time, or if the weight may have been written on the
+        device, this first makes the host weights current (:meth:`EngineCallbacks.take_back_writes`).
         """
         guard = self.layer.guard
         written = (guard is not None and index in guard.exposed) or self.version(index) != self._versions[index]
@@ -336,7 +359,10 @@ class ParameterGroup:
         return self.version_once_fetched(index) + self.unversioned_writes[index]
 
     def host_writes(self) -> tuple[list[int], list[int]]:
-        """Copies writes of the device back, and returns two numbers per weight. One of them rises with each write on the host."""
+        """Returns the versions of the host weights and :attr:`unversioned_writes`. A write on the host increases one of the two.
+
+        First copies weights that may have been written on the device to the host.
+        """
         if self.is_exposed or self.changed:
             self.engine.take_back_writes(self.layer)
         return versions(self.hosts), list(self.unversioned_writes)
@@ -361,7 +387,8 @@ class ParameterGroup:
     def take_written(self) -> list[int]:
         """Returns the indices of the weights that were written on the device since the last call, or may have been.
 
-        User code wrote them while the layer was attached, or later through a view that it still holds.
+        User code wrote these weights while the layer was attached, or later through a view that it still holds. If versions have
+        changed, the guard records in ``viewed`` that the slot has other values than the host.
         """
         now = versions(self.counters)
         before, self._versions = self._versions, now
@@ -417,13 +444,13 @@ class ParameterGroup:
         """
         with Untouched():
             now = list(map(version_of, self.hosts))
-        if now == self._host_versions:  # nearly always in backward
+        if now == self._host_versions:  # nearly always true in backward
             return
         with no_inference_mode(), Untouched():
             for index, (old, new) in enumerate(zip(self._host_versions, now, strict=True)):
                 if old != new:
                     increment_version(self.all[index])
-                    self._versions[index] += 1
+                    self._versions[index] += 1  # so that `take_written` does not take this for a write on the device
         self._host_versions = now
 
     def adopted(self) -> None:
@@ -456,7 +483,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _counter(tensor: Tensor) -> Tensor:
-    """Returns a tensor without memory that shares the version counter of another one."""
+    """Returns a tensor without memory that shares the version counter of ``tensor``."""
     counter = tensor.detach()
     counter.data = counter.new_empty(0)
     return counter
@@ -464,5 +491,8 @@ def _counter(tensor: Tensor) -> Tensor:
 
 @cache
 def _with_user_class(kind: type[DeviceParameter], users: type[nn.Parameter]) -> type[DeviceParameter]:
-    """Returns a class of device parameters that also derives from the user's subclass of ``Parameter``, if there is one."""
+    """Returns a class of device parameters that also derives from the user's subclass of ``Parameter``, if there is one.
+
+    The parts of wrapped parameters have the class ``Tensor``.
+    """
     return kind if users in (nn.Parameter, Tensor) else type(f"{kind.__name__}{users.__name__}", (kind, users), {})

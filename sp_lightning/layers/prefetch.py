@@ -1,11 +1,11 @@
 """Prefetch: chooses which layers are fetched next, and into which slots.
 
-It is Belady's choice along the trace: to overwrite the layer whose next use is farthest needs the fewest fetches. There are two
-refinements:
+The slot is Belady's choice along the trace: overwriting the layer with the farthest next use needs the fewest fetches. There are
+two refinements:
 
-- Another slot, whose layer is used even later, may become free soon. The fetch then waits for that slot, if it still overlaps
-  with the computation of a layer.
-- k' layers are one transfer. So a fetch waits until there are slots for all of them.
+- A slot whose layer is used even later may become free soon. If the fetch would still overlap with the computation of a layer
+  then, the fetch waits for that slot.
+- k' layers are one transfer. So a transfer waits until there are slots for all of its layers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Trace(Generic[L]):
         self.start()
 
     def start(self) -> None:
-        """Goes to the start of the last batch's order. Called for a new batch, or for fetches before it."""
+        """Makes the order of the last batch the expected one, and goes to its start.
+
+        Called for a new batch, or for fetches before it.
+        """
         if self._recorded and self._recorded != self._expected:
             self._expected = self._recorded
             self._uses = {layer: [] for layer in self._expected}
@@ -79,13 +82,14 @@ class Trace(Generic[L]):
         return self._recorded or self._expected
 
     def visit(self, layer: L) -> None:
-        """Records that a layer is used now, and moves to its next expected use in the order.
+        """Records that a layer is used now, and moves the position behind the layer's next expected use in the order.
 
-        A layer that the order does not have leaves the position unchanged.
+        If no further use of the layer is expected, the position does not change.
         """
         self._recorded.append(layer)
         uses = self._uses.get(layer, _NEVER)
         index = uses[bisect_left(uses, self._at)]
+        # At the end of the order, a layer that is in the order begins it again.
         if self.may_go_on and uses[0] < self._at == len(self._expected):
             index, self.cyclic = uses[0], True
         if index != math.inf:
@@ -105,10 +109,10 @@ class Trace(Generic[L]):
         """Returns the next wanted layers, each once, with the number of uses of other layers before each.
 
         Args:
-            there: returns something true for a layer that is on the device, and is left out. It is called for hundreds of layers,
-                so it should not be a Python function.
-            wanted: returns True for a layer to return. It is called for absent layers only.
-            most: the most layers to return.
+            there: returns a true value for a layer that is on the device. Such layers are left out. The function is called for
+                hundreds of layers, so it should not be a Python function.
+            wanted: returns True for a layer to return. The function is called for absent layers only.
+            most: the largest number of layers to return.
         """
         distances: dict[L, int] = {}
         ahead: Iterable[L] = islice(self._expected, self._at, None)
@@ -127,7 +131,8 @@ class Prefetch:
     """Chooses transfers for one plan, along a trace for each phase (``train``, ``validate``, …).
 
     Args:
-        plan, slots: the rings and the slots in them.
+        plan: the rings.
+        slots: the slots of the rings.
         layers: the plan's layers by index.
         ready: returns True if a layer's weights on the host are current, so that a fetch does not wait.
 
@@ -148,7 +153,7 @@ class Prefetch:
         """The order of the running batch."""
 
     def follow(self, plan: Plan) -> None:
-        """Takes another plan of the same layers. Later transfers are chosen for that plan."""
+        """Replaces the plan by another plan of the same layers. Later transfers are chosen for the new plan."""
         self._plan = plan
         self.rings = [index for index, ring in enumerate(plan.rings) if ring.slots]
         self._wanted_in = [partial(self._wanted, ring) for ring in range(len(plan.rings))]
@@ -165,7 +170,7 @@ class Prefetch:
         self.trace.may_go_on = not training
 
     def order(self, phase: str) -> Iterator[StreamedLayer]:
-        """Returns the layers in the order of the phase's last batch. Before the first batch: in the order of a forward."""
+        """Returns the layers in the order of the phase's running or last batch. Before the first batch: in a forward's order."""
         trace = self._traces.get(phase)
         return iter(self._schedule(False) if trace is None else trace.order())
 
@@ -175,15 +180,15 @@ class Prefetch:
     def _wanted(self, ring: int, layer: StreamedLayer) -> bool:
         """Returns True if an absent layer is worth a prefetch.
 
-        An expert is prefetched only in training, where a batch has many tokens, so that it is probably used again. A step of
-        generation has few tokens. A layer that is uploaded by rows chooses the rows to prefetch from its last calls.
+        An expert is prefetched only in training, where a batch has many tokens, so that the expert is probably used again. A step
+        of generation has few tokens. A layer of which rows are uploaded is prefetched if its ``rows`` expect some rows.
         """
         if layer.planned.ring != ring:
             return False
         return layer.rows.ahead != NOTHING if layer.planned.rows else self._training or not layer.expert
 
     def _unwanted(self, ring: int, layer: StreamedLayer) -> bool:
-        """Returns True if an absent layer is not worth a prefetch. It is fetched on demand, if at all."""
+        """Returns True if an absent layer of the ring is not worth a prefetch, and is fetched on demand, if at all."""
         return layer.planned.ring == ring and not self._wanted(ring, layer)
 
     def next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
@@ -192,9 +197,10 @@ class Prefetch:
         The caller issues the transfer before it calls this again.
 
         Returns:
-            - The pairs of layer and slot. There are none if it is better to wait until there are slots for all of these layers.
+            - The pairs of layer and slot. If it is better to wait until there are slots for all of these layers, there are none.
             - True if another transfer may follow at once. False if every other slot is locked, or holds a layer that is needed
-              sooner than the last layer of this transfer: the layers of the next transfer are needed even later.
+              sooner than the last layer of this transfer. The layers of the next transfer are needed even later, so they may
+              not overwrite such a slot.
         """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []
@@ -224,10 +230,10 @@ class Prefetch:
         return pairs, more
 
     def _reserve_slot(self, ring: int, slots: list[Slot], *, before: int) -> None:
-        """Reserves one slot for the next layer that is fetched on demand, if it is used sooner than the layers to prefetch.
+        """Reserves a slot for the next layer that is fetched on demand, if that layer is used sooner than those to prefetch.
 
-        That layer would overwrite a slot anyway. If a layer had been prefetched into the slot, it would be overwritten before its
-        use, and fetched again. One slot is enough, because each layer on demand overwrites the one before it.
+        The fetch on demand overwrites a slot in any case. A layer that was prefetched into this slot would be overwritten before
+        its use, and fetched again. One slot is enough, because each layer on demand overwrites the one before it.
 
         Args:
             ring: the ring.
@@ -241,7 +247,7 @@ class Prefetch:
                 slots.remove(best)
 
     def _choose(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, bool, bool]:
-        """Chooses the slot to overwrite for a new layer that is used after ``needed`` other uses.
+        """Chooses the slot to overwrite for a new layer. ``needed``: the number of uses before the new layer's next use.
 
         The *gain* of a slot is the number of uses before the next use of its present layer. The slot with the largest gain is
         overwritten, if the gain is larger than ``needed``: its present layer is used after the new one.

@@ -41,8 +41,8 @@ class Residents:
     def refresh(self) -> None:
         """Uploads the residents if the copy on the device is out of date. Later kernels read the new values.
 
-        Before the upload, weights that were written on the device are copied to the host. If versions show that the host was
-        written as well, this is skipped, unless user code keeps views: the host's values are uploaded.
+        Before the upload, weights that were written on the device are copied to the host. Exception: if versions show a write on
+        the host, and user code keeps no view of the memory, nothing is copied back, and the host's values are uploaded.
 
         Called when a step begins or continues, before module calls, and before other operations on residents.
         """
@@ -57,8 +57,8 @@ class Residents:
             self.take_back_writes()
         weights, staged = self._source.stage(layer)
         if self._slot.stale:
-            # User code has given a host parameter other memory (param.data = other). Graphs that have saved views of the device's
-            # memory keep it, as with plain autograd.
+            # User code has given a host parameter other memory (param.data = other). Graphs that have saved views of the present
+            # device memory keep that memory, as with plain autograd.
             self._take_memory()
         memory = self._slot.memory
         self._device.access(memory, Stream.COMPUTE, write=False)
@@ -70,7 +70,7 @@ class Residents:
         self._device.wait(Stream.COMPUTE, layer.transfer, Wait.USE_AFTER_RESIDENTS)
         self._device.access(memory, Stream.COMPUTE, write=False)
         if layer.guard is not None and layer.guard.retyped:
-            self._attach()
+            self._attach()  # copies the host's values to weights of another dtype, which have memory outside the slot
         group.fetched()
         group.sync_requires_grad()
         self._current = True
@@ -91,16 +91,19 @@ class Residents:
             self.refresh()
 
     def take_back_writes(self) -> None:
-        """Copies to the host all weights that were written on the device."""
+        """Copies to the host all weights that were written on the device.
+
+        If user code keeps views of the memory, takes digests, to detect later writes.
+        """
         written, replaced = self._writes.take_back_slot(self._slot)
         if replaced:
-            # User code has given a parameter other memory on the device (param.data = other). A graph that has saved a view
-            # keeps the old values, as with plain autograd.
+            # User code has given a parameter other memory on the device (param.data = other). A graph that has saved a view of
+            # the old memory keeps the old values, as with plain autograd.
             old = self._slot
             self._take_memory()
             self._writes.note_stale_views(old, replaced)
         if written:
-            self._attach()
+            self._attach()  # a weight that had other memory is a view of the slot again, which has older values
             self._current = False
         if self.group.hosts and self._held:
             self._writes.take_digests(self._slot)
@@ -128,9 +131,9 @@ class Residents:
     def _take_memory(self) -> None:
         """Allocates new memory on the device, and makes the device parameters views of it.
 
-        Called once at first. Later only if user code has given a parameter other memory (``param.data = other``), on the host
+        Called by ``__init__``. Later only if user code has given a parameter other memory (``param.data = other``), on the host
         (:meth:`refresh`) or on the device (:meth:`take_back_writes`): graphs may have saved views of the old memory, and have to
-        keep the old values, as with plain autograd. An upload to the old memory would change them.
+        keep the old values, as with plain autograd. An upload to the old memory would change these values.
         """
         self._writes.resident_storages.discard(self.address)
         if self.layer.guard is not None:
@@ -148,5 +151,5 @@ class Residents:
 
     def _attach(self) -> None:
         """Makes the device parameters views of the memory."""
-        with no_inference_mode():  # a batch that is trained may follow a prediction
+        with no_inference_mode():  # views that were made in a prediction could not be used in training
             self.group.attach(self._slot.lease.views(0, self.group.spans))

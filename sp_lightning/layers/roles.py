@@ -2,7 +2,7 @@
 
 With a role, code that uses the parameter runs the role's code first. For example, while an update of the parameter runs, a role
 waits for the update. A parameter may have several roles: its update runs, its gradient is narrow, modules hold a device parameter
-in its place. Roles are taken and left in any order.
+in its place. A parameter gets and loses its roles in any order.
 
 For each set of roles there is a *combined class*, which derives from the roles and the user's class. It has the name of the
 user's class, because error messages show the name. "Note: roles of parameters" in ``updates/__init__`` says why there are roles.
@@ -49,7 +49,7 @@ class ParameterRole(nn.Parameter):
 
     @classmethod
     def is_foreign(cls) -> bool:
-        """Returns True if the present thread is outside the run, so that it must not take the role from a parameter."""
+        """Returns True if the present thread is outside the run, so that it must not remove the role from a parameter."""
         return False
 
     def __eq__(self, other: object) -> Any:
@@ -99,14 +99,14 @@ _IN_PLACE = {
 
 
 def writes_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns True if the name of a function of torch shows that it writes one of its arguments."""
+    """Returns True if a function of torch writes one of its arguments, as its name or an argument ``out`` shows."""
     name = getattr(func, "__name__", "")
     by_name = name.endswith("_") and not name.endswith("__")
     return by_name or name in _IN_PLACE or "out" in kwargs
 
 
 def looked_at(func: Callable[..., Any], args: Any, kwargs: Any, present: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    """Calls a function with plain tensors in place of host parameters, for a thread that only reads them.
+    """Calls a function with plain tensors in place of host parameters, for a thread outside the run.
 
     Args:
         func: the function.
@@ -126,12 +126,12 @@ def looked_at(func: Callable[..., Any], args: Any, kwargs: Any, present: Callabl
 
 
 def take(parameter: nn.Parameter, role: type[ParameterRole]) -> None:
-    """Gives a parameter a role, unless it already has the role."""
+    """Gives a parameter a role. If it has the role already, nothing changes."""
     take_all((parameter,), role)
 
 
 def leave(parameter: nn.Parameter, role: type[ParameterRole]) -> None:
-    """Takes a role, or a role that derives from it, from a parameter that may have it."""
+    """Removes a role, and roles that derive from it, from a parameter. If the parameter has no such role, nothing changes."""
     leave_all((parameter,), role)
 
 
@@ -147,7 +147,7 @@ def take_all(parameters: Sequence[nn.Parameter], role: type[ParameterRole]) -> N
 
 
 def leave_all(parameters: Sequence[nn.Parameter], role: type[ParameterRole]) -> None:
-    """Takes a role from parameters, as :func:`take_all` gives it."""
+    """Removes a role, and roles that derive from it, from parameters. The first branch is the common case: no other role."""
     with _lock:
         plain = _class_of((role,), nn.Parameter)
         for parameter in parameters:
@@ -159,7 +159,7 @@ def leave_all(parameters: Sequence[nn.Parameter], role: type[ParameterRole]) -> 
 
 @contextmanager
 def left(parameters: Sequence[nn.Parameter], roles: Sequence[type[ParameterRole]]) -> Iterator[None]:
-    """A context in which parameters do not have these roles. They have the roles before and after it."""
+    """A context in which parameters do not have these roles. At its end, every parameter gets all of them."""
     for role in roles:
         for parameter in parameters:
             leave(parameter, role)
@@ -174,7 +174,7 @@ def left(parameters: Sequence[nn.Parameter], roles: Sequence[type[ParameterRole]
 def _change(
     parameter: Any, change: Callable[[tuple[type[ParameterRole], ...]], tuple[type[ParameterRole], ...]]
 ) -> None:
-    """Gives a parameter the combined class of other roles. ``change`` returns these from the present roles."""
+    """Gives a parameter other roles, by their combined class. ``change`` takes the present roles, and returns the new ones."""
     kind = type(parameter)
     before = kind.roles if issubclass(kind, ParameterRole) else ()
     after = change(before)
@@ -185,7 +185,7 @@ def _change(
 
 
 def _class_of(roles: tuple[type[ParameterRole], ...], users: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Returns the combined class of roles, which are sorted by rank, and the user's class. Makes it at the first call."""
+    """Returns the combined class of roles, which are sorted by rank, and the user's class. The first call makes the class."""
     classes = roles[0].classes
     if (roles, users) not in classes:
         attributes = {"__module__": users.__module__, "roles": roles, "users": users}

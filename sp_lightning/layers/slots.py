@@ -5,8 +5,8 @@ layer may be in a slot, and when.
 
 Compute does not use a slot's memory itself, but a second storage over the same memory
 (:class:`~sp_lightning.device.lease.Lease`). When no tensor holds that storage any more, no new kernel can read the slot. An event
-recorded at that moment covers the kernels that still run. As long as a tensor holds the storage, the slot is not overwritten:
-another slot is used, or an extra one is allocated.
+recorded at that moment covers the kernels that still run. As long as a tensor holds the storage, no other layer overwrites the
+slot: the other layer gets another slot, or an extra one is allocated.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 
 Timed = Literal["forward", "backward"]
 Staged = tuple[Tensor, Any]
-"""A layer's bytes on the host, flat ``uint8``, and the event after which they may be read; None for at once."""
+"""A layer's bytes on the host, flat ``uint8``, and the event after which a transfer may read the bytes; None: at once."""
 
 
 class BlockSource:
     """Provides layers' bytes in host memory, for transfers to read.
 
-    A layer is ready when its update is done and its bytes are staged. Staging may read a disk. The engine
-    calls these methods in the thread that runs the model, and holds its lock.
+    A layer is ready when its update is done and, if its weights are in a file, the file has been read. The caller of each method
+    holds the engine's lock.
     """
 
     def ready(self, layer: StreamedLayer) -> bool:
@@ -44,17 +44,18 @@ class BlockSource:
         return True
 
     def wait(self, layer: StreamedLayer) -> None:
-        """Waits until the layer is ready.
+        """Waits until the layer's update is done, or until an upload can be issued behind the update on the device.
 
         Raises:
-            BaseException: an update in the background raised it.
+            BaseException: the error of an update in the background.
         """
 
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns the layer's current bytes, and the event after which a transfer may read them (None: at once).
 
-        The bytes do not change before the transfer that reads them is complete (:attr:`StreamedLayer.transfer`, set when the
-        transfer is issued). Rows of a table are an exception: they are read before the next call of this method.
+        Waits if the layer is not ready. The bytes do not change before the transfer that reads them is complete
+        (:attr:`StreamedLayer.transfer`, set when the transfer is issued). Look-ups in a table issue no such transfer: the host
+        gathers the rows before the next call of this method.
         """
         raise NotImplementedError
 
@@ -69,7 +70,7 @@ class Slots:
     """All slots of a plan.
 
     Args:
-        plan: the number and size of the slots of each ring.
+        plan: has the number and size of the slots of each ring.
         layers: all layers that may be in a slot, in any order.
         device: allocates slots and copies into them.
         uploads: copies layers into slots; None: from host memory.
@@ -100,12 +101,12 @@ class Slots:
         self.transfers = 0
         self.extra_slots = 0
         self.idle_since: Any = None
-        """The mark in the timeline since which compute uses no layer; None at the beginning of a batch."""
-        # For timelines: the kind of each slot's last use, and its beginning.
+        """The mark of the last release in the timeline, until the next layer is locked; otherwise None."""
+        # For timelines: the kind and the beginning of the present use of each locked slot.
         self._uses: dict[Slot, tuple[Timed, Any]] = {}
 
     def _make_planned(self) -> None:
-        """Allocates the slots of the plan."""
+        """Allocates the slots of the plan, and memory for rows. Assigns each layer that stays on the GPU its own slot."""
         rings = enumerate(self._plan.rings)
         self.planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
         """By ring, the slots for prefetches. Extra slots are not in these lists, because they are freed after a batch."""
@@ -119,7 +120,7 @@ class Slots:
         self.device_bytes += sum(layer.rows.allocate(self._plan) for layer in self._layers if not layer.whole)
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
-        """Allocates a slot of a ring. ``extra``: it is not one of the plan's."""
+        """Allocates a slot of a ring, and records it. ``extra``: True if the plan does not count the slot."""
         memory = self._device.empty(self._plan.rings[ring].nbytes)
         slot = Slot(ring, memory, Lease(memory), extra)
         self._add(slot)
@@ -129,23 +130,29 @@ class Slots:
         """Adds a slot to the records of all slots."""
         self.all.append(slot)
         self.device_bytes += slot.memory.nbytes
-        if slot.memory.nbytes:
+        if slot.memory.nbytes:  # empty memory has the address 0, as tensors without memory have
             self.by_address[slot.memory.data_ptr()] = slot
 
     def views(self, layer: StreamedLayer, slot: Slot) -> list[Tensor]:
-        """Returns the layer's weights, then its casts, as views of a slot. The views are the slot's own: don't keep them."""
+        """Returns the layer's weights, then its casts, as views of a slot. Don't keep the views: they do not count as uses."""
         return slot.lease.views(layer.layout, layer.spans)
 
     def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
         """Returns the slot to overwrite for a layer that is needed now.
 
-        It is a free slot; else the slot whose layer is used again last; else a new extra slot.
+        A layer that stays on the GPU gets its own slot, if that may be overwritten. Otherwise the result is an empty slot; else
+        the slot whose layer is used again last; else a new extra slot.
+
+        Args:
+            layer: the layer.
+            next_use: returns the number of uses of other layers before the next use of a layer.
         """
         ring = layer.planned.ring
         own = layer.own_slot
         if own is not None and own.overwritable:
             return own
-        # In the ring of layers that stay on the GPU, each planned slot belongs to one layer, and may have its only valid copy.
+        # In the ring of layers that stay on the GPU, each planned slot belongs to one layer, and may have the only valid copy of
+        # that layer.
         candidates = [s for s in self.all if s.ring == ring and s.overwritable and (own is None or s.extra)]
         if candidates:
             return max(
@@ -157,9 +164,10 @@ class Slots:
     def fetch(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
         """Uploads layers into slots, in one transfer.
 
-        The caller has chosen slots that may be overwritten. Before each copy the upload stream waits for the last kernel that
-        used the slot, and until the layer's bytes are staged. If the transfer raises an error, its layers are HOST again, except
-        a layer that is in use, or whose slot is viewed.
+        The caller has chosen slots that may be overwritten, or that have an older copy of the same layer. Before each copy the
+        upload stream waits for the last kernel that used the slot, and until the layer's bytes may be read. If the transfer
+        raises an error, its layers are HOST again. Two kinds of layers keep their slot: layers in use, and layers whose slot is
+        viewed, which becomes stale.
         """
         try:
             self._send(transfer)
@@ -169,7 +177,7 @@ class Slots:
                 if layer.slot is slot and not slot.locked:
                     layer.invalidate()
             raise
-        finally:  # copies may have been issued before an error
+        finally:  # after an error as well, because copies may have been issued before the error
             filled = self._latest = self._device.record(Stream.UPLOAD)
             for layer, slot, _ in transfer:
                 in_own_slot = layer.kept and slot is layer.own_slot  # nothing was copied: the step has filled the slot
@@ -177,7 +185,7 @@ class Slots:
         self.transfers += 1
 
     def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
-        """Issues the copies of one transfer, and notes which layers are in the slots now."""
+        """Issues the copies of one transfer, and records which layer is in each slot now."""
         for layer, slot, (source, staged) in transfer:
             step_results, layer.step_results = layer.step_results, ()
             self._empty_slot(slot, layer)
@@ -187,15 +195,15 @@ class Slots:
             if begun is not None:
                 self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
             slot.layer, slot.stale, layer.slot = layer, False, slot
-            if layer.guard is not None and layer.guard.views:
+            if layer.guard is not None and layer.guard.views:  # the layer stays HELD while views exist
                 self.forget_dropped(layer, slot)
-            elif not layer.state.locked:  # a locked layer is in use: the use goes on with the new values
+            elif not layer.state.locked:  # a locked layer is in use, and the use continues with the new values
                 layer.state = FETCHED
             layer.fetches += 1
             self.fetched_bytes += nbytes
 
     def _empty_slot(self, slot: Slot, layer: StreamedLayer) -> None:
-        """Drops the sources of the last upload into a slot, and evicts its layer, before ``layer`` is copied to the slot."""
+        """Drops the sources of the last upload into a slot, and evicts the slot's layer. ``layer`` is copied to the slot next."""
         if slot.sources:
             self._release_sources(slot)
         if slot.layer is not None and slot.layer is not layer and slot.layer.slot is slot:
@@ -211,16 +219,18 @@ class Slots:
         """
         in_own_slot = layer.kept and slot is layer.own_slot  # nothing is copied
         if not in_own_slot:
-            # A slot that was held after its release has no event, because its last view could be dropped at any time. That view
-            # is dropped now, so an event recorded now covers the kernels that read it.
+            # ``idle`` is None if the slot is locked, or was viewed at its release: the last view could be dropped at any time. An
+            # event recorded now covers all kernels that have read the slot so far. If views still exist, this layer's new
+            # values are copied, and later kernels have to read these.
             idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
             self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
         readable = staged
         if layer.kept:
-            # If nothing is copied, compute waits for the layer's step itself, and not behind other layers' uploads.
+            # If nothing is copied, ``slot.filled`` is the end of the layer's step. Compute then waits for that event, and the
+            # upload stream, which has other layers' uploads, need not wait.
             readable = None if in_own_slot else layer.stepped
-        elif from_step and type(layer.rows) is AllRows:
-            # Copied on the device, so the download of the same results is not waited for.
+        elif from_step and type(layer.rows) is AllRows:  # other classes may copy rows from host memory
+            # The results are copied on the device, so the upload does not wait for their download.
             readable = layer.owner.stepped
         if readable is not None:
             self._device.wait(Stream.UPLOAD, readable, Wait.FETCH_AFTER_UPDATE)
@@ -228,11 +238,11 @@ class Slots:
     def _copy(
         self, layer: StreamedLayer, slot: Slot, source: Tensor, step_results: Sequence[tuple[Span, Tensor]]
     ) -> int:
-        """Issues the copy of one layer. Returns the bytes that leave the host. The layer's bytes come from one of four places:
+        """Issues the copy of one layer. Returns the bytes copied from the host. The layer's bytes are in one of four places:
 
-        - its own slot, if the layer stays on the GPU and ``kept`` says that the copy in that slot is the valid one. If that is
-          also the slot to fill, nothing is copied;
-        - host memory, by rows, if the layer's ``rows`` choose some;
+        - its own slot, if the layer stays on the GPU and ``kept`` says that the copy in that slot is the valid one. If the own
+          slot is also the slot to fill, nothing is copied;
+        - host memory, if the layer's ``rows`` upload single rows;
         - the results of its last step on the GPU (``step_results``), in device memory;
         - host memory, the whole layer. This is the common case.
         """
@@ -264,8 +274,8 @@ class Slots:
     def _release_sources(self, slot: Slot) -> None:
         """Drops the device tensors that the last transfer into a slot has read.
 
-        The allocator may give their memory to the step stream, which has allocated them. So that stream first waits for the
-        transfer into the slot, and for the download of the layer, which reads the same casts.
+        The step stream has allocated these tensors, and the allocator may give it their memory again. So the step stream first
+        waits for the transfer into the slot, and for the download of the layer, which reads the same casts.
         """
         self._device.wait(Stream.STEP, slot.filled, Wait.STEP_AFTER_FETCH)
         if slot.layer is not None:
@@ -289,7 +299,8 @@ class Slots:
     def wait_for_upload(self, slot: Slot) -> None:
         """Makes the compute stream wait for the fetch into a slot that is in use, or will be. The host does not wait.
 
-        Then drops the tensors that the fetch has read on the device, and gradients that the layer's last step has read.
+        Then drops the tensors that the fetch has read on the device, and the gradients that the layer's last step has read. Tells
+        the layer's rows that they have arrived.
         """
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
@@ -307,7 +318,7 @@ class Slots:
         self.idle_since = None
 
     def release(self, layer: StreamedLayer, slot: Slot) -> bool:
-        """Ends a layer's use of a slot. The layer's device parameters do not view the slot any more.
+        """Ends a layer's use of a slot: unlocks the slot, and sets the layer's state. Device parameters are stand-ins already.
 
         Returns:
             True if other tensors still view the slot.
@@ -323,7 +334,7 @@ class Slots:
             layer.state = HOST
         else:
             layer.state = HELD if viewed else FETCHED
-        if viewed and layer.slot is not None:
+        if viewed and layer.slot is not None:  # if the layer has left the slot, the views do not show its weights
             guard_of(layer).views = True
         if not viewed:
             if self.poisons and not (slot.layer is not None and slot.layer.kept):  # a kept copy is the only valid one
@@ -340,9 +351,9 @@ class Slots:
             slot.memory.fill_(0xFF)  # all ones are NaN in every float type
 
     def forget_dropped(self, layer: StreamedLayer, slot: Slot) -> bool:
-        """Updates the state of a layer whose slot was viewed. Returns True if tensors still view the slot.
+        """Updates the state and the guard of a layer whose slot was viewed. Returns True if tensors still view the slot.
 
-        Writes through dropped views were copied to the host before.
+        The caller has copied writes through dropped views to the host.
         """
         viewed = slot.lease.in_use
         if layer.guard is not None and not viewed:
@@ -354,8 +365,8 @@ class Slots:
     def give_back_extra(self) -> None:
         """Frees the extra slots that no tensor views.
 
-        The allocator may give a slot's memory to the compute stream. So compute first waits for the last upload into the slot,
-        for which no use may have waited: the tensor that needed it may have been dropped before.
+        The allocator may give a slot's memory to the compute stream. So compute first waits for the last upload into the slot.
+        Perhaps no use has waited for that upload, because the tensor that needed the layer was dropped before.
         """
         for slot in [slot for slot in self.all if slot.extra]:
             if slot.overwritable:
@@ -396,7 +407,7 @@ class Slots:
         self._free()
 
     def _free(self, held: Sequence[Slot] = ()) -> None:
-        """Frees all slots. Evicts their layers, except layers in slots of the list ``held``."""
+        """Frees all slots, and the memory of rows. Evicts the layers in slots, except layers in the slots ``held``."""
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
         for slot in self.all:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
@@ -416,7 +427,7 @@ class Slots:
 def poisoned() -> Iterator[None]:
     """A context that fills slots with NaN if no call uses them and no tensor views them, so that a wrong read shows.
 
-    Each use of a layer uploads it again.
+    Each use of a layer then uploads the layer again.
     """
     before, Slots.poisons = Slots.poisons, True
     try:

@@ -29,13 +29,13 @@ class LayerState(enum.Enum):
     HOST = "host", False, False
     """No device memory. The first use of a weight fetches the layer."""
     FETCHED = "fetched", False, False
-    """A copy in a slot, or in flight to it: complete after ``slot.filled``. The slot may be overwritten after ``slot.idle``."""
+    """A copy in a slot: complete after the event ``slot.filled``. Another layer may overwrite it after ``slot.idle``."""
     HELD = "held", False, False
-    """As FETCHED, but user code or a graph views the slot. Only the same layer's new values may overwrite it."""
+    """As FETCHED, but user code or a graph views the slot. Only new values of the same layer may overwrite the slot."""
     UNPACKED = "unpacked", True, False
-    """A locked slot, for autograd. No module call uses the layer, so its device parameters are stand-ins."""
+    """The slot is locked: autograd reads it, or a module call is about to attach the layer. Device parameters are stand-ins."""
     IN_USE = "in use", True, True
-    """A locked slot of which device parameters are views, for module calls. Residents are always in this state."""
+    """The slot is locked, and device parameters are views of it, for module calls. Residents are always in this state."""
     RESTING = "resting", True, True
     """As IN_USE, but no module call uses the layer. Each use of a weight is noticed before it happens."""
 
@@ -53,8 +53,8 @@ class Transition(NamedTuple):
     """A change of a layer's state.
 
     Attributes:
-        methods: the methods that make it, and no others.
-        pairs: the states before and after it.
+        methods: the names of the methods that make the transition. No other method does.
+        pairs: pairs of the layer's states before and after the transition.
     """
 
     methods: frozenset[str]
@@ -70,7 +70,7 @@ TRANSITIONS: Mapping[str, Transition] = {
     # viewed and the host's weights were written, the layer is fetched again into the same slot, because views must show
     # the writes.
     "fetch": _transition("Slots._send Slots.forget_dropped", (HOST, FETCHED), (HELD, FETCHED)),
-    # The slot is given to another layer, is freed, or has values that the host's weights do not have any more.
+    # The slot is given to another layer, or is freed, or its values are out of date.
     "evict": _transition("StreamedLayer.evict", (FETCHED, HOST), (HELD, HOST)),
     # Compute waits for the transfer. Until `release` no other layer may overwrite the slot.
     "lock": _transition("Slots.lock", (FETCHED, UNPACKED), (HELD, UNPACKED)),
@@ -78,12 +78,12 @@ TRANSITIONS: Mapping[str, Transition] = {
     "attach": _transition("Residency.begin_call", (UNPACKED, IN_USE), (RESTING, IN_USE)),
     # The last module call has returned, in inference, and every layer of the ring has a slot of its own.
     "rest": _transition("Residency._leave", (IN_USE, RESTING)),
-    # No module call and no backward uses the layer any more. The layer is HOST afterwards if it has left its slot during
-    # the use, because the values in the slot are out of date.
+    # No module call and no backward uses the layer any more. If the layer has left its slot during the use, because the slot's
+    # values are out of date, the layer is HOST afterwards.
     "release": _transition(
         "Slots.release", *((used, after) for used in (UNPACKED, IN_USE, RESTING) for after in (FETCHED, HELD, HOST))
     ),
-    # The last tensor that viewed the slot is dropped, and its writes were copied back to the host.
+    # The last tensor that viewed the slot is dropped, and writes through that tensor were copied back to the host.
     "drop views": _transition("Slots.forget_dropped", (HELD, FETCHED)),
 }
 """All transitions, by their names in the diagram."""

@@ -5,9 +5,10 @@ a step has device parameters as its leaves. A captured host parameter would be a
 find it in the graph, and its gradients would be added in another order. So host parameters have a role while a step runs
 (:class:`_HostParameterInStep`). An operation that is given a host parameter computes
 
-- with the device parameter, if it builds a graph, or if another argument is on the device;
-- with the host's memory otherwise: reads and writes in ``torch.no_grad``, of ``.data`` and of ``.grad``. Between backward and the
-  optimizer's step, gradients are on the host.
+- with the device parameter, if the operation builds a graph, if another argument is on the device, or if the parameter's layer is
+  in use on the device;
+- with the host's memory otherwise: for example reads and writes in ``torch.no_grad``, or of ``.data``. ``.grad`` is always the
+  host parameter's, because gradients are on the host between backward and the optimizer's step.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ _Exchange = tuple[nn.Module, bool, str, Any, Any]
 
 
 class ParameterSwap:
-    """Swaps all streamed and resident parameters of a module, and buffers beside them. The caller holds the engine's lock.
+    """Swaps all streamed and resident parameters of a module, and averages and masks. The caller holds the engine's lock.
 
     Args:
         module: the root.
         places: the places of each parameter in the module tree. A shared parameter has several.
         layers: the layers, whose host and device parameters are in the same order.
-        wrapped: the stand-in of each wrapped parameter, which takes its place in the module.
+        wrapped: the stand-in of each wrapped parameter, which modules hold in place of the parameter.
         residents: the residents, whose copy is current whenever modules hold device parameters.
         pruned: the masks of pruned weights, which are on the device only within a step.
         watch: detects writes of host weights (``debug_writes``); otherwise None.
@@ -84,8 +85,8 @@ class ParameterSwap:
         # Without ScriptModules, which are on the device as a whole. Their dictionaries are wrappers, which cannot be compared.
         self._modules = [each for each in module.modules() if not isinstance(each, ScriptModule)]
         plain = [pair for layer in layers for pair in zip(layer.block.parameters, layer.parameters.all, strict=True)]
-        # For each place of a parameter in the module tree, the exchange of host and device parameter. nn.RNNBase keeps
-        # a list of its weights, which its __setattr__ renews.
+        # For each place of a parameter in the module tree, the exchange of host and device parameter. nn.RNNBase keeps a list of
+        # its weights, which only its __setattr__ updates.
         pairs = [
             ((place[0], isinstance(place[0], nn.RNNBase), place[1]), *pair)
             for pair in (*plain, *wrapped.items())
@@ -100,7 +101,7 @@ class ParameterSwap:
             "HostParameterInStep", (_HostParameterInStep,), {"device_of": of, "swap": self}
         )
         self._wrapped = list(wrapped)
-        # For changed(). It is called before each batch, so it compares lists that were made here, without calls of Python.
+        # For changed(), which is called before each batch: comparing these lists runs hardly any Python code.
         self._children = [
             (each, dict(each._modules), len(each._parameters), compiled_call(each)) for each in self._modules
         ]
@@ -116,14 +117,20 @@ class ParameterSwap:
         """True if the modules hold device parameters now."""
 
     def to_device(self) -> None:
-        """Puts the device's parameters into the modules, which hold the host's."""
+        """Puts device parameters into the modules, which hold host parameters, and masks on the device.
+
+        Uses of residents are not noticed from then on.
+        """
         self._residents.group.notice_uses(False)
         self.on_device = True  # set first, so that `to_host` undoes a call that was interrupted
         _swap(self._pairs, to_device=True)
         self._pruned.hold_device()
 
     def to_host(self) -> None:
-        """Puts the host's parameters into the modules."""
+        """Puts host parameters into the modules, and averages and masks on the host.
+
+        Also removes the role of captured parameters, and notices each use of residents from then on.
+        """
         if not self.on_device:
             return
         self._residents.group.notice_uses(True)
@@ -134,7 +141,7 @@ class ParameterSwap:
             self._watch.forget()
         self.watch_captured(False)
         _swap(self._pairs, to_device=False)
-        for module in self._modules:  # user code may have tied weights since (b.weight = a.weight)
+        for module in self._modules:  # user code may have put device parameters in other places (b.weight = a.weight)
             parameters: dict[str, Any] = module._parameters
             for attribute, parameter in dict.items(parameters) if parameters else ():
                 kind = type(parameter)
@@ -147,7 +154,7 @@ class ParameterSwap:
         """Adds the role that host parameters have in a step, or removes it.
 
         Args:
-            watch: True to add it. Without the role each use is an ordinary one: by an optimizer, or between steps.
+            watch: True to add the role. Without the role each use is an ordinary one: by an optimizer, or between steps.
         """
         if watch:
             take_all(self._captured, self._role)
@@ -156,7 +163,7 @@ class ParameterSwap:
 
     @property
     def captured_used(self) -> bool:
-        """True if user code has computed with a host parameter in a step."""
+        """True if user code has computed with a host parameter in any step of the run so far."""
         return self._role.used
 
     def changed(self) -> bool:
@@ -164,7 +171,7 @@ class ParameterSwap:
 
         Also True if a module was compiled, because its graph needs other casts.
         """
-        # Updates may be under way. This reads neither weights nor gradients, so it need not wait for the updates.
+        # Updates may be under way. The code below reads neither weights nor gradients, so it need not wait for the updates.
         with DisableTorchFunctionSubclass():
             for module, children, count, compiled in self._children:
                 if module._modules != children or len(module._parameters) != count:
@@ -180,7 +187,7 @@ class ParameterSwap:
             return missing or self._parts_of_wrapped() != self._parts
 
     def close(self) -> None:
-        """Drops the device parameters. Buffers stay on the host for good."""
+        """Drops the device parameters, and gives the modules plain dictionaries again. Averages stay on the host for good."""
         for module in self._modules:
             if type(module._parameters) is ByThread:
                 vars(module)["_parameters"] = dict(dict.items(module._parameters))
@@ -195,7 +202,7 @@ class ParameterSwap:
 def _swap(exchanges: Iterable[_Exchange], *, to_device: bool) -> None:
     """Puts device parameters in place of their host parameters, or back.
 
-    Leaves an attribute alone if user code has put another object there since the last swap.
+    If user code has set an attribute to another object since the last swap, this attribute is not changed.
     """
     for module, keeps_list, attribute, host, device in exchanges:
         old, new = (host, device) if to_device else (device, host)
@@ -230,7 +237,7 @@ class ByThread(dict[str, Any]):
             return found
         return found.host
 
-    # torch.compile traces these methods, in the run's thread, and knows no threads.
+    # torch.compile traces these methods in the run's thread, but cannot trace the test of the thread.
 
     def __getitem__(self, name: str) -> Any:
         found = dict.__getitem__(self, name)
@@ -268,7 +275,7 @@ class _HostParameterInStep(ParameterRole):
     Attributes:
         device_of: the device parameters of the run, by the id of their host parameter.
         swap: the swap of the run.
-        used: True if user code has computed with a host parameter in a step.
+        used: True if user code has computed with a host parameter in any step of the run so far.
     """
 
     rank = 2
@@ -293,7 +300,7 @@ class _HostParameterInStep(ParameterRole):
         - It computes on the host: it gets host parameters, which have all writes of the device then.
         """
         kwargs = kwargs or {}
-        # Another thread may take the role from a parameter at any time, so the parameter's class is not read again.
+        # Another thread may remove the role from a parameter at any time, so the parameter's class is not read again.
         role = next(each for each in cls.roles if issubclass(each, _HostParameterInStep))
         of = role.device_of
         if not role.swap.threads.own:
@@ -305,6 +312,7 @@ class _HostParameterInStep(ParameterRole):
                 if role.in_use([args[0]]):
                     return device.data
                 device._of.engine.host_is_shown(device._of.layer)
+            # The gradient of a host parameter must be on the host.
             if func == _SET_GRADIENT and args[1] is not None and id(args[0]) in of:
                 args = args[0], of[id(args[0])]._of.engine.device.on_host(args[1])
             with Untouched():
@@ -318,15 +326,16 @@ class _HostParameterInStep(ParameterRole):
             for group in groups:
                 group.engine.device_is_used(group.layer)
             args, kwargs = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
-            if func == _SET_DATA:
+            if func == _SET_DATA:  # through the property of DeviceParameter, which torch's own setter would bypass
                 args[0].data = args[1]
                 return None
             return func(*args, **kwargs)
-        # This copies writes of the device to the host, and waits for transfers that read the host weights.
+        # `host_is_used` copies writes of the device to the host, and waits for transfers that read the host weights.
         for group in groups:
             group.engine.host_is_used(group.layer)
-        # If an update of these parameters is under way, their classes include the role that waits. Torch has called its
-        # `__torch_function__` before this one, because its rank is lower. The roles of other arguments are still called.
+        # If another argument has its own `__torch_function__`, or a function mode is active, that code still has to run. So only
+        # this role is removed meanwhile, and not all subclasses are disabled. If an update of the parameters is under way, the
+        # role that waits for the update has run before, because its rank is lower.
         with left(hosts, [role]) if hides_stand_ins(others) else Untouched():
             output = func(*args, **kwargs)
         viewed = func in _DETACH or (type(output) is Tensor and is_view(output))
@@ -350,7 +359,7 @@ class _HostParameterInStep(ParameterRole):
 
 
 def _is_in_use(layer: StreamedLayer) -> bool:
-    """Returns True if a layer is in use on the device, or viewed. Residents are in use while any module call runs."""
+    """Returns True if a layer is in use on the device, or its slot is viewed. Residents are in use while any module call runs."""
     if layer.kind is Kind.RESIDENTS:
         return bool(layer.parameters.engine.calls.depth)
     return layer.state.attached or (layer.slot is not None and layer.slot.held)
@@ -359,10 +368,14 @@ def _is_in_use(layer: StreamedLayer) -> bool:
 def _call_in_other_thread(
     role: type[_HostParameterInStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Calls a function that a thread outside the run gives host parameters to.
+    """Calls a function to which a thread outside the run gives host parameters.
 
-    If the function computes on the device or writes a weight, and a forward runs, the thread is a helper: the function gets
-    device parameters. Otherwise the thread only reads, and the function gets the host's memory, or copies of the device's values.
+    While a forward runs, a thread that computes on the device, or writes a weight, is a helper: the function gets device
+    parameters. Otherwise the function gets the host's memory or, for weights with newer values on the device, copies of these.
+
+    Raises:
+        LateError: the forward has ended meanwhile. If the function writes nothing, and no other argument is on the device, the
+            function is called again instead, as for a thread that only reads.
     """
     of = role.device_of
     if func in OF_THE_PARAMETER or func == _SET_DATA:
@@ -400,7 +413,9 @@ def _seen_by_other_thread(role: type[_HostParameterInStep], host: Tensor, seen: 
 def _computes_on_device(
     func: Callable[..., Any], hosts: Sequence[Tensor], others: Sequence[Tensor], role: type[_HostParameterInStep]
 ) -> bool:
-    """Returns True if a function is to get device parameters: it builds a graph, or another argument is on the device.
+    """Returns True if a function is to get device parameters.
+
+    This is the case if it builds a graph, if another argument is on the device, or if the parameters' layers are in use there.
 
     Args:
         func: the function.
@@ -418,7 +433,7 @@ def _computes_on_device(
     others = [other for other in others if other.ndim]  # a scalar tensor may be on another device than the weight
     if any(map(device.has, others)):
         return True
-    if others and not device.computes_on_host:
+    if others and not device.computes_on_host:  # all other arguments are on the host
         return False
     return torch.is_grad_enabled() or role.in_use(hosts)
 
@@ -426,6 +441,7 @@ def _computes_on_device(
 _OF_GRAPHS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 """Functions that look for parameters in a graph."""
 
+# Each access to such a method makes a new object, so they are compared with `==`.
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ from sp_lightning.layers.layer import StreamedLayer
 
 
 class Uploads:
-    """Copies layers from host memory.
+    """Copies layers from host memory into slots.
 
     Args:
         device: issues the copies.
@@ -23,8 +23,8 @@ class Uploads:
 
         Args:
             layer: the layer.
-            target: its slot's memory, flat ``uint8``.
-            source: its bytes in host memory, of the same size.
+            target: the memory of the layer's slot, flat ``uint8``.
+            source: the layer's bytes in host memory, of the same size.
         """
         self.device.copy((target,), (source,), Stream.UPLOAD)
 

@@ -1,8 +1,8 @@
 """Write-back: copies weights to the host that user code has written on the device.
 
 At a layer's release, version counters show which weights were written: :meth:`WriteBack.write_back` copies them. Writes that no
-counter shows are recorded in the layer's :class:`~sp_lightning.layers.write_guard.WriteGuard`. The rules for them are a table in
-``write_guard.py``; this file carries them out.
+counter shows are recorded as possible in the layer's :class:`~sp_lightning.layers.write_guard.WriteGuard`. A table in
+``write_guard.py`` lists the treatment of each kind, which this file carries out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class WriteBack:
 
     Args:
         slots: the slots of the layers.
-        device: waits for compute; reads and writes are declared to it.
-        resident_storages: addresses of storages that never leave the device. Memory that weights are given in a step is
-            added for that step.
-        watch: compares the host's weights (``debug_writes``), and gets the writes of the engine itself; otherwise None.
+        device: waits for compute; reads and writes are declared to the device.
+        resident_storages: addresses of storages on the device that activation offloading must not copy: the residents' memory.
+            :meth:`replace` adds the memory that weights are given in a step, until the weights are copied back.
+        watch: with ``debug_writes``, compares the host's weights, and records the engine's own writes; otherwise None.
 
     Attributes:
         replaced: released layers with weights in other memory, which user code holds.
@@ -69,12 +69,15 @@ class WriteBack:
             layer: the layer.
             written: the index and the value of each weight.
             replaced: the indices of weights that were given other memory. Views of their memory on the host keep the old values.
+
+        Raises:
+            RuntimeError: ``refuses`` is set, and a weight was written on the host as well; or see :meth:`HostBlock.write`.
         """
         group = layer.parameters
         for index, value in written:
             self._wait_for_update(layer)
             value = layer.rows.completed(index, value, self._slots.by_address)
-            # On a GPU the copy in write() blocks, and so implies this wait. On other devices it is needed.
+            # On a GPU the copy in write() blocks, and so implies this wait. On other devices the wait is needed.
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
             self.write_backs += 1
             if group.version_once_fetched(index) != group.version(index):  # the host's weight was written, too
@@ -109,16 +112,17 @@ class WriteBack:
                 self.take_back_views(slot.layer, slot)
 
     def take_back_views(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Copies back weights that were written through views of a layer's slot, and updates the layer if no view is left.
+        """Copies back weights that were written through views of a layer's slot. If no view is left, forgets the views.
 
-        The layer is not attached: its device parameters do not view the slot.
+        The layer is not attached: its device parameters do not view the slot. If the slot's values are out of date and no view
+        needs the slot any more, the layer leaves the slot.
         """
         self.take_back_slot(slot)
         viewed = self._slots.forget_dropped(layer, slot)
         guard = layer.guard
         if guard is not None and not guard.replaced.keys().isdisjoint(guard.viewed):
-            # A weight has other memory, and user code has written the place in the slot that the weight had before. So the slot
-            # does not have the layer's values any more.
+            # A weight has other memory, and user code has written the weight's former place in the slot. So the slot does not
+            # have the layer's values any more.
             layer.leave_slot()
         if not viewed:
             if guard is not None:
@@ -131,7 +135,7 @@ class WriteBack:
         """Copies back the weights of the layer in a slot that were written since the last call, or may have been.
 
         1. Version counters and the guard show which weights may have been written (``written``).
-        2. Of these, ``replaced`` have other memory than the slot's (``param.data = other``), while the layer is in use.
+        2. If the layer is in use, some of these weights may have memory outside the slot (``param.data = other``, ``replaced``).
         3. If user code has held views longer than a step, digests show which weights were really written.
         4. Otherwise weights in other memory with the values of the slot are left out (:meth:`_alike`).
 
@@ -141,7 +145,10 @@ class WriteBack:
                 so may write it at any time.
 
         Returns:
-            True if a weight may have been written; and ``replaced``, by the index of the weight.
+            True if a weight may have been written; and the other memory of the ``replaced`` weights, by their index.
+
+        Raises:
+            RuntimeError: as for :meth:`write_back`; or digests show that a weight was written on the host and on the device.
         """
         self.compare_stale_views()
         layer = slot.layer
@@ -151,7 +158,8 @@ class WriteBack:
         if guard is None:
             return False, {}  # `take_written` makes a guard if it finds a written weight
         digests = guard.digests
-        if digests is not None:  # any weight may be written, as an early update has cleared `exposed`
+        # With digests, any weight may have been written. `exposed` does not tell this, because an early update clears it.
+        if digests is not None:
             written.update(range(len(group.all)))
         if not attached:  # these weights are in other memory, and the slot does not have their values
             written -= guard.replaced.keys()
@@ -166,7 +174,8 @@ class WriteBack:
             if not attached:
                 written -= guard.replaced.keys()
             if written:
-                group.fetched()  # digests have shown that the host was not written, whatever its versions are
+                # Digests have shown that the host was not written, even if versions differ. `write_back` compares versions.
+                group.fetched()
             written |= replaced.keys()
         elif replaced:
             # `beside=1`: the device parameter itself holds the memory, too.
@@ -181,15 +190,15 @@ class WriteBack:
         return bool(written), replaced
 
     def _alike(self, slot: Slot, given: Mapping[int, Tensor], later: Collection[int] = ()) -> set[int]:
-        """Returns weights that were given other memory with the same values, so that nothing must be copied.
+        """Returns the indices of weights that were given other memory with the same values, so that nothing must be copied.
 
         Some libraries give a weight its own values in each forward (bitsandbytes in 8 bits), or cast weights up and down
         (diffusers' layerwise casting). The comparison runs on the device, where the slot has the host's values, with one wait.
 
         Args:
-            slot: the slot that the layer is in.
+            slot: the slot of the layer.
             given: the other memory by the weight's index.
-            later: weights that are compared later. They count as equal if a comparison is possible.
+            later: the indices of weights that are compared later. They count as equal if a comparison is possible.
         """
         layer = slot.layer
         assert layer is not None
@@ -206,7 +215,7 @@ class WriteBack:
             or layer.outdated
         ):
             return set()
-        # Without weights of another dtype: the slot has their values from before the change.
+        # Weights of another dtype are left out, because the slot has their values from before the change.
         unwritten = [i for i in given.keys() - guard.viewed - guard.retyped.keys() if _same_form(given[i], places[i])]
         compared, written = [i for i in unwritten if i not in later], set[int]()
         if compared:
@@ -221,7 +230,7 @@ class WriteBack:
     # ------------------------------------------------------------------ views are kept
 
     def _values(self, slot: Slot) -> Sequence[Tensor]:
-        """Returns the weights in a slot, after all kernels that write them."""
+        """Waits for all kernels that write a slot, and returns the weights in it."""
         assert slot.layer is not None
         self._wait_for_kernels(slot.memory)
         return self._slots.views(slot.layer, slot)[: len(slot.layer.parameters.spans)]
@@ -232,12 +241,15 @@ class WriteBack:
         self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
 
     def _wait_for_update(self, layer: StreamedLayer) -> None:
-        """Waits until the host has the results of a layer's update. A fetch of the layer need not have waited for that."""
+        """Waits until the host has the results of a layer's update. A fetch of the layer may not have waited for the download."""
         if layer.owner.update is not None or layer.owner.kept:
             self.await_update(layer)
 
     def take_digests(self, slot: Slot) -> None:
-        """Takes digests of a viewed slot and of the host's weights, to detect later which of the two was written."""
+        """Takes digests of a viewed slot and of the host's weights, to detect later which of the two was written.
+
+        All weights of the layer count as exposed from then on.
+        """
         assert slot.layer is not None
         group = slot.layer.parameters
         self._wait_for_update(slot.layer)
@@ -253,7 +265,11 @@ class WriteBack:
             self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
 
     def take_back_all(self) -> None:
-        """Copies back all weights that were written on the device, after a step or in the middle of one. No layer is in use."""
+        """Copies back all weights that were written on the device, after a step or in the middle of one.
+
+        Does not cover layers in use: :meth:`take_back` copies these. If user code still views a slot, takes digests of the slot,
+        because the view may outlive the step. Other memory of weights (``replaced``) is forgotten.
+        """
         for layer in list(self.replaced):
             self.take_back_replaced(layer)
             self.set_replaced(layer, {})
@@ -269,6 +285,9 @@ class WriteBack:
 
     def replace(self, layer: StreamedLayer, index: int, value: Tensor, run: object = None) -> None:
         """Prepares ``param.data = value`` of a layer in use: graphs that saved views of the weight keep its old values.
+
+        Activations in the new memory are not offloaded in this step. If user code views the old memory, later writes to it are
+        detected (:class:`ExchangedMemory`).
 
         Args:
             layer: the layer.
@@ -288,7 +307,7 @@ class WriteBack:
                 "param.data = torch.empty_like(param).copy_(other), or exchange it between two batches or before trainer.fit."
             )
         address = value.untyped_storage().data_ptr()
-        if address not in self.resident_storages:  # a weight may get its own memory back
+        if address not in self.resident_storages:  # a resident may get its own memory back, which stays in the set
             self._given.add(address)
         self.resident_storages |= self._given
         if run is not None:
@@ -313,7 +332,7 @@ class WriteBack:
         if slot is None:
             return
         value = self._slots.views(layer, slot)[index]
-        if not same_place(group.value(index), value):  # it has left the slot before
+        if not same_place(group.value(index), value):  # the weight has left the slot before
             return
         storage = slot.memory.data_ptr()
         own = sum(group.value(i).untyped_storage().data_ptr() == storage for i in range(len(group.all)))
@@ -377,7 +396,7 @@ class WriteBack:
 
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By their size in bytes, the dtypes in which values are compared: a NaN is not equal to itself, and -0.0 is equal to 0.0."""
+"""Integer dtypes for comparisons of values, by size in bytes. As floats, a NaN differs from itself, and -0.0 equals 0.0."""
 
 
 def _same_form(tensor: Tensor, other: Tensor) -> bool:

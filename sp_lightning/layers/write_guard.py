@@ -7,22 +7,23 @@ is enough for nearly all code, and then ``layer.guard`` is None. If user code ha
 =========================  ==============  ==================================================================================
 user code has              recorded in     treatment
 =========================  ==============  ==================================================================================
-a weight's ``.data``       ``exposed``     At the layer's release the weight is copied to the host, written or not.
+a weight's ``.data``       ``exposed``     At the layer's release the weight is downloaded, and written to the host if it differs.
 a view that outlives the   ``views``       The slot is only overwritten by the same layer (HELD). The view's values are copied to
 layer's use                                the host before such a fetch, at the layer's next release, and at the end of the step.
 a view that outlives the   ``digests``     The view and the host's weight are one memory on plain Lightning. Here they are two,
-step                                       and each may be written at any time. So both are compared with their digests, and
-                                           the written one is copied to the other. If both were written: an error.
+step                                       and each may be written at any time. So both are compared with earlier digests, and
+                                           the written one is copied to the other. If both were written, an error is raised.
 other memory for a weight  ``replaced``    User code has set ``param.data = other`` and holds ``other``. The weight stays in
-                                           that memory in its layer's next uses. Before each use it is copied to the host.
-a weight of another dtype  ``retyped``     The slot has no place for the weight. It has device memory of its own, to which each
-                                           use copies the host's values.
+                                           that memory in its layer's next uses. Before each use the memory is copied to the host.
+a weight of another dtype  ``retyped``     The slot has no place for the weight. The weight has device memory of its own, to which
+                                           each use copies the host's values.
 =========================  ==============  ==================================================================================
 
 ``viewed`` has the weights for which the slot may have other values than the host. For a weight outside ``viewed``, new memory
 with the slot's values need not be copied.
 
-:func:`guard_of` makes a guard when the first of these happens, and :func:`drop_if_empty` removes it when the last one is over.
+:func:`guard_of` makes a guard when user code has the first of these, and :func:`drop_if_empty` removes the guard when it records
+nothing any more.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class WriteGuard:
         replaced: the other memory of weights (``param.data = other``), which user code holds as well.
         retyped: the memory of weights that were given another dtype.
         views: True if tensors that were made in an earlier use view the layer's slot.
-        digests: the :class:`~sp_lightning.layers.writes.ViewDigests` with which such views, and the host's weights, are compared.
-            None within the step in which the views were made.
+        digests: the :class:`~sp_lightning.layers.writes.ViewDigests` with which views that outlive their step, and the host's
+            weights, are compared. None if there is no such view, and within the step in which the views were made.
     """
 
     __slots__ = ("digests", "exposed", "replaced", "retyped", "viewed", "views")
@@ -63,7 +64,7 @@ class WriteGuard:
         self.viewed.update(indices)
 
     def replace(self, replaced: dict[int, Tensor]) -> None:
-        """Called when user code holds this other memory of weights, and no further one."""
+        """Records the other memory of weights that user code holds now. Weights outside ``replaced`` are exposed no longer."""
         self.replaced = replaced
         self.exposed.intersection_update(replaced)
 

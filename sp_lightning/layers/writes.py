@@ -1,10 +1,10 @@
 """Detects writes of weights that torch's versions do not show, by comparing digests of values.
 
-If a version shows a write, :class:`~sp_lightning.layers.parameter_group.ParameterGroup` counts it. The classes of this file
-compare
+If a version shows a write, :class:`~sp_lightning.layers.parameter_group.ParameterGroup` detects the write. The classes of this
+file compare
 
 - views that outlive their step (:class:`ViewDigests`);
-- views of memory that their layer has left (:class:`StaleViews`), or their weight (:class:`ExchangedMemory`);
+- views of memory that a layer (:class:`StaleViews`) or a weight (:class:`ExchangedMemory`) has left;
 - weights on the host within a step (:class:`WeightWatch`).
 """
 
@@ -52,9 +52,9 @@ def digest_of_values(tensor: Tensor) -> str:
 class ViewDigests:
     """Digests of a layer's weights on the device and on the host, from a moment when both were equal.
 
-    On plain Lightning, a view and its weight are one memory. With slots they are two, and neither a version (``.data``) nor a
-    call (NumPy) shows a write to one of them. So both are compared with their digests, and the written one is copied to the
-    other. The caller has waited for all code that writes them.
+    On plain Lightning, a view and its weight are one memory. With slots they are two. A write to one of the two may change no
+    version (``.data``), or run no code of torch (NumPy). So both are compared with their digests, and the written one is copied
+    to the other. The caller has waited for all kernels and updates that write the two.
 
     Args:
         group: the parameters of the layer.
@@ -69,7 +69,7 @@ class ViewDigests:
         """Returns the indices of the weights that were written on the device only.
 
         Raises:
-            RuntimeError: a weight was written on the host, too, so that one write would be lost, and ``refuse`` is set.
+            RuntimeError: ``refuse`` is set, and one of these weights was written on the host as well: one write would be lost.
         """
         device = [digest(value) for value in values]
         written = [index for index, (old, new) in enumerate(zip(self._device, device, strict=True)) if old != new]
@@ -84,19 +84,19 @@ class ViewDigests:
 
 
 class StaleViews:
-    """Views of slots that a layer has left because one of its weights got other memory. Its other weights have moved, too.
+    """Views of slots that a layer has left because one of its weights got other memory. The layer's other weights left as well.
 
-    A write through such a view would be lost, so it raises an error.
+    A write to one of these other weights through such a view would be lost, so it is an error.
 
     Attributes:
-        noted: for each such slot its lease, its memory, and the name, the value and the digest of each weight that has moved.
+        noted: for each such slot its lease, its memory, and the name, the value and the digest of each of the other weights.
     """
 
     def __init__(self) -> None:
         self.noted: list[tuple[Lease, Tensor, list[tuple[str, Tensor, str]]]] = []
 
     def note(self, lease: Lease, memory: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
-        """Records the values of the weights that have moved, by name. They must not change while the memory's lease is in use."""
+        """Records values of weights, by name. They must not change while tensors view the slot (``lease.in_use``)."""
         self.noted.append((lease, memory, [(name, value, digest(value)) for name, value in others]))
 
     def compare(self, wait: Callable[[Tensor], None], *, refuse: bool) -> None:
@@ -114,7 +114,7 @@ class StaleViews:
             wait(memory)
             for name, value, before_it in others:
                 if digest(value) != before_it:
-                    self.noted.clear()
+                    self.noted.clear()  # the error is raised only once
                     raise RuntimeError(
                         f"Parameter {name!r} was written through an old view of it (.data, .detach(), weight[0]): another weight "
                         "of its layer was given other memory since (param.data = other). The write would be lost. Take a new "
@@ -126,8 +126,8 @@ class ExchangedMemory:
     """Memory of slots that weights had before they got other memory (``param.data = other``), while user code views it.
 
     On plain Lightning, a graph that has saved a view of a weight has the new values after a later write to that memory. With
-    slots, the graph has a copy of the old values, or the forward runs again. So a write is reported to the user of the old
-    values.
+    slots, the graph has a copy of the old values, or the forward runs again. So a write is reported to the object that needs the
+    old values.
 
     Attributes:
         noted: the arguments of :meth:`note`, and the digest of the value.
@@ -140,7 +140,7 @@ class ExchangedMemory:
         """Records the value of a weight that is about to get other memory.
 
         Args:
-            lease, memory: the slot's. The caller has waited for all kernels that write the memory.
+            lease, memory: the slot's lease and memory. The caller has waited for all kernels that write the memory.
             value: the weight's view of the memory.
             needed_by: an object that needs the value to stay the same while it lives.
             written: called if the value was written.
@@ -148,7 +148,13 @@ class ExchangedMemory:
         self.noted.append((lease, memory, value, digest(value), weakref.ref(needed_by), written))
 
     def compare(self, wait: Callable[[Tensor], None]) -> None:
-        """Compares the memory with the recorded values. ``wait`` waits for all kernels that write a slot's memory."""
+        """Compares the memory with the recorded values. Calls ``written`` for each value that has changed.
+
+        Forgets these values, values that are not needed any more, and memory that no tensor views.
+
+        Args:
+            wait: waits for all kernels that write a slot's memory.
+        """
         before, self.noted = self.noted, []
         for noted in before:
             lease, memory, value, before_it, needed_by, written = noted

@@ -24,11 +24,15 @@ def has_parts(module: nn.Module) -> bool:
 
 
 def is_repeated(module: nn.Module) -> bool:
-    """Returns True for a container of at least two equal blocks that have parts, and for a list of one such block."""
+    """Returns True for a container of repeated blocks, and for a ``ModuleList`` of one block that is not only a wrapper.
+
+    A container has repeated blocks if at least two children with parts have the same class, or if at least two groups of single
+    modules (:func:`groups_in`) have parameters of the same shapes.
+    """
     if not isinstance(module, CONTAINERS):
         return False
     if type(module) is nn.ModuleList and len(module) == 1:
-        # A list may hold None instead of a module, as in diffusers' VAEs without attention.
+        # `children()`, and not `module[0]`: a list may hold None, as in diffusers' VAEs without attention.
         return any(has_parts(child) and not is_wrapper(child) for child in module.children())
     kinds = Counter(type(child) for child in module.children() if has_parts(child))
     shapes = Counter(tuple(p.shape for p in group.parameters()) for group in groups_in(module))
@@ -37,7 +41,10 @@ def is_repeated(module: nn.Module) -> bool:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Returns True if all parameters belong to one child that has parts itself: a class that only calls a network."""
+    """Returns True if all parameters are in one child that has parts itself.
+
+    Such a module only calls a network, and is not a block.
+    """
     own = any(parameter is not None for parameter in module._parameters.values())
     children = [child for child in module.children() if any(True for _ in child.parameters())]
     return not own and len(children) == 1 and has_parts(children[0])
@@ -54,9 +61,10 @@ def holds_blocks(name: str, module: nn.Module) -> bool:
 
 
 def groups_in(module: nn.Module) -> list[nn.Module]:
-    """Returns the blocks that a user grouped by hand: ``nn.Sequential`` modules of single modules, in one container.
+    """Returns the blocks that a user has grouped by hand: ``nn.Sequential`` modules of single modules, in one container.
 
-    If the container also holds stages that contain blocks, it returns none: such a module connects two stages.
+    If the container also holds an ``nn.Sequential`` with blocks in it (a stage), returns an empty list: in this case an
+    ``nn.Sequential`` of single modules connects two stages.
     """
     if not isinstance(module, CONTAINERS):
         return []
@@ -70,23 +78,29 @@ def groups_in(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_bare(sequence: nn.Module) -> bool:
-    """Returns True if a sequence contains only modules without children (or further sequences of them), and no blocks."""
+    """Returns True if a sequence contains no blocks, but only modules without children, or nested sequences of such modules."""
     inside = [*sequence.modules()]
     leaves = all(type(inner) is nn.Sequential or next(inner.children(), None) is None for inner in inside)
     return leaves and not any(map(groups_in, inside))
 
 
 def are_experts(name: str, module: nn.Module) -> bool:
-    """Returns True for a list of experts, of which a router chooses. Only the name tells that."""
+    """Returns True for a list of experts, among which a router chooses. A list is recognised by its name only."""
     is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
     return is_list and "expert" in name.rpartition(".")[2]
 
 
 def experts_in(module: nn.Module, name: str, finder: RowFinder) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the names and modules of the experts in a block. Experts in a compiled module cannot be uploaded one by one."""
+    """Yields the names and modules of the experts in a block that can be uploaded one by one.
+
+    Args:
+        module: the block.
+        name: its name.
+        finder: finds modules that hold experts in stacks.
+    """
     for key, child in module.named_children():
         full = join_names(name, key)
-        if is_compiled(child):
+        if is_compiled(child):  # one graph uses all weights of the module, so its experts cannot be uploaded one by one
             continue
         if finder.stacked(child):
             yield full, child
@@ -100,9 +114,10 @@ def experts_in(module: nn.Module, name: str, finder: RowFinder) -> Iterator[tupl
 
 
 def uses_torchscript(module: nn.Module) -> bool:
-    """Returns True if the code of a module names a TorchScript function, or if an attribute is one.
+    """Returns True if the code of a module's class names a TorchScript function, or if an attribute is a TorchScript function.
 
-    A TorchScript function reads the memory of its arguments without calling Python, so the weights must be on the device.
+    A TorchScript function reads the memory of its arguments without calling Python. So a stand-in could not fetch its weight, and
+    the weights must be on the device before the call.
     """
     kind: Any = type(module)
     return _class_uses_torchscript(kind) or any(

@@ -1,4 +1,4 @@
-"""Finds modules and parameters that cannot be streamed. Raises errors, or writes notes for the plan."""
+"""Finds modules and parameters that cannot be streamed: raises errors for them, or writes notes for the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_tracea
 def refuse_cuda_graphs(module: nn.Module) -> None:
     """Checks that no module is compiled with CUDA graphs.
 
-    A graph is recorded for weights at fixed addresses. Torch would record a new graph for each slot that a layer uses.
+    A CUDA graph is recorded for weights at fixed addresses. torch would record a new graph for each slot that a layer uses.
 
     Raises:
         ValueError: a module with weights is compiled with CUDA graphs.
@@ -35,8 +35,8 @@ def refuse_cuda_graphs(module: nn.Module) -> None:
 def tunes_products(module: nn.Module) -> bool:
     """Returns True if a module is compiled with the compiler's own kernels for matrix products (``mode="max-autotune…"``).
 
-    They may write a matrix product's gradient in float32 without rounding it to 16 bits. If casts were uploaded, it would be
-    rounded.
+    These kernels may write a weight's gradient in float32 without rounding it to 16 bits. With an uploaded cast in the place of
+    the weight, the gradient would be rounded. So the weights of such modules are not uploaded as casts.
     """
     return _is_compiled_with(module, "max_autotune", "max_autotune_gemm")
 
@@ -47,7 +47,7 @@ def _is_compiled_with(module: nn.Module, *options: str) -> bool:
         return False
     functions = [value for value in vars(module).values() if isinstance(value, (FunctionType, MethodType))]
     for compiled in (module, *functions):
-        # Compiled modules and compiled functions have this method.
+        # Compiled modules and compiled functions have this method. It returns None if the backend has no options.
         config = getattr(compiled, "get_compiler_config", None)
         chosen = config() if config is not None else None
         if chosen and any(chosen.get(option) for option in options):
@@ -56,9 +56,10 @@ def _is_compiled_with(module: nn.Module, *options: str) -> bool:
 
 
 def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict[nn.Module, str]:
-    """Returns the modules that can only be moved to the device whole, with their names.
+    """Returns the modules that cannot be streamed and are moved to the device whole, with their names.
 
-    A ScriptModule accepts neither hooks nor other parameters. Some tensor subclasses have memory that torch does not know.
+    These are ScriptModules, because they accept neither hooks nor other parameters, and modules with tensor subclasses whose
+    memory torch cannot see. Modules inside a returned module are not returned.
 
     Args:
         module: the root.
@@ -66,7 +67,7 @@ def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict
 
     Raises:
         ValueError: a parameter is of an unsupported tensor subclass, and ``keep_on_gpu=`` does not name it; or the weights of a
-            module are no parameters.
+            module are not parameters (transformers' MXFP4 experts).
     """
     whole: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
@@ -97,6 +98,7 @@ def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict
 
 def _is_foreign(parameter: nn.Parameter) -> bool:
     """Returns True if a parameter is of a tensor subclass that cannot be streamed."""
+    # A subclass without its own `__torch_dispatch__` has ordinary memory. A FakeTensor stands for a plain tensor (`plan`).
     if type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(parameter, FakeTensor):
         return False
     return _how_to_stream(parameter) != ""
@@ -108,7 +110,7 @@ def _how_to_stream(parameter: nn.Parameter) -> str:
         return "Exchange it for a plain parameter."
     if parameter.requires_grad:
         return "Freeze it (requires_grad_(False)) and train adapters."
-    # Without memory (``plan``), plain tensors are fake ones.
+    # The command ``plan`` builds models without memory, in which plain tensors are FakeTensors.
     if any(
         type(part) not in (Tensor, FakeTensor) or part.layout is not torch.strided for _, part in parts("", parameter)
     ):
@@ -121,13 +123,13 @@ def overlapping_pairs(module: nn.Module, whole: Mapping[nn.Module, str]) -> tupl
 
     Args:
         module: the root.
-        whole: modules that are moved whole. Their parameters are left out.
+        whole: the modules that are moved whole. Their parameters are not compared.
 
     Raises:
         ValueError: a parameter of a pair is trained, or a parameter is sparse.
     """
     excluded = {parameter for child in whole for parameter in child.parameters()}
-    spans: list[tuple[int, int, str, Tensor]] = []  # first address, address behind the last, name, tensor
+    spans: list[tuple[int, int, str, Tensor]] = []  # first address, end (exclusive), name, tensor
     for name, parameter in module.named_parameters():
         if parameter in excluded:
             continue
@@ -143,7 +145,7 @@ def overlapping_pairs(module: nn.Module, whole: Mapping[nn.Module, str]) -> tupl
     spans.sort(key=lambda span: span[:3])
     pairs = []
     farthest = (0, 0, "", Tensor())  # the span with the highest end so far
-    for span in spans:  # by address: a span overlaps if it begins before an earlier one ends
+    for span in spans:  # by address: a span overlaps an earlier span if it begins before that span ends
         if span[0] < farthest[1]:
             pairs.append(OverlappingPair((farthest[2], span[2]), (farthest[3], span[3])))
             pairs[-1].refuse_trained()
@@ -159,7 +161,7 @@ def _extent(tensor: Tensor) -> int:
 
 # ---------------------------------------------------------------------- notes and advice
 
-# A shorter list of single modules cannot be divided into two groups.
+# A shorter list of single modules cannot be divided into two groups of at least two.
 _LEAST_TO_GROUP = 4
 # Below this share of the parameter bytes, a note states how little is streamed.
 _MOSTLY = 0.95
@@ -188,7 +190,7 @@ def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], ot
     Args:
         whole: the modules that are moved whole, with their names.
         streaming: the layers and the tables.
-        others: the parameters outside of ``whole``.
+        others: the parameters outside of the modules in ``whole``.
     """
     if streaming:
         return ""
@@ -243,13 +245,13 @@ def _note_on_share(module: nn.Module, streaming: Iterable[Layer]) -> list[str]:
 
 
 def advice_to_group(streamed: Sequence[Unit], above: Mapping[nn.Module, str]) -> str:
-    """Returns advice to group layers, if all are single modules; otherwise an empty text.
+    """Returns advice to group layers if all layers are modules without children; otherwise an empty text.
 
-    Autograd then saves most activations between the layers, where they cannot be offloaded or recomputed.
+    With such layers, autograd saves most activations between the layers, where they cannot be offloaded or recomputed.
 
     Args:
         streamed: the units that are layers.
-        above: the modules above them, with their names.
+        above: the modules above these units in the tree, with their names.
     """
     bare = {unit.module for unit in streamed}
     if len(bare) < _LEAST_TO_GROUP or any(each is None or next(each.children(), None) is not None for each in bare):

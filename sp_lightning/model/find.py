@@ -1,8 +1,8 @@
 """Divides a module into an ordered list of layers.
 
 The search divides the module tree into units, from the root down. Most units become layers: repeated blocks, and other large
-modules such as embeddings and heads. Small units stay on the device (residents). The experts in a block are layers of their
-own. A :class:`~sp_lightning.model.rows.RowFinder` decides which layers are uploaded by rows.
+modules such as embeddings and heads. Small units stay on the device (residents). Each expert in a block is a separate layer. A
+:class:`~sp_lightning.model.rows.RowFinder` decides which layers are uploaded by rows.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_tracea
 
 # Small units stay on the device. Three rules limit them:
 # - One unit has at most 1/10 of the bytes of the largest unit.
-# - All together have at most 1/50 of the model's bytes, and no more than the largest unit. Even the smallest window has two slots
-#   for units of that size, so the memory of small units is at most half of the memory of slots.
-# - Equal units (same size and class) are treated alike: all of them stay, or all of them are streamed.
+# - All small units together have at most 1/50 of the model's bytes, and at most the bytes of the largest unit. Even the smallest
+#   window has two slots of the size of the largest unit, so small units take at most half of the memory of slots.
+# - Units of the same size and class are treated alike: all of them stay, or all of them are streamed.
 _RESIDENT_SHARE = 1 / 50
 _RESIDENT_SIZE = 1 / 10
 
-# Autocast casts the weight and the bias in every call of these classes. A subclass may use them in other ways.
+# Autocast casts the weight and the bias in every call of these classes. Exact classes are compared, because a subclass may use
+# its weights in other ways.
 _CAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-# These read the weights of such children without calling the children.
+# These classes read the weights of their linear children without calling the children.
 _READS_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 Places = dict[nn.Parameter, tuple[Place, ...]]
@@ -78,11 +79,11 @@ def find_layers(
     Args:
         module: the root, on any device except ``meta``. It is not changed.
         layers: names or glob patterns (``*`` within one name, ``**`` across names), module classes, or a callable that
-            returns names or modules. None: chosen automatically.
+            returns names or modules. None to choose the layers automatically.
         keep_on_gpu: names or glob patterns of modules or parameters that stay on the device.
         autocast: the dtype of autocast in steps; None without autocast.
-        whole_blocks: whether a block is one layer with its experts, if these are modules of their own (experts that are stacked
-            in one tensor stay apart). A recomputed block needs them all.
+        whole_blocks: True if a block and its experts are one layer, because a block that is recomputed needs all its experts.
+            Modules with stacked experts are separate layers in any case.
 
     Raises:
         ValueError: a pattern matches nothing, layers overlap, or a parameter is not supported.
@@ -144,9 +145,9 @@ def _places(module: nn.Module, whole: Iterable[nn.Module]) -> Places:
 
 
 def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
-    """Returns the float32 parameters that only calls of their own modules read, so that casts can replace them.
+    """Returns the float32 parameters that can be uploaded as casts: only calls of their own modules read them.
 
-    In compiled modules these are weights without biases; see ``layers/compiled_calls.py``.
+    In compiled modules these are weights, and not biases (see ``layers/compiled_calls.py``).
     """
     reading = [
         child
@@ -166,7 +167,7 @@ def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
 
 
 def _small(units: Sequence[Unit]) -> set[Unit]:
-    """Returns the units that stay on the device because they are small. Units that ``layers=`` chose do not stay."""
+    """Returns the units that stay on the device because they are small. Units that ``layers=`` chose are always streamed."""
     sizes = {unit: unit.nbytes for unit in units}
     largest = max(sizes.values(), default=0)
     room = min(_RESIDENT_SHARE * sum(sizes.values()), largest)
@@ -189,7 +190,14 @@ def _residents(units: Iterable[Unit], small: set[Unit], kept: set[nn.Parameter])
 
 
 def _layer(unit: Unit, kept: set[nn.Parameter], lowered: set[nn.Parameter], places: Places) -> Layer:
-    """Makes a unit a layer, without the parameters that stay on the device (``kept``)."""
+    """Makes the layer of a unit.
+
+    Args:
+        unit: the unit.
+        kept: the parameters that stay on the device. The layer does not contain them.
+        lowered: the parameters that are uploaded as casts.
+        places: all places of each parameter.
+    """
     parameters = [named for named in unit.parameters if named[1] not in kept]
     return Layer(
         unit.name,
@@ -202,8 +210,12 @@ def _layer(unit: Unit, kept: set[nn.Parameter], lowered: set[nn.Parameter], plac
 def _is_uploaded_by_rows(unit: Unit, special: set[nn.Parameter], places: Places) -> bool:
     """Returns True if single experts of a unit can be uploaded.
 
-    Only the unit's own module may hold its stacks: another module that holds one could read any row. None of its parameters may
-    be ``special``: stay on the device, or be uploaded as a cast.
+    This requires that only the unit's own module holds the stacks, because another module could read any row of a stack.
+
+    Args:
+        unit: the unit.
+        special: the parameters that stay on the device or are uploaded as casts. The unit must not have such a parameter.
+        places: all places of each parameter.
     """
     own = all(place.module is unit.module for _, p in unit.parameters if is_stack(p, unit.rows) for place in places[p])
     return own and all(parameter not in special for _, parameter in unit.parameters)
@@ -221,7 +233,17 @@ def _visits(
     kept: set[nn.Parameter],
     callers: Mapping[nn.Module, nn.Module],
 ) -> dict[nn.Module, tuple[int, ...]]:
-    """Returns the layers that a call of each module uses. Experts in a block are uploaded when they are called themselves."""
+    """Returns for each module the indices of the layers that its call uses.
+
+    A call of a block does not use the layers of its experts: they are uploaded when the experts are called.
+
+    Args:
+        above: the modules that were divided into units.
+        units: all units.
+        streamed: the units that are layers, in the order of the layers.
+        kept: the parameters that stay on the device.
+        callers: the outer modules for whose calls layers are uploaded (:meth:`~sp_lightning.model.rows.RowFinder.callers`).
+    """
     owner = {p: index for index, unit in enumerate(streamed) for _, p in unit.parameters if p not in kept}
     experts = {index for index, unit in enumerate(streamed) if unit.expert}
     visits: dict[nn.Module, tuple[int, ...]] = {}
@@ -237,11 +259,11 @@ def _visits(
 
 # ---------------------------------------------------------------------- the walk through the tree
 
-# These read their children's weights without calling the children, so the children cannot be layers of their own.
+# These classes read their children's weights without calling the children, so the children cannot be separate layers.
 _UNDIVIDED = (nn.MultiheadAttention, nn.RNNBase, torch.jit.ScriptModule)
-# A unit that is not a repeated block is divided further while it holds more than this share of the model.
+# A module that is not a repeated block is divided if it has more than this share of the model's bytes.
 _LARGE_SHARE = 1 / 4
-# If a list of one module has more than this share, that module is the network and not a block.
+# If a list of one module has more than this share of the model's bytes, that module is the network and not a block.
 _ALL = 9 / 10
 
 
@@ -252,7 +274,7 @@ class _Walk:
         module: the root.
         finder: finds stacked experts.
         chosen: the modules that ``layers=`` chose.
-        whole: the modules that are moved whole. They have no units.
+        whole: the modules that are moved whole. They do not become units.
         whole_blocks: as in :func:`find_layers`.
 
     Attributes:
@@ -276,16 +298,16 @@ class _Walk:
         self._whole_blocks = whole_blocks
         self._owned: set[nn.Parameter] = set()
         self._seen: set[nn.Module] = set()
-        self._groups: set[nn.Module] = set()  # blocks that a user grouped in nn.Sequential (`groups_in`), not divided
+        self._groups: set[nn.Module] = set()  # blocks that a user has grouped in nn.Sequential (`groups_in`)
 
     def units(self, module: nn.Module, name: str, *, is_block: bool = False, is_expert: bool = False) -> Iterator[Unit]:
-        """Yields the units of a module and its submodules, in the order of the tree.
+        """Yields the units of a module and its submodules, in the order of the tree. A module that was seen before has none.
 
         Args:
             module: the module to divide.
-            name: its name.
-            is_block: whether it is a repeated block.
-            is_expert: whether it is in a list of experts.
+            name: the name of the module.
+            is_block: True if the module is a repeated block.
+            is_expert: True if the module is in a list of experts.
         """
         if module in self._seen:
             return
@@ -308,9 +330,12 @@ class _Walk:
             yield from self.units(child, join_names(name, key), is_block=repeated, is_expert=routed)
 
     def _undivided(self, module: nn.Module, name: str, is_expert: bool) -> Iterator[Unit]:
-        """Yields the unit of a module that is not divided, then those of the experts inside it."""
+        """Yields the unit of a module that is not divided, and then the units of the experts inside it.
+
+        If the module itself holds stacked experts, its only unit is an expert.
+        """
         chosen = module in self._chosen
-        closed = chosen or is_compiled(module)  # its experts are not looked for
+        closed = chosen or is_compiled(module)  # one layer with all its experts, as the user or the graph requires
         experts = {} if closed else {expert: key for key, expert in experts_in(module, name, self._finder)}
         if not closed and self._finder.stacked(module):
             experts = {module: name}
@@ -318,7 +343,7 @@ class _Walk:
             experts = {expert: key for expert, key in experts.items() if self._finder.stacked(expert)}
         if experts and any(map(uses_torchscript, module.modules())):
             experts = {}  # TorchScript reads memory without calling Python, so all weights must be on the device
-        # The experts first, so that the module owns only the other parameters.
+        # Units of experts are made first, so that the module's unit owns only the other parameters. They are yielded last.
         within = [self._expert(expert, key, within=expert is not module) for expert, key in experts.items()]
         if module not in experts:
             yield Unit(name, module, self._own(module, name), chosen, is_expert)
@@ -331,12 +356,13 @@ class _Walk:
     def _is_divided(self, module: nn.Module, *, is_block: bool) -> bool:
         """Returns True if a module is divided into units; False if it is one unit.
 
-        Containers, the root, and modules with blocks in them are divided. So are other modules with more than
-        :data:`_LARGE_SHARE` of the weights. A repeated block is only divided if it has blocks in it and is that large.
+        The root, containers, and modules with blocks in them are divided. Other modules are divided if they have more than
+        :data:`_LARGE_SHARE` of the weights. A repeated block is only divided if it has blocks in it and more than this share.
+        Modules without parts and classes in :data:`_UNDIVIDED` are one unit.
         """
         if is_compiled(module):
             return False  # a compiled module is one graph: weights cannot be uploaded and evicted inside
-        if any(child in self._chosen for child in module.modules()):
+        if any(child in self._chosen for child in module.modules()):  # a module below it is a layer
             return True
         if isinstance(module, _UNDIVIDED) or not has_parts(module):
             return False
@@ -349,11 +375,14 @@ class _Walk:
         return large and not is_block
 
     def _is_all(self, module: nn.Module) -> bool:
-        """Returns True for a list of one module with nearly all weights: that module is the network, and not a block."""
+        """Returns True for a list of one module that has nearly all weights. This module is the network, and not a block."""
         return len([*module.children()]) == 1 and sum(map(tensor_bytes, module.parameters())) > _ALL * self._total
 
     def _own(self, module: nn.Module, name: str) -> list[NamedParameter]:
-        """Takes the parameters of a module that belong to no other unit. From now on they belong to its unit."""
+        """Returns the parameters of a module that belong to no other unit. Records that they belong to the module's unit now.
+
+        Also records that the walk has seen the module and its submodules.
+        """
         excluded = {p for child in module.modules() if child in self._whole for p in child.parameters()}
         own = [
             (join_names(name, key), parameter)

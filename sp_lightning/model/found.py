@@ -16,7 +16,7 @@ NamedParameter = tuple[str, nn.Parameter]
 
 
 STACK_DIMENSIONS = 3
-"""Dimensions of a stack of experts. Each expert's parameter is a matrix."""
+"""The number of dimensions of a stack of experts, in which each expert's parameter is a matrix."""
 
 
 class Place(NamedTuple):
@@ -33,8 +33,9 @@ class Layer:
     Attributes:
         name: the name of the module, or of the parameter if it belongs to no layer's module.
         parameters: the parameters that are uploaded unchanged. A parameter that several layers share belongs to the first.
-        lowered: the float32 parameters that are uploaded as casts of a lower precision. They lie behind the others.
-        rows: the number of experts stacked in its parameters, if single experts are uploaded; otherwise 0.
+        lowered: the float32 parameters that are uploaded as casts of a lower precision. The casts are behind the other parameters
+            in memory.
+        rows: the number of experts that are stacked in the layer's parameters, if single experts are uploaded; otherwise 0.
     """
 
     name: str
@@ -55,11 +56,11 @@ class Unit:
     Attributes:
         name: the name of the module or parameter.
         module: the module; None for a parameter.
-        parameters: the parameters that it owns. A parameter that several units share belongs to the first.
-        chosen: whether ``layers=`` chose it.
-        expert: whether it is used only by the tokens that are routed to it.
-        within: whether its module is inside another unit's.
-        rows: the number of experts that it holds in stacks, if single experts can be uploaded; otherwise 0.
+        parameters: the parameters that the unit owns. A parameter that several units share belongs to the first one.
+        chosen: True if ``layers=`` chose the module.
+        expert: True if only tokens that are routed to the unit use it.
+        within: True if the module is inside the module of another unit.
+        rows: the number of experts that the module holds in stacks, if single experts can be uploaded; otherwise 0.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parameters."""
+        """Bytes of the unit's parameters."""
         return sum(tensor_bytes(parameter) for _, parameter in self.parameters)
 
 
@@ -80,18 +81,18 @@ class OverlappingPair(NamedTuple):
     """Two frozen parameters that share memory, for example a flow's permutation and its transpose.
 
     Attributes:
-        names: their names.
-        parameters: the two parameters, or plain tensors of which they consist.
+        names: the names of the two parameters.
+        parameters: the two parameters. In the place of a wrapped parameter, the plain tensor in it that shares memory.
     """
 
     names: tuple[str, str]
     parameters: tuple[Tensor, Tensor]
 
     def refuse_trained(self) -> None:
-        """Checks that both are frozen. Each gets its own copy, so a write to one would not show in the other.
+        """Checks that both parameters are frozen. Each gets its own copy, so a write to one would not change the other.
 
         Raises:
-            ValueError: one of them is trained.
+            ValueError: one of the two parameters is trained.
         """
         if any(parameter.requires_grad for parameter in self.parameters):
             first, second = self.names
@@ -109,22 +110,23 @@ class Found:
     Attributes:
         layers: the layers, in the order of the module tree.
         residents: the parameters that stay on the device during a batch.
-        visits: for each module, the indices of the layers that its forward uses: its own layer, and layers that own a
-            parameter tied to one of its own. Modules outside the layers use none.
+        visits: for each module that is a unit or contains units, the indices of the layers that its forward uses: its own layer,
+            and layers that own a parameter tied to one of its parameters. Modules above the units use no layers, except
+            attention, which reads its children's weights.
         places: for each parameter, all its places in the module tree.
-        aside: names and modules of which nothing is streamed: ScriptModules, and modules with unsupported tensor subclasses
-            that ``keep_on_gpu=`` names. Each is moved to the device whole.
+        aside: names and modules that are moved to the device whole: ScriptModules, and modules with unsupported tensor
+            subclasses that ``keep_on_gpu=`` names.
         notes: notes on this model for the plan.
         autocast: the dtype of the casts; None without autocast.
-        wrapped: the parameters that consist of several plain tensors. Layers contain those tensors instead.
+        wrapped: the parameters that consist of several plain tensors. Layers contain the plain tensors in their place.
         tables: embeddings of which only the rows in a batch are uploaded. Each is one parameter.
         experts: the indices of the layers that are used only by tokens routed to them.
-        units: by name, the modules that each have one activation mode: the layers, and the parts that stay on the device, in
-            the order of the module tree.
+        units: the modules that each have one activation mode, by name, in the order of the module tree. These are layers, and
+            modules that stay on the device; experts inside other units are not among them.
         overlapping: pairs of frozen parameters that share memory. Each parameter gets its own copy.
         buffer_bytes: bytes of all buffers. They stay on the device.
-        nothing: why nothing is streamed; empty if something is.
-        grouping_advice: which modules to group, and how, if all layers are single modules without children.
+        nothing: the reason why nothing is streamed; empty if something is streamed.
+        grouping_advice: advice which modules to group, and how, if all layers are modules without children; otherwise empty.
     """
 
     layers: tuple[Layer, ...]
@@ -150,7 +152,7 @@ class Found:
 
     @property
     def staying(self) -> tuple[int, int]:
-        """Bytes of the weights and buffers, and of the gradients, that stay on the device: :attr:`aside` and buffers."""
+        """Bytes of the weights in :attr:`aside` and all buffers, and bytes of the gradients of these weights."""
         weights, gradients = _with_gradients(self._whole)
         return weights + self.buffer_bytes, gradients
 
@@ -160,28 +162,31 @@ class Found:
 
     @property
     def masters(self) -> tuple[Layer, ...]:
-        """The float32 parameters of every layer that has casts, as further layers that are uploaded on demand."""
+        """For each layer with casts, a further layer of the float32 parameters. It is uploaded on demand."""
         return tuple(Layer(layer.name, layer.lowered) for layer in self.layers if layer.lowered)
 
 
 def _with_gradients(parameters: Collection[nn.Parameter]) -> tuple[int, int]:
-    """Returns the bytes of parameters, and of the gradients of the trained ones."""
+    """Returns the bytes of parameters, and the bytes of the gradients of those that are trained."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(map(tensor_bytes, parameters)), sum(map(tensor_bytes, trained))
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's elements. Those of a wrapped tensor are the bytes of its plain tensors."""
+    """Returns the bytes of a tensor's elements. For a wrapped tensor, returns the bytes of its plain tensors."""
     return sum(part.numel() * part.element_size() for _, part in parts("", tensor))
 
 
 def is_stack(tensor: Tensor | None, count: int) -> bool:
-    """Returns True if a parameter of a module with ``count`` stacked experts is one of its stacks."""
+    """Returns True if a tensor is a stack of ``count`` experts."""
     return tensor is not None and tensor.dim() == STACK_DIMENSIONS and len(tensor) == count
 
 
 def buffers_in(module: nn.Module) -> Iterator[Tensor]:
-    """Yields the buffers of a module and its submodules. A shared buffer is yielded twice, because the device gets two copies."""
+    """Yields the buffers of a module and its submodules.
+
+    A buffer that two modules share is yielded twice, because the device gets two copies of it.
+    """
     return (buffer for child in module.modules() for buffer in child._buffers.values() if buffer is not None)
 
 

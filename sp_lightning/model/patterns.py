@@ -19,7 +19,7 @@ _Named = TypeVar("_Named")
 
 
 def chosen_layers(module: nn.Module, layers: LayerChoice, names: Mapping[nn.Module, str]) -> set[nn.Module]:
-    """Returns the modules that ``layers=`` chooses, without those that have no parameters.
+    """Returns the modules that ``layers=`` chooses, except modules without parameters.
 
     Args:
         module: the root.
@@ -27,8 +27,8 @@ def chosen_layers(module: nn.Module, layers: LayerChoice, names: Mapping[nn.Modu
         names: the name of each module in the tree.
 
     Raises:
-        TypeError: the callable did not return a list.
-        ValueError: a choice is not in the tree, or one layer is inside another.
+        TypeError: the callable returned a string, or an object that is not iterable.
+        ValueError: a choice is not in the tree, or one chosen module is inside another.
     """
     chosen: dict[nn.Module, None] = {}
     for pick in _picks(module, layers):
@@ -60,7 +60,7 @@ def _picks(module: nn.Module, layers: LayerChoice) -> Iterable[Any]:
 
 
 def _matches(module: nn.Module, pick: Any, names: Mapping[nn.Module, str]) -> list[nn.Module]:
-    """Returns the modules that one choice stands for, at least one. Otherwise raises a ValueError."""
+    """Returns the modules that one choice of ``layers=`` stands for. If there is none, raises a ValueError."""
     if isinstance(pick, nn.Module):
         if pick not in names:
             raise ValueError(
@@ -100,13 +100,14 @@ def matching(module: nn.Module, pattern: str, option: str, named: Mapping[str, _
     Args:
         module: the root. The error names its largest modules.
         pattern: ``*`` stands for one part of a dotted name, ``**`` for any number of parts, ``?`` for one character.
-        option: the option that has the pattern.
+        option: the name of the option that contains the pattern, for the error.
         named: the candidates, by name.
 
     Raises:
-        ValueError: no name matches. The message contains the option and similar names.
+        ValueError: no name matches. The message contains similar names.
     """
     expression = re.compile(_glob(pattern))
+    # The root has an empty name. It cannot be chosen, even by "**".
     matches = [value for name, value in named.items() if name and expression.fullmatch(name)]
     if matches:
         return matches

@@ -1,4 +1,4 @@
-"""The interface of layers of which single rows are uploaded: how they are found, and how their rows are made."""
+"""The interface for layers of which single rows are uploaded: finds the layers, and makes the objects that upload their rows."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from sp_lightning.model.found import Found, Layer, Place, Unit
 class RowFinder:
     """Finds modules of which a batch uses only some rows. This default finds none, so every layer is uploaded whole.
 
-    :func:`~sp_lightning.registry.row_finder` returns the finder of this installation. :func:`find_layers` asks it which
-    modules have rows. When the engine has made the layers, it calls :meth:`make_rows`.
+    :func:`~sp_lightning.registry.row_finder` returns the finder of this installation. ``find_layers`` calls the finder to learn
+    which modules have rows. The engine calls :meth:`make_rows` after it has made the layers.
     """
 
     def stacked(self, module: nn.Module) -> int:
-        """Returns the number of experts that a module holds in stacks, if single experts can be uploaded; otherwise 0."""
+        """Returns the number of experts that a module holds in stacks. Returns 0 if single experts cannot be uploaded."""
         return 0
 
     def callers(self, root: nn.Module) -> Mapping[nn.Module, nn.Module]:
-        """Returns the modules with rows that an outer module calls with its own arguments, each with that module.
+        """Returns the modules with rows that an outer module calls with its own arguments, each with its outer module.
 
-        The outer module (PEFT's adapters) reads the layer's weights before it calls the module that owns them. So the
-        layer is uploaded for the call of the outer module.
+        The outer module (for example an adapter of PEFT) reads the layer's weights before it calls the module that owns them. So
+        the layer is uploaded for the call of the outer module.
         """
         return {}
 
@@ -35,17 +35,23 @@ class RowFinder:
         """Returns the embeddings of which only the rows in a batch are uploaded.
 
         Args:
-            units: the units that are streamed.
+            units: the units that do not stay on the device.
             places: all places of each parameter in the module tree.
         """
         return []
 
     def notes(self, units: Sequence[Unit], layers: Sequence[Layer], tables: Sequence[Layer]) -> list[str]:
-        """Returns notes for the plan: which layers are uploaded by rows, and which stacks of experts cannot be."""
+        """Returns notes for the plan: the layers that are uploaded by rows, and the stacks of experts that cannot be.
+
+        Args:
+            units: all units.
+            layers: the layers, without tables.
+            tables: the embeddings that are uploaded by rows.
+        """
         return []
 
     def routed_share(self, module: nn.Module, args: Sequence[Any]) -> float:
-        """Returns the share of a module's experts that a call with these arguments is expected to use."""
+        """Returns the share of a module's experts that a call with these arguments is expected to use; 1 if it is not known."""
         return 1.0
 
     def make_rows(
@@ -55,12 +61,12 @@ class RowFinder:
 
         Args:
             found: what was found in the module.
-            layers: the layers of the engine. Their ``rows`` are :class:`~sp_lightning.layers.layer.AllRows` until now.
+            layers: the engine's layers. Before the call, their ``rows`` are :class:`~sp_lightning.layers.layer.AllRows`.
             device: uploads rows.
-            log: the logger for warnings; None for Lightning's.
-            pin: whether host memory is page-locked.
+            log: the logger for warnings; None for Lightning's logger.
+            pin: True to page-lock host memory.
 
         Returns:
-            The embeddings of :attr:`Found.tables`, each with its layer.
+            The embedding modules of :attr:`Found.tables`, each with its layer as the only element of a tuple.
         """
         return {}

@@ -1,6 +1,7 @@
-"""Files of weights (safetensors, torch): opens them, compares their names with a module's, and gives a module their values.
+"""Files of weights (safetensors, torch): opens them, compares their names with a module's names, and copies or maps their values.
 
-Each weight is read when it is used. Parameters become views of the mapped file.
+Files are mapped, so a weight is read from the disk when it is used (except torch files in the old format, which are loaded).
+Parameters without values become views of the mapped file if their dtype and strides are those of the file.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ from torch import Tensor, nn
 from sp_lightning.model.without_values import WithoutValues, give_values, named_tensors
 
 _MAPPED_TOGETHER = 2**26
-"""Bytes that are read through one mapping of a safetensors file. The mapping and its pages are freed with the last tensor."""
+"""After this many bytes, a new mapping of a safetensors file is made. A mapping is freed with the last tensor that views it."""
 
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each weight in a file, by name."""
 
 Read = Callable[[str], Tensor]
-"""Returns a weight, mapped from the file. It may be written, which does not change the file."""
+"""Returns a weight, mapped from the file. Writes to the weight do not change the file."""
 
 
 def _open_safetensors(path: Path, files: Mapping[str, Path] | None = None) -> tuple[Shapes, Read]:
     """Opens a file of safetensors, or the files that an index names.
 
     Args:
+        path: the file, or the index.
         files: the file of each weight, by name; None if all weights are in ``path``.
-        path: the file.
 
     Raises:
         ImportError: safetensors is not installed.
+
+    Returns:
+        The shapes of the weights by name, and a function that reads one weight.
     """
     try:
         from safetensors import safe_open
@@ -54,7 +58,7 @@ def _open_safetensors(path: Path, files: Mapping[str, Path] | None = None) -> tu
     last, nbytes = None, 0
 
     def read(name: str) -> Tensor:
-        """Returns a weight. Opens its file again after :data:`_MAPPED_TOGETHER` bytes, so that the first mapping can be freed."""
+        """Returns a weight. After :data:`_MAPPED_TOGETHER` bytes, maps the file again, so that the old mapping can be freed."""
         nonlocal opened, last, nbytes
         if last != places[name] or nbytes > _MAPPED_TOGETHER:
             last, nbytes = places[name], 0
@@ -68,6 +72,10 @@ def _open_safetensors(path: Path, files: Mapping[str, Path] | None = None) -> tu
 
 def _open_torch(path: Path, asked: str) -> tuple[Shapes, Read]:
     """Opens a checkpoint of Lightning, or a state dictionary that ``torch.save`` has written.
+
+    Args:
+        path: the file.
+        asked: the option or argument by which the user gave the path, for errors.
 
     Raises:
         ValueError: the file has other contents.
@@ -116,7 +124,11 @@ def open_weights(path: Path, asked: str) -> tuple[Shapes, Read]:
 
 
 def _in_folder(folder: Path, asked: str) -> Path:
-    """Returns the index of a folder, or its only file."""
+    """Returns the index in a folder of safetensors, or its only safetensors file.
+
+    Raises:
+        ValueError: the folder has neither, or several of one kind.
+    """
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
         found = sorted(folder.glob(pattern))
         if len(found) == 1:
@@ -134,17 +146,20 @@ def _in_folder(folder: Path, asked: str) -> Path:
 
 
 def find_prefix(module: nn.Module, found: Iterable[WithoutValues], in_file: Shapes, path: Path, asked: str) -> str:
-    """Returns the prefix that the names in a file lack: the name of the sub-module whose file it is, with a dot.
+    """Returns the prefix that the names in a file lack: the name of the submodule whose weights the file has, with a dot.
+
+    If the file has the weights of the module itself, the prefix is empty.
 
     Args:
         module: the module.
-        found: its parameters and buffers that need values from the file.
+        found: the parameters and buffers of the module that have no values. The file must have all these parameters. It need not
+            have the buffers.
         in_file: the shape of each weight in the file.
-        path: the file.
+        path: the file, for errors.
         asked: the option or argument by which the user gave the path, for errors.
 
     Raises:
-        ValueError: no prefix fits all names and shapes.
+        ValueError: with every prefix, the file lacks a parameter, or has a weight that does not fit the module by name and shape.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(module)}
     needed = [each.names for each in found if isinstance(each.tensor, nn.Parameter)]
@@ -178,12 +193,12 @@ def _listed(names: list[str], shapes: Shapes) -> str:
 
 
 def fill(module: nn.Module, found: Iterable[WithoutValues], prefix: str, in_file: Iterable[str], read: Read) -> None:
-    """Gives a module the values of a file. Values that parameters and buffers had before are replaced.
+    """Gives a module the values in a file. Values that parameters and buffers have already are overwritten.
 
     Args:
         module: the module.
-        found: its parameters and buffers without values.
-        prefix: what :func:`find_prefix` has returned.
+        found: the parameters and buffers of the module that have no values.
+        prefix: the result of :func:`find_prefix`.
         in_file: the names of the weights in the file.
         read: reads a weight.
     """
@@ -201,5 +216,5 @@ def fill(module: nn.Module, found: Iterable[WithoutValues], prefix: str, in_file
 
 
 def _strip(name: str, prefix: str) -> str:
-    """Returns a name of the module as it is in the file; empty if it does not begin with the prefix."""
+    """Returns the name in the file for a name in the module; an empty name if it does not begin with the prefix."""
     return name.removeprefix(prefix) if name.startswith(prefix) else ""

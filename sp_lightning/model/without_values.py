@@ -1,8 +1,8 @@
 """Finds tensors on the meta device, which have no values, and gives them values or raises an error.
 
 The tensor objects stay the same, so tied weights, parameter lists and the user's references remain valid. Some buffers are in
-no file because transformers computes them, for example the frequencies of rotary embeddings: :func:`compute_buffers` lets
-transformers compute them.
+no file, because transformers computes them, for example the frequencies of rotary embeddings. For these buffers
+:func:`compute_buffers` calls transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class WithoutValues(NamedTuple):
     """A parameter or a buffer on the meta device.
 
     Attributes:
-        names: its qualified names. A tied parameter has several.
+        names: the qualified names. A tied parameter has several names.
         tensor: the tensor object that the modules hold.
     """
 
@@ -37,10 +37,10 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def find_without_values(module: nn.Module) -> list[WithoutValues]:
-    """Finds the parameters and buffers on the meta device.
+    """Returns the parameters and buffers on the meta device. Lazy parameters, which have no shape yet, are not among them.
 
     Raises:
-        ValueError: one of them cannot be given values, for example a view or a tensor subclass.
+        ValueError: a tensor on the meta device cannot be given values, for example a view or a tensor subclass.
     """
     names: dict[Tensor, list[str]] = {}
     for name, tensor in named_tensors(module):
@@ -53,7 +53,7 @@ def find_without_values(module: nn.Module) -> list[WithoutValues]:
 
 
 def _refuse_special(module: nn.Module, found: list[WithoutValues]) -> None:
-    """Raises a ValueError if giving one of these tensors values would lose something: its class, its hooks, shared memory."""
+    """Raises a ValueError if one of these tensors would lose its class, its hooks or its shared memory when it gets values."""
     scripted = {
         p for child in module.modules() if isinstance(child, torch.jit.ScriptModule) for p in child.parameters()
     }
@@ -77,13 +77,13 @@ def _refuse_special(module: nn.Module, found: list[WithoutValues]) -> None:
 
 
 def refuse_without_values(module: nn.Module) -> None:
-    """Checks that all parameters and buffers have values: none is lazy or on the meta device.
+    """Checks that all parameters and buffers have values: they are neither lazy nor on the meta device.
 
-    The module's initialisation cannot be repeated later with the same results:
+    They are not initialised later, because the results would differ from those of an initialisation on the CPU:
 
     - On the meta device ``nn.init.trunc_normal_`` (torch 2.15) and ``post_init`` (transformers 5) do nothing.
-    - ``reset_parameters`` omits changes that parent modules made after it.
-    - No random numbers were drawn, so the random numbers that follow differ.
+    - ``reset_parameters`` does not repeat changes that parent modules made after it.
+    - On the meta device no random numbers were drawn, so the random numbers that follow differ.
 
     Raises:
         ValueError: a parameter or buffer has no values.
@@ -117,7 +117,7 @@ def give_values(found: WithoutValues, value: Tensor) -> None:
     Args:
         found: the tensor.
         value: the values, on the CPU, with the tensor's shape. If dtype and strides are equal, a parameter takes over the
-            memory; otherwise the values are copied and converted as in ``copy_``. A buffer always gets a copy.
+            memory of ``value``. Otherwise the values are copied and converted as by ``copy_``. A buffer always gets a copy.
     """
     tensor = found.tensor
     with torch.no_grad():
@@ -134,9 +134,9 @@ _HAS_VALUES = "_is_hf_initialized"
 
 
 def compute_buffers(module: nn.Module) -> None:
-    """Lets transformers compute the buffers on the meta device, as in ``from_pretrained``.
+    """Computes buffers on the meta device with transformers, as ``from_pretrained`` does.
 
-    Buffers that transformers does not compute stay on the meta device. Versions before 5 compute none.
+    Buffers that transformers does not compute stay on the meta device. Versions before 5 do not compute buffers.
 
     Args:
         module: the root. Its parameters have values.
@@ -148,6 +148,7 @@ def compute_buffers(module: nn.Module) -> None:
     for child, model in _with_model(module, None, modeling.PreTrainedModel):
         buffers = {key: buffer for key, buffer in child._buffers.items() if buffer is not None and buffer.is_meta}
         if model is not None and buffers:
+            # An initialisation may draw random numbers. The random state of the user must not change.
             with torch.random.fork_rng(devices=[]), torch.no_grad(), initialization.guard_torch_init_functions():
                 _compute(child, buffers, model)
 
@@ -157,7 +158,7 @@ def _with_model(module: nn.Module, model: Any, kind: type) -> Iterator[tuple[nn.
 
     Args:
         module: the module.
-        model: the transformers model that contains it; None for the root.
+        model: the transformers model that contains the module; None if there is none.
         kind: the base class of transformers models.
     """
     model = module if isinstance(module, kind) else model
@@ -167,9 +168,15 @@ def _with_model(module: nn.Module, model: Any, kind: type) -> Iterator[tuple[nn.
 
 
 def _compute(child: nn.Module, buffers: dict[str, Tensor], model: Any) -> None:
-    """Lets transformers initialise a module's buffers, and gives values to those that it has written completely.
+    """Initialises a module's buffers with transformers, and gives values to the buffers that were written completely.
 
-    It writes over zeros, and again over ones. A buffer whose two results differ was not written completely.
+    The initialisation runs twice, on buffers of zeros and on buffers of ones. If the two results of a buffer differ, it was not
+    written completely, and stays on the meta device.
+
+    Args:
+        child: the module.
+        buffers: its buffers on the meta device, by name.
+        model: the transformers model that contains the module.
     """
     results = []
     for filler in (0, 1):
@@ -186,7 +193,10 @@ def _compute(child: nn.Module, buffers: dict[str, Tensor], model: Any) -> None:
 
 @contextmanager
 def _left_alone(child: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
-    """Marks all parameters and buffers of a module except these, so that transformers does not change them."""
+    """A context in which transformers does not change the parameters and buffers of a module, except ``buffers``.
+
+    Marks the parameters and buffers, and removes the marks at the end.
+    """
     tensors = [tensor for tensor in (*child.parameters(), *child.buffers()) if not hasattr(tensor, _HAS_VALUES)]
     marked = [tensor for tensor in tensors if not any(tensor is child._buffers[key] for key in buffers)]
     for tensor in marked:

@@ -1,8 +1,8 @@
 """Wrapped parameters: tensor subclasses that consist of plain tensors, as quantisation libraries make them.
 
 The plain tensors are stored and uploaded like other frozen parameters, so only the packed bytes are copied. During a step the
-modules hold a stand-in of the same class. When an operation uses the stand-in, a whole tensor is built from the plain tensors
-on the device, and the operation runs with that.
+modules hold a stand-in, whose class is a subclass of the parameter's. When an operation uses the stand-in, a whole tensor is
+built from the plain tensors on the device, and the operation runs with the whole tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from sp_lightning.torch_compat.private import (
     writes_arguments,
 )
 
-# A stand-in is frozen, as its parameter is. (A device parameter answers ``requires_grad`` itself, so METADATA does not have it.)
+# Functions that run on the stand-in itself, without plain tensors on the device. A stand-in is frozen, as its parameter is, so
+# ``requires_grad`` is one of them. METADATA does not contain ``requires_grad``, because a device parameter overrides it.
 _METADATA = METADATA | {Tensor.requires_grad.__get__}  # type: ignore[attr-defined]
 _Untouched = torch.DisableTorchFunctionSubclass
 
 
 def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the plain tensors of a wrapped tensor, with their names. A plain tensor is yielded itself."""
+    """Yields the plain tensors of a wrapped tensor, with their names. For a plain tensor, yields the tensor with ``name``."""
     if not is_traceable_wrapper_subclass(tensor):
         yield name, tensor
         return
@@ -39,12 +40,12 @@ def parts(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def rebuild(like: Any, values: Iterator[Tensor]) -> Any:
-    """Builds a tensor like another one from other plain tensors, which are in the order of :func:`parts`."""
+    """Builds a tensor of the class, shape and context of ``like`` from other plain tensors, in the order of :func:`parts`."""
     return builder(like)(values)
 
 
 def builder(like: Any) -> Callable[[Iterator[Tensor]], Any]:
-    """Returns a function that does the same as :func:`rebuild`. It holds no memory of ``like``."""
+    """Returns a function that does the same as :func:`rebuild`. The function keeps no memory of ``like`` alive."""
     if not is_traceable_wrapper_subclass(like):
         return next
     attributes, context = like.__tensor_flatten__()
@@ -69,19 +70,21 @@ class OffloadedWrapper:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an attribute that the user set on the parameter."""
-        if name == "host":
+        if name == "host":  # not set yet: reading `self.host` below would call this method again without end
             raise AttributeError(name)
         return getattr(self.host, name)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Passes the call on to the user's parameter, if it changes anything."""
+        """If the value differs from the present one, calls the method of the user's parameter. Otherwise does nothing."""
         return self if requires_grad == self.requires_grad else self.host.requires_grad_(requires_grad)
 
     def whole(self, use: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Builds the parameter on the device, or the part that a use needs. While it is referenced, its slot is not reused.
+        """Builds the parameter on the device, or the part of it that a use needs. Fetches its layer if necessary.
+
+        While the result is referenced, no other layer overwrites the slot.
 
         Args:
-            use: the function that reads it, or the name of the attribute that is read.
+            use: the function that reads the parameter, or the name of the attribute that is read.
             args, kwargs: the function's arguments.
         """
         with no_dispatch_modes(), no_inference_mode(), _Untouched():
@@ -101,14 +104,14 @@ class OffloadedWrapper:
 
 
 def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """Calls a function with whole parameters instead of their stand-ins.
+    """Calls a function with whole parameters in the place of their stand-ins. Calls ``_computed`` of each stand-in.
 
-    If the function writes a parameter, or returns a tensor through which it may be written later, that is recorded.
+    If the function writes a parameter, or returns a tensor through which user code may write it later, calls ``_expose``.
     """
     wholes: list[tuple[OffloadedWrapper, Any, int]] = []
 
     def whole(each: OffloadedWrapper) -> Any:
-        made = each.whole(func, *arguments)  # a part may suffice for these arguments
+        made = each.whole(func, *arguments)  # for some functions and arguments, a part of the parameter is enough
         wholes.append((each, made, made._version))
         return made
 
@@ -119,8 +122,8 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         each._computed(func, result)
     writes = writes_arguments(func)
     if func is Tensor.__getitem__ and (row := _row(args[0], args[1], result)) is not None:
-        return row
-    # A wrapped result may share memory. If it has an attribute ``read_only`` that is True, it refuses writes itself.
+        return row  # version counters of the whole show writes to the row, so `_expose` is not needed
+    # A wrapped result may share memory with the parameter. If its attribute ``read_only`` is True, it raises errors on writes.
     leaves = tree_leaves(result)
     returns_wrapped = any(
         is_traceable_wrapper_subclass(each) and not getattr(each, "read_only", False) for each in leaves
@@ -132,12 +135,17 @@ def _with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _row(whole: Any, index: Any, taken: Any) -> Any:
-    """Rebuilds a row of a wrapped tensor from views, so that writes to it increase the versions of the whole.
+    """Rebuilds a row of a wrapped tensor from views, so that writes to the row increase the versions of the whole tensor.
 
     The subclass took the row below autograd, where views have their own version counters.
 
+    Args:
+        whole: the wrapped tensor.
+        index: the index of the row.
+        taken: the result of the subclass for this index.
+
     Returns:
-        The row; None if ``taken`` is not a row, or not a view of the whole's memory.
+        The row; None if ``taken`` is not a row, or does not view the memory of ``whole``.
     """
     wholes = [part for _, part in parts("", whole)]
     own = [part for _, part in parts("", taken)]
@@ -163,11 +171,12 @@ def stand_in(
 
     Args:
         host: the user's parameter.
-        away: tensors with the device, shapes and dtypes of its plain tensors. They are never read.
-        bring: returns its plain tensors on the device, in leased memory. It takes the arguments of
+        away: tensors with the compute device, and the shapes and dtypes of the parameter's plain tensors. Their values are
+            never read.
+        bring: returns the parameter's plain tensors on the device, in leased memory. Its arguments are those of
             :meth:`OffloadedWrapper.whole`.
-        expose: called when the plain tensors are or may be written in a way that no version counter shows.
-        computed: called with each function that was called with the parameter, and its result.
+        expose: called when user code writes the plain tensors, or may write them in a way that no version counter shows.
+        computed: called after each function that was called with the parameter, with the function and its result.
     """
     with no_inference_mode(), _Untouched():
         made = rebuild(host, away)
@@ -181,7 +190,12 @@ def stand_in(
 
 @cache
 def _class_for(theirs: Any, attributes: tuple[str, ...]) -> type:
-    """Makes the class of stand-ins for a tensor subclass. Its attributes that are plain tensors return those on the device."""
+    """Makes the class of stand-ins for a tensor subclass. Its attributes for plain tensors return plain tensors on the device.
+
+    Args:
+        theirs: the tensor subclass.
+        attributes: the names of its attributes that are plain tensors.
+    """
 
     def on_the_device(attribute: str) -> property:
         def refuse(self: Any, value: Any) -> None:

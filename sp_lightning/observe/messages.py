@@ -64,8 +64,8 @@ def note(error: BaseException, mixed: str | None, file: str | None) -> None:
     Args:
         error: any error. One about tensors on two devices gets a note about :data:`ON_THE_HOST`, though the user's own code may
             have mixed them.
-        mixed: why only some layers have the weights of the last step; None or empty if all layers have the same step's.
-        file: the last checkpoint; None without one.
+        mixed: why only some layers have the weights of the last step; None or empty if all layers have weights of the same step.
+        file: the path of the last checkpoint; None if none was saved.
     """
     notes = []
     if isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error):
@@ -91,7 +91,7 @@ def less_host_memory(overlap: str = "backward") -> str:
     """Returns the advice for too little host memory.
 
     Args:
-        overlap: the option ``optimizer_overlap``; ``"backward"`` already frees most gradients early.
+        overlap: the option ``optimizer_overlap``. The advice suggests ``"backward"``, if the option has another value.
     """
     advice = (
         'Use less: Trainer(precision="bf16-true"), an optimizer with less state, frozen layers, or adapters '
@@ -137,9 +137,10 @@ def say_once(log: logging.Logger, line: str, said: set[str] | None = None) -> No
     Args:
         log: the logger.
         line: the line.
-        said: the lines that were logged before; None for all lines of this process, of any trainer.
+        said: the lines that were logged before, to which ``line`` is added; None for those of all trainers in this process.
     """
     said = _SAID if said is None else said
+    # A line that the logger drops does not count as logged.
     if line not in said and log.isEnabledFor(logging.INFO):
         said.add(line)
         log.info(line)

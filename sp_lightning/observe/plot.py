@@ -32,12 +32,12 @@ _LANE: dict[Kind, float] = {
     "bring": -0.3, "take": 0.3,
 }  # fmt: skip
 _PARTS = (12, 100)
-"""The fewest and the most parts of a batch. One part is shown larger: the time of one or two layers."""
+"""The fewest and the most parts into which a batch is divided. The right panel enlarges one part, about the time of a layer."""
 _FEWEST_MARKS = 4
 _MOST_MARKS = 12
-"""The fewest numbers on a logarithmic axis, and about the most."""
+"""The fewest numbers on a logarithmic axis, and about the highest number of them."""
 _MOST_NAMES = 40
-"""About the most layers whose names are shown beside the axis."""
+"""About the highest number of layers whose names are shown beside the axis."""
 
 
 class Point(NamedTuple):
@@ -58,7 +58,7 @@ def require_matplotlib() -> Any:
     """Returns ``matplotlib.pyplot``, set to draw to files.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -130,7 +130,7 @@ def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Pat
 
 
 def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
-    """Returns the begin and end, in seconds, of the part of a batch with the most copies: the zoom shows thin bars."""
+    """Returns the begin and end, in seconds, of the part of a batch with the longest copies. Enlarged, their thin bars show."""
     computed = ("forward", "backward", "between", "update", "read", "write")
     copies = [each for each in intervals if each.kind not in computed] or intervals
     first = min((each.begin for each in intervals), default=0.0)
@@ -149,7 +149,7 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
     """Draws predicted seconds against device memory, for a range of k and k'.
 
     Args:
-        points: the choices; each k' is a line.
+        points: the choices of k and k'. The choices with the same k' are joined by a line.
         limit: bytes of device memory; None for no limit.
         path: the PNG, PDF or SVG to write.
         title: the line above the picture.
@@ -166,6 +166,7 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
             [p.gib for p in mine], [p.seconds for p in mine], "o-", color=color, alpha=0.7, label=f"k' = {k_prime}"
         )
         for point in mine:
+            # Of the points with one k, only the highest has its number above it, so that fewer numbers overlap.
             highest = max((p for p in points if p.k == point.k), key=lambda p: (p.seconds, p.k_prime))
             offset, vertical = ((0, 6), "bottom") if point is highest else ((0, -6), "top")
             axes.annotate(
@@ -181,7 +182,7 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
     _mark_sizes(axes)
     axes.set_title(title)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.canvas.draw()
+    figure.canvas.draw()  # first: only after it texts have their final extents
     _keep_readable(axes.texts)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -23,7 +23,7 @@ _WARM_UP = 2  # optimizer steps, during which kernels are compiled and caches fi
 
 
 class Reached:
-    """The seconds of training batches, each from the end of the previous one: with data loading, step and callbacks.
+    """The seconds of training batches. Each is counted from the end of the previous batch: data loading, step and callbacks.
 
     The first batch after validation, and the batches of the first two optimizer steps, do not count.
     """
@@ -41,14 +41,16 @@ class Reached:
         self._last = now, step
 
     def interrupted(self) -> None:
-        """Leaves out the time until the end of the next batch, for example because validation runs."""
+        """Does not count the time until the end of the next batch, for example because validation runs."""
         self._last = None
 
     def as_dict(self, accumulate: int) -> dict[str, Any]:
-        """Returns the mean and median seconds of a batch, the number of batches, and the last batch's shape; or nothing.
+        """Returns the mean and median seconds of a batch, the number of batches, and the last batch's shape.
+
+        Empty if no counted batch had an optimizer step, or if ``accumulate`` is above 1 and each counted batch had one.
 
         Args:
-            accumulate: batches per optimizer step. It weights batches with a step against the others.
+            accumulate: batches per optimizer step: the weight of batches without a step against those with one.
         """
         stepped, others = self._seconds[True], self._seconds[False]
         if not stepped or (accumulate > 1 and not others):
@@ -63,7 +65,10 @@ class Reached:
 
 
 def _shape_of(batch: Any) -> list[int]:
-    """Returns the shape of a batch's ``input_ids``, or of its first tensor with more than one dimension."""
+    """Returns the shape of a batch's ``input_ids``. Without them, the shape of one of its tensors; empty if it has no tensors.
+
+    This is the first tensor with more than one dimension. If there is none, it is the first tensor.
+    """
     if isinstance(batch, Mapping) and isinstance(ids := batch.get("input_ids"), Tensor):
         return list(ids.shape)
     tensors = sorted((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), key=lambda leaf: leaf.ndim < 2)
@@ -89,7 +94,7 @@ def machine_of(device: Device) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Returns the processor's name."""
+    """Returns the processor's name, or the machine type if the system has no ``/proc/cpuinfo`` with a model name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -98,5 +103,5 @@ def processor() -> str:
 
 
 def today() -> str:
-    """Returns the current time in ISO 8601."""
+    """Returns the current time in UTC, in ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -19,14 +19,14 @@ class Stats:
 
     Attributes:
         fetched_layers: the number of layer uploads.
-        fetched_bytes: bytes of layers' weights uploaded to the device, rows of embeddings included. Trained weights that stay on
-            the device are uploaded again after each step, which does not count.
+        fetched_bytes: bytes of layers' weights uploaded to the device, rows of embeddings included. Uploads of residents do not
+            count, although residents are uploaded again after each optimizer step.
         offloaded_gradient_bytes: bytes of gradients offloaded to the host.
         transfers: the number of transfers; each uploads a group of layers.
-        demand_fetches: the number of layers that were used before the trace had requested them. Compute stalls on each.
-        host_waits: how often the host waited for compute and so could not run ahead: for the indices of rows, and for weights
-            that were written on the device.
-        extra_slots: the number of slots beyond the plan, made because user code held views of weights.
+        demand_fetches: how often a layer was fetched because it was needed at once, without a prefetch. Compute stalls on each.
+        host_waits: how often the host waited for compute and so could not run ahead: for the indices of rows, for gradients
+            whose size depends on computed values, and for weights that were written on the device.
+        extra_slots: the number of slots beyond the plan, allocated because all slots of a ring were in use or viewed.
         peak_device_bytes: the peak of bytes that weights and gradients took on the device.
         peak_allocated_bytes: the peak of bytes that torch had allocated on the device. ``torch.cuda.max_memory_allocated()``
             may be less, because the choice of a window or of activation modes resets it. 0 on the CPU.
@@ -36,9 +36,9 @@ class Stats:
         update_stall_seconds: seconds that the host waited for updates in the background.
         activation_stall_seconds: seconds that compute stalled on activations that were offloaded or uploaded.
         step_seconds: seconds of optimizer steps on the host during which the device waited; 0 if the model computes on the host.
-        expert_hits, expert_misses: the number of requested stacked experts that were on the device when the call of their layer
-            began, because they were cached or prefetched, and the number that had to be uploaded then. So a hit may have been
-            uploaded, too.
+        expert_hits: the number of requested stacked experts that were on the device when the call of their layer began. They
+            were cached or prefetched, so a hit may have been uploaded as well.
+        expert_misses: the number of requested stacked experts that had to be uploaded when the call of their layer began.
         expert_bytes: bytes of stacked experts uploaded to the device, prefetched or not; the effect of the cache shows in this
             number. ``fetched_bytes`` includes them.
         compiled_graphs: the number of graphs that ``torch.compile`` made in the process.
@@ -83,11 +83,11 @@ METRICS = (*DEFAULT_METRICS, "tokens_per_second", "fetch_gbps", "device_bytes", 
 
 
 def metrics_of(stats: Stats, before: Stats | None, seconds: float, tokens: int | None, plan: Plan) -> dict[str, float]:
-    """Returns metrics by name.
+    """Returns the metrics of an interval, by name.
 
     Args:
-        stats: the counters now.
-        before: the counters at the begin of the interval for rates; None for an interval since set-up.
+        stats: the counters at the end of the interval.
+        before: the counters at the begin of the interval; None if the interval began at set-up.
         seconds: the length of the interval.
         tokens: the number of tokens trained in the interval; None if it is unknown.
         plan: the plan of the run.

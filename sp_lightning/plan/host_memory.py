@@ -16,7 +16,7 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     """Returns the bytes that this process can take without being killed, with swap; None if the system is not Linux.
 
     Args:
-        root: the root of the file system to read.
+        root: the root of the file system whose ``proc`` and ``sys`` are read. Tests give another one.
     """
     free = _field(root / "proc/meminfo", "MemAvailable")
     if free is None:
@@ -27,9 +27,9 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 def resident_bytes(root: Path = Path("/")) -> int:
     """Returns the bytes of memory that this process has taken, with its libraries; 0 if the system is not Linux.
 
-    Pages of mapped data (a checkpoint that training resumes from, weights that stay in files) do not count unless this process
-    has written them: the system can reclaim them. Pages of a file that was just written are dirty until they are on the disk. In
-    a private mapping, only anonymous pages belong to the process.
+    Pages of mapped data (a checkpoint from which training resumes, weights that stay in files) do not count if the system can
+    reclaim them. In a shared mapping these are the clean pages: dirty pages must be written to the disk first. In a private
+    mapping they are all pages except the anonymous ones, which this process has written.
     """
     taken = _field(root / "proc/self/status", "VmRSS")
     if taken is None:
@@ -38,6 +38,7 @@ def resident_bytes(root: Path = Path("/")) -> int:
     for line in _lines(root / "proc/self/smaps"):
         words = line.split(maxsplit=5)
         if not words[0].endswith(":"):  # a mapping begins: addresses, rights, offset, device, inode, file
+            # Data is a file that is not a library: libraries count.
             data = len(words) == 6 and words[4] != "0" and ".so" not in words[5]
             signs = {} if not data else _OF_PRIVATE if words[1].endswith("p") else _OF_SHARED
         elif words[0] in signs:
@@ -47,11 +48,11 @@ def resident_bytes(root: Path = Path("/")) -> int:
 
 _OF_PRIVATE = {"Rss:": 1, "Anonymous:": -1}
 _OF_SHARED = {"Shared_Clean:": 1, "Private_Clean:": 1}
-"""Lines of a mapping of data whose sum is not the process's own memory, with their signs."""
+"""The lines of a mapping of data, with their signs, whose sum is the memory that the system can reclaim."""
 
 
 def host_memory() -> tuple[int, int] | None:
-    """Returns the bytes that this process has taken, and that it can take in all; None if the system is not Linux."""
+    """Returns the bytes that this process has taken, and the bytes that it can have in all; None if the system is not Linux."""
     taken, available = resident_bytes(), available_bytes()
     return None if available is None else (taken, taken + available)
 
@@ -62,7 +63,10 @@ def anonymous_bytes() -> int:
 
 
 def _of_groups(root: Path) -> list[int]:
-    """Returns what the control group of the process and each group above it leave: the limit less unreclaimable memory."""
+    """Returns the bytes that are free in the process's control group and in each group above it, if they have limits.
+
+    Free is the limit less the memory that cannot be reclaimed.
+    """
     found = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = [*line.split(":", 2), "none", ""][:3]
@@ -71,7 +75,7 @@ def _of_groups(root: Path) -> list[int]:
         top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         group = top / path.strip("/")
-        # In a container, the path may be the one that the host sees. Then the group is at the top.
+        # In a container, the path may be the host's path of the group. Then the container sees the group at the top.
         for each in (group, *group.parents) if group.is_dir() else (top,):
             limit, taken = (_number(each / name) for name in names)
             if limit is not None and taken is not None and limit < _UNLIMITED:
@@ -107,26 +111,26 @@ def _reclaimable(file: Path) -> int:
 
 
 class HostBudget:
-    """Host memory that a run may take. This one: all that the system has free. ``host_memory=`` limits it."""
+    """The host memory that a run may take: all free memory of the system. With ``host_memory=``, a subclass limits it."""
 
     def count_others(self, gather: Callable[[int, str], list[int]]) -> None:
-        """Counts the memory that the node's other processes have taken, if it is limited for all of them together. Collective.
+        """Counts the memory that the node's other processes have taken, if one limit counts for all processes. Collective.
 
         Args:
-            gather: returns the numbers of all processes, given this one's and a word for messages.
+            gather: returns the numbers of all processes, given this process's number and words for messages.
         """
 
     def room(self) -> int | None:
-        """Returns the bytes that can be taken from now on; None if the system does not report them."""
+        """Returns the bytes that the run can take from now on; None if the system does not report them."""
         return available_bytes()
 
     def too_little(self, total: int, room: int, parts: str) -> str:
         """Returns an error message.
 
         Args:
-            total: the bytes that are needed beyond those that are taken already.
+            total: the bytes that are needed in addition to the process's present memory.
             room: the bytes that can be taken.
-            parts: what they are needed for.
+            parts: the parts of ``total``, in words.
         """
         return (
             f"{human_bytes(total)} more of host memory are needed ({parts}), and {human_bytes(room)} can be had "
@@ -138,10 +142,10 @@ MACHINE = HostBudget()
 
 
 def spare_bytes(needed: dict[str, int], budget: HostBudget = MACHINE) -> int | None:
-    """Returns the bytes that can be taken beside those that are needed; None if the system does not report them.
+    """Returns the bytes that activations may take beside the needed bytes; None if the system does not report free memory.
 
     Args:
-        needed: bytes beyond those that are taken already, by their use.
+        needed: the bytes that are needed in addition to the process's present memory, by their use.
         budget: the limit.
     """
     room = budget.room()
@@ -157,7 +161,7 @@ def check_host(needed: dict[str, int], remedy: str, budget: HostBudget = MACHINE
     """Raises an error before the system would kill the process for its memory.
 
     Args:
-        needed: bytes beyond those that are taken already, by their use.
+        needed: the bytes that are needed in addition to the process's present memory, by their use.
         remedy: a sentence for the user.
         budget: the limit.
 
@@ -166,7 +170,7 @@ def check_host(needed: dict[str, int], remedy: str, budget: HostBudget = MACHINE
     """
     room, total = budget.room(), sum(needed.values())
     if room is not None and total > room:
-        free_garbage()  # a run that is over may be held by nothing else
+        free_garbage()  # reference cycles may keep the memory of a finished run
         room = budget.room()
     if room is not None and total > room:
         parts = ", ".join(f"{human_bytes(nbytes)} {what}" for what, nbytes in needed.items() if nbytes)

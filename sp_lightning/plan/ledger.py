@@ -1,6 +1,7 @@
 """The host's side of the plan: memory use, and the memory traffic of an optimizer step.
 
-If the optimizer steps on the host, host memory bandwidth limits training, as PCIe does. So the ledger lists each pass.
+If the optimizer steps on the host, the bandwidth of host memory limits training, as PCIe does. So the ledger lists each pass over
+host memory.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Pass:
     """One pass over host memory in a step.
 
     Attributes:
-        what: its purpose.
-        read, written: the bytes that it reads and writes, for all parameters together.
+        what: the purpose of the pass.
+        read, written: the bytes that the pass reads and writes, for all parameters together.
     """
 
     what: str
@@ -45,12 +46,12 @@ class Ledger:
 
     Attributes:
         parameters: the number of weights (elements), frozen ones included.
-        weights: bytes of all parameters, and of the casts that are uploaded in place of some of them. Parameters that are read in
-            place do not count.
+        weights: bytes of all parameters, and of the casts that are uploaded in place of masters. Parameters that stay in the
+            user's files do not count.
         gradients: bytes of ``param.grad``, and of staging memory for gradients that are accumulated. Gradients that stay on the
             device do not count.
         state: bytes of the optimizers' tensors; None if unknown before the first step.
-        passes: the most that one step of a fused optimizer, with all its micro-batches, reads and writes. Other optimizers
+        passes: the passes of one step with all its micro-batches: an upper bound if the optimizer runs fused. Other optimizers
             pass over the memory more often.
         ranks: the number of processes of the node, each with a device, that share the memory.
         on_disk: bytes of the state that are on a disk and not in memory.
@@ -171,9 +172,16 @@ class Steps:
 
 
 def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: Steps) -> Ledger:
-    """Counts the host memory and its traffic for a run with the layers of a plan and the state of some optimizers."""
+    """Counts the host memory and its traffic for a run with the layers of a plan and the state of some optimizers.
+
+    Args:
+        plan: the layers.
+        optimizers: the optimizers of the run; empty if only weights and gradients are to be counted.
+        steps: the properties of the run's optimizer steps.
+    """
     once = steps.accumulate == 1
-    steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)  # sums are float32
+    # Sums of gradients, over micro-batches or devices, are not narrow.
+    steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)
     state = _state_bytes(optimizers)
     offloaded_state = _offloaded_state(plan, state or 0)
     passes = _passes(plan, offloaded_state, steps)
@@ -206,7 +214,8 @@ def _offloaded_state(plan: Plan, state: int) -> int:
 def _gradient_bytes(plan: Plan, steps: Steps) -> int:
     """Returns the host memory of gradients, in flight or complete. Gradients of layers that stay on the device need none."""
     layers, sums, narrow = plan.offloaded, steps.accumulate > 1, steps.narrow
-    # Gradients are staged if they are accumulated or widened: those of k' + 1 transfers in flight, and of a completed one.
+    # Gradients are staged if they are accumulated or widened: the gradients of k' + 1 transfers in flight, and of one completed
+    # transfer.
     staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
     # Gradients of several devices are summed before they are offloaded, in the parameters' dtypes: no staging.
     staged = (plan.k_prime + 2) * max(staging) * plan.alone
@@ -215,12 +224,18 @@ def _gradient_bytes(plan: Plan, steps: Steps) -> int:
         return sum(kept) + staged
     if steps.on_device:  # gradients of layers are never offloaded
         return plan.residents.gradient_bytes + staged
-    # Gradients of k' + 1 transfers in flight, of a completed one, and of one that is being updated.
+    # The gradients of k' + 1 transfers in flight, of one completed transfer, and of one layer that is being updated.
     return min(sum(kept), plan.residents.gradient_bytes + (plan.k_prime + 3) * max(kept)) + staged
 
 
 def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
-    """Returns all passes of a step. Layers that stay on the device have none; ``state`` is the bytes of the others."""
+    """Returns all passes of a step. Layers that stay on the device have none.
+
+    Args:
+        plan: the layers.
+        state: bytes of the state of layers that do not stay on the device.
+        steps: the properties of the steps.
+    """
     layers = plan.offloaded
     accumulate, more = steps.accumulate, steps.accumulate - 1
     clips, scales, pieces, narrow = steps.clips, steps.scales, steps.pieces, steps.narrow
@@ -230,12 +245,12 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     fetched = [layer for index, layer in enumerate(plan.layers) if index not in plan.stay]
     uploaded = sum(layer.nbytes for layer in (*fetched, plan.residents))
     gradients = sum(layer.gradient_bytes for layer in layers)
-    # Gradients of casts are half as large as their masters' gradients.
+    # Gradients of casts, in the casts' dtype. They are half as large as the masters' gradients.
     halves = sum(layer.narrow_bytes for layer in layers)
     kept = gradients - halves * narrow
     narrow_offloaded = halves * plan.alone
     widened = narrow_offloaded * (not narrow)
-    wide = kept - halves * narrow  # narrow gradients are unscaled and clipped inside other passes
+    wide = kept - halves * narrow  # without narrow gradients, which other passes unscale and clip
     clipped = wide * (clips is not None)
     offloaded = gradients
     if steps.early and steps.on_device:
@@ -263,7 +278,7 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
 
 
 def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
-    """Returns the bytes of the optimizers' state; None if an optimizer is not torch's and has no state yet."""
+    """Returns the bytes of the optimizers' state; None if an optimizer has no state yet and its class does not tell the size."""
     total = 0
     for optimizer in optimizers:
         groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in optimizer.param_groups]
@@ -321,7 +336,10 @@ _TENSORS: dict[type, Any] = {
 
 
 def has_known_state(optimizer: Any) -> bool:
-    """Returns True for torch's optimizers that step each parameter by itself and have state tensors of its size."""
+    """Returns True for torch's optimizers that step each parameter by itself and have state tensors of the parameter's size.
+
+    A subclass of such an optimizer may have other state, so only the exact classes count.
+    """
     return type(optimizer) in _TENSORS
 
 

@@ -4,10 +4,11 @@ The plan bounds the device memory of weights and gradients::
 
     slots of every ring  +  (k' + 1) · largest layer's gradients  +  resident parameters and their gradients
 
-Modules that are not streamed but moved whole, and all buffers, count as resident.
+Modules that are moved whole instead of streamed, and all buffers, count as resident. Layers that stay on the device, optimizer
+steps on the device and a cache of experts need more memory (:attr:`Plan.peak_device_bytes`).
 
-On several devices, an offloaded gradient takes more: the parts sent to and received from the others, and the rank's own part of
-the sum.
+On several devices, an offloaded gradient takes more memory: for the parts that are sent to other devices and received from them,
+and for the rank's own part of the sum.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class PlannedLayer:
 
     Attributes:
         name: the layer's name, as in :class:`~sp_lightning.model.found.Layer`.
-        nbytes: bytes of an upload, alignment included: the size of its block in the host store, and of its part of a slot.
+        nbytes: bytes of an upload with alignment: the size of the layer's block in the host store, and of its part of a slot.
         gradient_bytes: bytes of the gradients of its trainable parameters, including those of its masters.
         ring: the index in :attr:`Plan.rings` of its ring.
         spans: the place of each parameter.
@@ -74,21 +75,22 @@ class Plan:
     Attributes:
         k, k_prime: the number of layers that are usable on the device at once, and the number of layers per transfer.
         layers: the layers, in the order of the module tree.
-        rings: the slots: by ascending size; then the rings of stacked experts, if they have their own; then a ring without slots
-            for the masters, and one for the tables.
+        rings: the rings of layers, by ascending size of their slots; then the rings of stacked experts, if they have their own;
+            then those of layers that stay; then a ring without slots for the masters, and one for the tables.
         residents: the parameters that stay on the device during a batch, as one more layer without a slot.
-        order: the indices of the layers in the order in which a forward is expected to use them. A layer that owns a tied
-            weight is in it several times.
+        order: the indices of the layers in the order in which a forward is expected to use them. The index of a layer that owns a
+            tied weight occurs several times.
         notes: remarks for the user about the model.
         masters: the float32 parameters whose casts are uploaded instead, as further layers. They have no slots, and are uploaded
             on demand.
         tables: embeddings of which only rows are uploaded, as further layers without slots.
         experts: the indices of the layers that are used only by tokens routed to them.
         plain: bytes of the weights and of the gradients on the device in plain training, without optimizer state.
-        ranks, nodes: the number of devices of a node, each with its own slots, and of nodes, that sum their gradients.
+        ranks, nodes: the number of devices of a node, each with its own slots, and the number of nodes. All sum their gradients.
         cache_bytes: bytes of device memory for a cache of experts.
-        staying: bytes of modules that are moved whole and of buffers, and bytes of those modules' gradients.
-        nothing: why nothing is streamed; empty if something is.
+        staying: bytes of modules that are moved whole and of buffers, and bytes of these modules' gradients. Layers that stay
+            (``stay``) are not included.
+        nothing: why nothing is streamed; empty if layers are streamed.
         steps_on_device: True if layers are stepped on the device.
         stay: the indices of the layers that stay on the device, with their gradients and their optimizer state.
         updates: where, when and how layers are updated; None outside of training. Comparisons ignore it.
@@ -121,25 +123,25 @@ class Plan:
 
     @property
     def moving(self) -> tuple[PlannedLayer, ...]:
-        """The layers, and the further layers that are uploaded on demand: masters and tables."""
+        """All layers with an index: the layers, and the further layers that are uploaded on demand (masters and tables)."""
         return (*self.layers, *self.masters, *self.tables)
 
     @property
     def never_evicted(self) -> frozenset[int]:
-        """The indices of the layers whose ring has a slot for each of its layers, so that none of them is ever evicted."""
+        """The indices of the layers that are never evicted, because their ring has a slot for each of its layers."""
         sharing = Counter(layer.ring for layer in self.layers)
         fits = {ring for ring, layers in sharing.items() if layers <= self.rings[ring].slots}
-        # Layers that are uploaded by rows are left out: their slots do not have all rows, and are filled again.
+        # Without layers that are uploaded by rows: their slots do not have all rows, and are filled again.
         return frozenset(i for i, layer in enumerate(self.layers) if layer.ring in fits and not layer.rows)
 
     @property
     def trained(self) -> tuple[PlannedLayer, ...]:
-        """All layers with gradients and updates on the host: layers, tables and residents. Masters belong to their layers."""
+        """The layers that can be trained: layers, tables and residents. Masters are left out: they are updated with a layer."""
         return (*self.layers, *self.tables, self.residents)
 
     @property
     def offloaded(self) -> tuple[PlannedLayer, ...]:
-        """The entries of :attr:`trained` in host memory: all except the layers that stay on the device."""
+        """The entries of :attr:`trained` that are in host memory between updates: all except layers that stay on the device."""
         layers = [layer for index, layer in enumerate(self.layers) if index not in self.stay]
         return (*layers, *self.tables, self.residents)
 
@@ -161,7 +163,10 @@ class Plan:
 
     @property
     def gradient_bytes(self) -> int:
-        """Device memory of gradients: in flight those of at most k' + 1 layers, those of the residents, and those that stay."""
+        """Device memory of gradients: of layers in flight, of residents, and of modules that are moved whole.
+
+        The gradients of layers that stay count in :attr:`staying_bytes`.
+        """
         if not self.alone:
             return self._reduced_bytes + self.staying[1]
         largest = max((layer.gradient_bytes for layer in self.layers), default=0)
@@ -174,7 +179,10 @@ class Plan:
 
     @property
     def _reduced_bytes(self) -> int:
-        """As :attr:`gradient_bytes`, with the buffers of :class:`~sp_lightning.ranks.reduced_gradients.ReducedGradients`."""
+        """Device memory of gradients on several devices, except of modules that are moved whole.
+
+        It includes the buffers of :class:`~sp_lightning.ranks.reduced_gradients.ReducedGradients`.
+        """
         residents = self.residents.gradient_bytes
         # Each layer is offloaded once. By then a table's gradient is dense, like a layer's.
         sizes = sorted((each.gradient_bytes for each in (*self.layers, *self.tables)), reverse=True)[: self.k_prime + 1]
@@ -183,7 +191,7 @@ class Plan:
         adding = 3 * max(parts)
         each = 2 * self.ranks + 1
         if self.nodes > 1:
-            # The parts of other nodes, and the sum of a part; for half precision the sum in float32 and the rounded one.
+            # The parts of other nodes, and the sum of a part; for half precision the sum in float32 and the rounded sum.
             half = any(span.dtype.itemsize == 2 for layer in (*self.layers, self.residents) for span in layer.spans)
             parts = [part + ALIGNMENT * self.nodes for part in parts]
             each += 5 if half else 2
@@ -193,8 +201,8 @@ class Plan:
     def step_slots(self) -> int:
         """The number of slots for steps on the GPU, each of the largest layer's size.
 
-        The uploads of one layer should overlap with the step of another one. Two layers of at most half that size fit into one
-        slot. So a second slot is needed only if larger layers have most of the bytes.
+        The uploads of one layer should overlap with the step of another layer. Two layers of at most half the largest layer's
+        size fit into one slot. So a second slot is needed only if larger layers have most of the bytes.
         """
         sizes = [layer.gradient_bytes for layer in self.trained]
         large = sum(size for size in sizes if 2 * size > max(sizes))
@@ -251,7 +259,7 @@ class Plan:
 
         Args:
             training: True if gradients count.
-            state: bytes of the optimizer's state; None if unknown. Then the text lacks the memory use of plain training.
+            state: bytes of the optimizer's state. If it is None (unknown), the text lacks the memory use of plain training.
         """
         width = max([len(layer.name) for layer in self.layers] + [24])
         shown = [f"  {layer.name:<{width}} {in_gib(layer.nbytes):>10}" for layer in self.layers]
@@ -317,7 +325,7 @@ class Plan:
         return f"Superpipeline: {len(self.layers)} layer{plural}, k = {self.k}, k' = {self.k_prime}"
 
     def taken(self, *, training: bool) -> tuple[int, int]:
-        """Returns the bytes of weights, and in training of gradients, on the device and on the host."""
+        """Returns the bytes of weights on the device and on the host, in training with gradients and steps on the device."""
         if training:
             return self.peak_device_bytes, self.host_bytes
         gradients = sum(layer.gradient_bytes for layer in self.offloaded)
@@ -340,10 +348,10 @@ def make_plan(
         found: the model's layers.
         k: the number of layers that are usable on the device at once, at least 1.
         k_prime: the number of layers per transfer, at least 1.
-        ranks, nodes: the number of devices of a node, and of nodes, that sum their gradients.
+        ranks, nodes: the number of devices of a node, and the number of nodes. All devices sum their gradients.
         training: True if batches are trained. Otherwise few stacked experts are uploaded, and k and k' count the other layers.
-        stay: the number of layers that stay on the device with their optimizer state: the first ones that a forward uses,
-            because the forward waits for their updates first.
+        stay: the number of layers that stay on the device with their optimizer state. These are the layers that a forward uses
+            first, because the forward waits for their updates first.
     """
     masters, tables = ([_planned(layer, ring=-1) for layer in each] for each in (found.masters, found.tables))
     with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
@@ -359,7 +367,7 @@ def make_plan(
     may_stay = [index for index in dict.fromkeys(order) if not layers[index].rows and index not in found.experts]
     staying = frozenset(may_stay[:stay])
     rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, by_rows, staying)
-    # Masters and tables have rings without slots: such a ring only has the size of an extra slot.
+    # Masters and tables have rings without slots. Such a ring only tells the size of a slot that is allocated on demand.
     without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
     plan = Plan(
         k=k,
@@ -387,9 +395,9 @@ def make_plan(
 
 
 def schedule(plan: Plan, *, training: bool) -> Iterator[int]:
-    """Yields the expected order of layers, until the first batch shows the real one: forward, then backward.
+    """Yields the layers in the expected order of their calls: forward, then backward. The first batch shows the real order.
 
-    It has no experts, because routing decides which ones are used.
+    Experts are left out, because routing decides which experts are used.
     """
     order = [layer for layer in plan.order if layer not in plan.experts]
     yield from order
@@ -398,16 +406,26 @@ def schedule(plan: Plan, *, training: bool) -> Iterator[int]:
 
 
 def _order(found: Found) -> tuple[int, ...]:
-    """Returns the layers in the order in which a forward is expected to use them. Layers without a module are first."""
+    """Returns the layers in the order in which a forward is expected to use them.
+
+    Layers without a module are first: a single parameter is not in ``found.visits``.
+    """
     used = [layer for visits in found.visits.values() for layer in visits]
-    without_module = [layer for layer in range(len(found.layers)) if layer not in used]  # single parameters
+    without_module = [layer for layer in range(len(found.layers)) if layer not in used]
     return (*without_module, *used)
 
 
 def _planned(
     layer: Layer, *, ring: int, autocast: torch.dtype | None = None, masters: int | None = None
 ) -> PlannedLayer:
-    """Lays out one layer's weights, and behind them its casts, if ``autocast`` lowers some of its weights."""
+    """Lays out one layer's weights, and behind them its casts, if there are any.
+
+    Args:
+        layer: the layer.
+        ring: the index of its ring.
+        autocast: the dtype of its casts.
+        masters: the index of its master weights; None if it has none.
+    """
     spans = lay_out(layer.parameters)
     casts = lay_out(layer.lowered, begin=total_bytes(spans), dtype=autocast)
     trained = [named for named in (*layer.parameters, *layer.lowered) if named[1].requires_grad]

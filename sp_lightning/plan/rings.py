@@ -9,9 +9,9 @@ from functools import cache
 _MOST_RINGS = 4
 """The most sizes of slots."""
 _WORTH = 9 / 10
-"""One more size must reduce the bytes of all slots to this share."""
+"""One more size of slots is chosen only if it reduces the bytes of all slots to this share or less."""
 _MOST_SIZES = 64
-"""The most sizes that are tried. A layer of a size in between uses the next larger one."""
+"""The most sizes that are tried. A layer of another size uses slots of the next larger size."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ def choose_rings(
     Args:
         sizes: bytes of each layer.
         window: the number of consecutive layers that must fit at once.
-        together: groups of layers that one module uses at once (its own and those of tied parameters); each must fit, too.
+        together: groups of layers that one module uses at once: its own layer, and the layers of tied parameters. The layers of
+            each group must fit at once, too.
 
     Returns:
         The rings, by ascending size, and the index of each layer's ring.
@@ -64,8 +65,12 @@ def choose_rings_apart(
       its size does not depend on the layers by rows.
     - If one set of slots for all layers takes more than a tenth less memory than separate ones, all layers share it. This is so
       with the smallest window, for example.
-    - If the window has all layers, each has a slot.
+    - If the window is larger than the number of layers, all layers share the slots, too: each layer has one.
     - Layers that stay have one slot each in their own rings. The window counts the other layers only.
+
+    Args:
+        sizes, window, together: as for :func:`choose_rings`.
+        by_rows, staying: the indices of the layers that are uploaded by rows, and of the layers that stay.
     """
     if staying:
         return _choose_with_staying(sizes, window, together, by_rows, sorted(staying))
@@ -92,7 +97,7 @@ def _choose_with_staying(
     by_rows: Collection[int],
     staying: Sequence[int],
 ) -> tuple[tuple[Ring, ...], list[int]]:
-    """:func:`choose_rings_apart` with layers that stay: their rings follow the others', with a slot for each of them."""
+    """Does the same as :func:`choose_rings_apart` if layers stay. Their rings, with a slot for each, follow the other rings."""
     moving = [layer for layer in range(len(sizes)) if layer not in staying]
     number = {layer: at for at, layer in enumerate(moving)}
     at_once = [[number[layer] for layer in used if layer in number] for used in together]
@@ -112,7 +117,7 @@ def _bytes(rings: Iterable[Ring]) -> int:
 def _choose_limits(sizes: Sequence[int], window: int) -> tuple[int, ...]:
     """Chooses the rings. Returns the size of the largest layer of each, in bytes."""
     distinct = sorted(set(sizes))
-    # Thinned out from the largest down, so that the largest one remains.
+    # Every n-th size, counted from the largest size down, so that the largest size remains.
     distinct = distinct[:: -(len(distinct) // _MOST_SIZES + 1)][::-1]
     best = _best_split(sizes, distinct, 1, window)
     for count in range(2, min(_MOST_RINGS, len(distinct)) + 1):

@@ -16,7 +16,7 @@ def human_bytes(nbytes: float) -> str:
 
 
 def in_gib(nbytes: float) -> str:
-    """Formats a number of bytes in GiB, so that compared figures have one unit; in a smaller unit below 0.1 GiB."""
+    """Formats a number of bytes in GiB, so that figures to compare have one unit. Below 0.1 GiB a smaller unit is used."""
     gib = nbytes / 2**30
     return f"{gib:.1f} GiB" if gib >= 1 else f"{gib:.3g} GiB" if gib >= 0.1 else human_bytes(nbytes)
 

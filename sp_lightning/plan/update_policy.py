@@ -1,8 +1,8 @@
 """Decides where and when each layer is updated: pure functions make a frozen :class:`UpdatePolicy` from frozen facts.
 
 - ``trainer.update_facts`` collects the facts.
-- :func:`decide` needs the facts only. It decides where and when optimizers step.
-- :func:`complete` adds how they step. That also depends on paging to a disk, and on steps that are bit-identical to the GPU's.
+- :func:`decide` needs the facts only. It decides when optimizers step, and checks that the place in the facts is possible.
+- :func:`complete` adds how they step, which also depends on paging to a disk, and on steps that are bit-identical to the GPU's.
 
 The engine executes the policy without further decisions.
 """
@@ -97,7 +97,7 @@ class OptimizerFacts:
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """The facts for :func:`decide` and :func:`complete`. Reasons are clauses of a sentence; empty if nothing is against it.
+    """The facts for :func:`decide` and :func:`complete`. Each reason is a clause of a sentence; empty if there is no reason.
 
     Attributes:
         overlap, optimizer_on, gpu_layers, fused_optimizer, debug_writes: the options.
@@ -111,7 +111,7 @@ class UpdateFacts:
         batch: the facts that may change between two batches.
         against_background: why ``"auto"`` updates nothing in the background.
         against_layers: why steps on the CPU cannot run layer by layer.
-        instead: how they could, as the beginning of a sentence.
+        instead: how steps on the CPU could run layer by layer, as the beginning of a sentence; empty if unknown.
         against_forward: why updates cannot overlap with the next forward.
         against_gpu: why the optimizers cannot step on the GPU.
         against_gpu_background: why steps on the GPU cannot run in the background.
@@ -156,8 +156,8 @@ class UpdateFacts:
     def fuses_on_cpu(self) -> bool:
         """True if steps on the CPU run fused when the user's optimizer does not specify it.
 
-        By default it is False if the model computes on the CPU: there plain Lightning steps on the CPU, too, and results must
-        equal its results.
+        With ``fused_optimizer="auto"`` it is False if the model computes on the CPU: plain Lightning then steps on the CPU, too,
+        and results must equal its results. It is True with the modes ``"forward"`` and ``"backward"``, which need fused steps.
         """
         if self.fused_optimizer != "auto":
             return self.fused_optimizer
@@ -188,7 +188,8 @@ class OptimizerPolicy:
         by_layers: True if it steps layer by layer.
         narrow: True if gradients of casts keep the cast's dtype until the update.
         ends_first: True if a step of a layer that stays on the GPU ends before the next forward begins.
-        like_gpu, like_gpu_norms: True if its steps on the CPU, and the norms of its gradients, are bit-identical to a GPU's.
+        like_gpu, like_gpu_norms: True if the optimizer's steps on the CPU, or the norms of its gradients, are bit-identical to a
+            GPU's.
     """
 
     by_layers: bool = False
@@ -200,22 +201,22 @@ class OptimizerPolicy:
 
 @dataclass(frozen=True)
 class UpdatePolicy:
-    """Where, when and how layers are updated. :func:`decide` makes the first four fields, :func:`complete` the others.
+    """Where, when and how layers are updated. :func:`decide` sets the first four fields and ``fused``, :func:`complete` the rest.
 
     Attributes:
         place: where optimizers step. Layers that stay on the GPU always step on the GPU.
         overlap: the phase that updates overlap with.
         early: when a layer is updated in backward, and whether its gradients are freed.
-        why: why a faster mode is not used; empty if the fastest is.
+        why: why ``"auto"`` does not use a faster mode; empty if it uses the fastest mode, or if the user chose the mode.
         unit: the layers of one step: all of them; all of them, on the primary of several devices; or one.
         fused: True if optimizers on the CPU run fused when the user's optimizer does not specify it.
         all_threads: True if updates in the background use as many threads as a step of all layers: the last bits of a step that
             is not fused depend on the number of threads.
         measure_norms: True if norms of gradients are computed during backward.
-        clips_by_layers: True if gradients are clipped layer by layer even if user code reads them.
-        clips_unread_by_layers: True if gradients are clipped layer by layer if user code does not read them.
+        clips_by_layers: True if gradients are clipped layer by layer, whether user code reads them or not.
+        clips_unread_by_layers: True if gradients that user code does not read are clipped layer by layer.
         gradients_stay: True if gradients of layers that stay on the GPU stay there.
-        lands: True if an update ends only after its results are in host memory, because the next update may reuse that memory.
+        lands: True if an update ends only after its results are in host memory, because the next update may reuse this memory.
         optimizers: how each optimizer's steps run.
     """
 
@@ -246,7 +247,7 @@ class UpdatePolicy:
         - ``"in update"``: each layer in its update.
 
         Args:
-            read: True if user code may read gradients before the step. Then they must be clipped by then.
+            read: True if user code may read gradients before the step. Then they must be clipped before user code reads them.
             like_gpu: True if the optimizer's norms are bit-identical to a GPU's.
         """
         if not (self.clips_by_layers or like_gpu or (self.clips_unread_by_layers and not read)):
@@ -263,10 +264,10 @@ class UpdatePolicy:
 
 
 def decide(facts: UpdateFacts) -> UpdatePolicy:
-    """Decides when optimizers step. The facts name the place where they step; this checks that it is possible.
+    """Decides when optimizers step. ``facts.place`` says where they step. Checks that this is possible.
 
     Raises:
-        ValueError: an option asks by name for a place or a mode that is not possible.
+        ValueError: the user chose a place or a mode that is not possible.
     """
     if facts.stay and facts.against_gpu:
         raise ValueError(
@@ -285,9 +286,9 @@ def decide(facts: UpdateFacts) -> UpdatePolicy:
 
 
 def choose_overlap(facts: UpdateFacts, place: Place) -> tuple[Overlap, str]:
-    """Returns the phase that updates overlap with, and, for ``"auto"``, why it is not a faster one.
+    """Returns the phase that updates overlap with, and, for ``"auto"``, why it is not a faster phase.
 
-    Whether ``"backward"`` is possible for ``"auto"`` also depends on the uses of layers that the first step shows.
+    If this returns ``"backward"`` for ``"auto"``, the uses of layers that the first step records may still be against it.
 
     Args:
         facts: the facts.
@@ -327,7 +328,7 @@ def complete(
 
     Args:
         policy: where and when optimizers step.
-        facts: the facts of that decision.
+        facts: the facts from which :func:`decide` made the policy.
         paging: the data that is paged out of host memory.
         like_gpu: for each optimizer, True if its steps on the CPU, and True if its norms, are bit-identical to a GPU's.
     """
@@ -360,7 +361,8 @@ def complete(
 
 
 def steps_by_layers(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> bool:
-    """Returns True if optimizers step layer by layer. All ranks decide the same, although only the primary has state."""
+    """Returns True if optimizers step layer by layer."""
+    # Only the primary has state, which may be on the disk. All ranks must decide the same, so they ask for the option.
     ranks_with_disk = facts.ranks and facts.disk
     on_gpu = policy.place == "gpu" or facts.stay
     return policy.overlap != "off" or on_gpu or paging.anything or ranks_with_disk
@@ -410,7 +412,7 @@ def _against_backward(facts: UpdateFacts, place: Place) -> str:
 
 
 def _choose_early(facts: UpdateFacts) -> tuple[EarlyUpdates, str]:
-    """Returns when layers are updated in the mode ``"backward"``, and, for ``"auto"``, why it is not in backward."""
+    """Returns when layers are updated in the mode ``"backward"``, and, for ``"auto"``, why they are not updated in backward."""
     if facts.overlap == "auto":
         if against := _against_early(facts):
             return EarlyUpdates.NO, against
@@ -424,7 +426,7 @@ def _against_early(facts: UpdateFacts) -> str:
     """Returns why ``"auto"`` does not begin updates in backward; empty if nothing known is against it."""
     if facts.debug_writes:
         return "debug_writes=True compares weights over a backward"
-    if facts.ranks or facts.disk:  # and user code may look at gradients
+    if facts.ranks or facts.disk:  # user code may look at gradients that this mode has freed
         return 'with several devices, or a disk, optimizer_overlap="backward" frees gradients'
     if facts.place == "gpu" and facts.read_after_step:
         return "on the device, gradients are freed as soon as they are used, and a hook may look at them"

@@ -1,7 +1,7 @@
 """Which plans fit the budget of GPU memory.
 
-:class:`Window` makes the plan for the first batches, the smallest window. A tuner (``sp_lightning.engine.tuner``) may measure the
-memory that batches use beside weights; after that the window also tells which larger plans fit.
+:class:`Window` makes the plan for the first batches, with the smallest window. A tuner (``sp_lightning.engine.tuner``) may
+measure the memory that batches use beside weights. After that :class:`Window` also tells which larger plans fit.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _WITHOUT_LIMIT = (2, 1)
 class Window:
     """The plans that fit: k, k' and the layers that stay on the GPU.
 
-    Two numbers of bytes bound them: the budget, and the memory use of everything but weights (activations, gradients,
-    workspaces, buffers). A tuner measures the latter while the first batches run with the smallest window.
+    Two numbers of bytes decide which plans fit: the budget, and the memory use of everything except weights (activations,
+    gradients, workspaces, buffers). A tuner measures this memory use while the first batches run with the smallest window.
 
     Args:
         k, k_prime: numbers, or "auto".
         budget: bytes of device memory (int), or a share of the memory that is free at set-up (float). None means all free
-            memory, less a margin.
+            memory, less a margin if k or k' is "auto".
         ranks, nodes: the number of devices of a node, and of nodes, that sum their gradients.
         training: True if the batches are trained.
         optimizer_on: where optimizers step. With ``"auto"``, plans have room for steps on the device if the budget allows it.
-        stay: layers that stay on the device with their optimizer state: their number, or a share of all layers. With
-            ``"auto"``, as many as fit beside everything else, after that was measured.
+        stay: the number of layers that stay on the device with their optimizer state, or their share of all layers. With
+            ``"auto"``, as many layers as fit after the memory use of everything else was measured.
 
     Attributes:
         k, k_prime: as given.
@@ -67,15 +67,15 @@ class Window:
         self._may_step_on_cpu = optimizer_on == "auto"
         self._stay: int | float = 0 if stay == "auto" or not training or ranks * nodes > 1 else stay
         self._chooses_stay = stay == "auto" and training and ranks * nodes == 1
-        self._most_stay: int | None = None  # after the device had too little memory for more
+        self._most_stay: int | None = None  # the most layers that may stay; None if there is no such limit
         self.may_stay = False
         self._found: Found
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
         self.free: int | None = None
-        """Bytes of device memory that were free at set-up, less those that others have allocated since; None on the CPU."""
+        """Bytes of device memory that were free at set-up. :meth:`lower_budget` may lower the number. None on the CPU."""
         self.rest = 0
-        """The measured peak of everything but weights, in bytes; gradients in flight are included."""
+        """The measured peak of everything except weights, in bytes. Gradients in flight are included."""
         self.rest_gradients = 0
         """The most bytes of ``rest`` that are gradients."""
 
@@ -89,7 +89,9 @@ class Window:
         )
 
     def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
-        """Returns the plan for the first batches: the smallest window.
+        """Returns the plan for the first batches: the smallest window. Sets the budget by the device's free memory.
+
+        With ``optimizer_on="auto"``, this also decides whether plans have room for steps on the device.
 
         Args:
             found: the model's layers.
@@ -139,23 +141,24 @@ class Window:
     @property
     def filled_room(self) -> int | None:
         """Bytes of the budget if kept activations may fill it, even if k and k' are numbers."""
-        if self.room is None or self._budget is not None or self._margin:  # no limit, or a margin is left already
+        # No limit; or the user's limit, which may be filled; or a limit that leaves a margin already.
+        if self.room is None or self._budget is not None or self._margin:
             return self.room
         return int(self.room * (1 - _MARGIN))
 
     def fill(self) -> None:
-        """From now on activations fill the memory that k and k' leave free."""
+        """From now on activations fill the memory that k and k' leave free. The measured memory use is dropped."""
         self.room, self._margin = self.filled_room, self._margin or _MARGIN
         self.rest = self.rest_gradients = 0
 
     def needs(self, plan: Plan) -> int:
-        """Returns the bytes of device memory that a plan uses, together with everything else that was measured."""
+        """Returns the bytes of device memory that a plan uses, and that everything else uses, as measured."""
         gradients = max(0, plan.gradient_bytes - self.rest_gradients)
         moving = plan.slot_bytes + plan.update_bytes + gradients
         return moving + plan.resident_bytes + plan.cache_bytes + self.rest
 
     def fits(self, plan: Plan, more: int = 0) -> bool:
-        """Returns True if a plan, everything else that was measured and ``more`` bytes stay within the budget."""
+        """Returns True if :meth:`needs` of a plan and ``more`` bytes stay within the budget."""
         return self.room is None or self.needs(plan) + more <= self.room
 
     def with_experts(self, plan: Plan) -> Plan:
@@ -166,7 +169,7 @@ class Window:
         return replace(plan, cache_bytes=most)
 
     def with_staying(self, plan: Plan) -> Plan:
-        """Returns the plan with as many staying layers as the budget allows, if their number is chosen."""
+        """Returns the plan with as many staying layers as the budget allows if their number is chosen; else the same plan."""
         return self.filled_with_staying(plan) if self._chooses_stay and self.may_stay else plan
 
     def filled_with_staying(self, plan: Plan) -> Plan:
@@ -202,7 +205,13 @@ class Window:
         return max(len(self._found.layers), 1)
 
     def _make(self, found: Found, *, k: int, k_prime: int, stay: int | None = None) -> Plan:
-        """Makes a plan. ``stay``: the number of layers that stay; None for the user's, as far as the device had memory for it."""
+        """Makes a plan.
+
+        Args:
+            found: the layers.
+            k, k_prime: the window.
+            stay: the number of layers that stay; None for the user's number, at most the number for which the device had memory.
+        """
         if stay is None:
             stay = self._stay if isinstance(self._stay, int) else round(self._stay * len(found.layers))
             stay = stay if self._most_stay is None else min(stay, self._most_stay)
@@ -210,7 +219,7 @@ class Window:
         return replace(plan, steps_on_device=self.steps_on_device)
 
     def plan(self, k: int, k_prime: int) -> Plan:
-        """Returns the plan with this window. A number that the user gave takes precedence."""
+        """Returns the plan with this window. If the user gave a number for ``k`` or ``k_prime``, that number is used instead."""
         return self._make(
             self._found,
             k=k if self.k == "auto" else min(self.k, self.count),
@@ -220,7 +229,7 @@ class Window:
     # ------------------------------------------------------------------ plans that do not fit
 
     def _least(self, plan: Plan) -> int:
-        """Returns the least device memory of a plan, in bytes, with gradients in training."""
+        """Returns the device memory of a plan without activations, in bytes. In training, gradients and steps are included."""
         return plan.taken(training=self._training)[0]
 
     def _is_too_large(self, plan: Plan) -> bool:
@@ -260,7 +269,7 @@ class Window:
         )
 
     def _smaller_layers(self, plan: Plan, smallest: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
-        """Returns the advice to split the largest layer, and the layers like it, if that lowers the memory use."""
+        """Returns a remedy: splitting the largest layer, and the layers like it, if that lowers the memory use; else others."""
         largest = max(plan.layers, key=lambda layer: layer.nbytes)
         said = f"The largest layer, {largest.name!r}, takes {_bytes(largest.nbytes)}. "
         alike = ".".join("*" if part.isdecimal() else part for part in largest.name.split("."))

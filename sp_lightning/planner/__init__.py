@@ -4,7 +4,7 @@
 **Enters** in ``sp_lightning.__main__``; the command ``check`` is in ``comparison``. **Unused**, it is not imported. A plan uses
 the predictions of ``tuning`` and the modes of ``activations``; other capabilities are imported for the options that need them.
 
-The command ``plan`` runs these files in order:
+The command ``plan`` uses these files in this order:
 
 - ``arguments``: parses the arguments into a ``Question``. It does not import torch, so that ``--help`` is fast.
 - ``plan_command``: answers each question and prints the answers.
@@ -12,7 +12,8 @@ The command ``plan`` runs these files in order:
   diffusion models; ``adapters`` implements ``--lora``, and ``scaling`` implements ``--scale``.
 - ``estimate``: runs a batch without values (``dry_run``, ``known_values``), and computes the host memory (``host``).
 - ``answer``: predicts each window of a range; ``trials`` predicts several trainings at once; ``budget`` implements ``--hours``.
-- ``remedies``: if nothing fits, finds changes that do. ``verdict`` and ``report`` format the answer.
+- ``remedies``: if plain Lightning does not fit, finds changes of the question with which the model fits. ``verdict`` and
+  ``report`` format the answer.
 
 ``rates`` measures a machine; ``measured`` reads the file with its rates and the reports of runs. ``commands`` has ``convert`` and
 Lightning's CLI.

@@ -15,14 +15,15 @@ from sp_lightning.model.found import is_stack
 def add_adapters(module: nn.Module, rank: int) -> list[str]:
     """Freezes a module, and adds the adapters that PEFT's ``LoraConfig(r=rank, target_modules="all-linear")`` adds.
 
-    All linear layers get an adapter, also layers that are never called. The output head of a transformers model does not.
+    All linear layers get an adapter, even layers that are never called, except the output head of a transformers model.
 
     Args:
         module: the model. The names of its modules do not change.
         rank: the rank of each adapter.
 
     Returns:
-        A sentence that names the stacked experts whose adapters are not counted; no sentence without such experts.
+        A list with one sentence, which names the stacked experts whose adapters are not counted; an empty list if the module
+        has no stacked experts.
 
     Raises:
         ValueError: the module has no linear layers, or has adapters already.
@@ -50,7 +51,11 @@ def add_adapters(module: nn.Module, rank: int) -> list[str]:
 
 
 def _inputs(module: nn.Module) -> int | None:
-    """Returns the number of input features; None if the module is not linear. GPT-2's ``Conv1D`` has the transposed weight."""
+    """Returns the number of input features of a linear layer; None for any other module.
+
+    GPT-2's ``Conv1D`` is a linear layer with a weight of inputs × outputs. It is found by its name, without an import of
+    transformers.
+    """
     if isinstance(module, nn.Linear):
         return module.in_features
     weight: Any = module.weight if type(module).__name__ == "Conv1D" else None
@@ -58,4 +63,5 @@ def _inputs(module: nn.Module) -> int | None:
 
 
 def _adapted(down: nn.Module, up: nn.Module, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Returns the output of a linear layer plus that of its adapter. This is a forward hook of the layer."""
     return output + up(down(inputs[0]))

@@ -18,7 +18,7 @@ from sp_lightning.tuning.choices import SAME
 from sp_lightning.tuning.visits import Prediction
 from sp_lightning.updates.step_context import compiles
 
-_NOTICED = 0.005  # the least share of the time that rounds to a percent
+_NOTICED = 0.005  # the least share of the time that is rounded to 1 %
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Row:
     Attributes:
         plan: the plan for this window.
         modes: the activation mode of each unit.
-        device_bytes: device memory of weights, gradients and activations.
-        prediction: the time of a batch.
+        device_bytes: device memory of weights, gradients, optimizer steps on the device, activations and intermediate results.
+        prediction: the predicted time of a batch.
         fits: True if the device has enough memory.
-        estimate: the estimate of the model. ``--gpu-layers auto`` is replaced by the number of layers that stay.
+        estimate: the estimate of the model. In its question, ``--gpu-layers auto`` is replaced by the number of staying layers.
     """
 
     plan: Plan
@@ -54,10 +54,11 @@ class Answer:
 
     Attributes:
         question: the question.
-        estimate: the estimate of the model, with the number of staying layers of the row that is shown.
-        rows: one for each window.
-        best: among the fastest windows that fit, the one with the least memory; None if no window fits.
-        prompt_seconds: the time before the first token. None if nothing is generated, or no window fits.
+        estimate: the estimate of :attr:`shown`.
+        rows: the rows of all windows.
+        best: of the fastest windows that fit, the row with the least device memory. None if no window fits into device memory,
+            or if host memory is too small.
+        prompt_seconds: the time before the first token. None if no tokens are generated, or if ``best`` is None.
     """
 
     question: Question
@@ -68,13 +69,13 @@ class Answer:
 
     @property
     def fits_plain(self) -> bool:
-        """True if plain Lightning is known to fit into device memory."""
+        """True if plain Lightning is known to fit into device memory. False without a limit, or with unknown activations."""
         limit = self.question.gpu_memory
         return limit is not None and not self.estimate.why_guessed and self.estimate.plain_bytes <= limit
 
     @property
     def fits_checkpointed(self) -> bool:
-        """True if plain Lightning with activation checkpointing is known to fit into device memory."""
+        """As :attr:`fits_plain`, for plain Lightning with activation checkpointing in each layer."""
         limit = self.question.gpu_memory
         return limit is not None and not self.estimate.why_guessed and self.estimate.checkpointed_bytes <= limit
 
@@ -91,7 +92,7 @@ class Answer:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if the model fits as asked, 1 if it does not, 3 if this is unknown."""
+        """The exit status: 0 if the model fits as asked, 1 if it does not fit, 3 if activations are unknown."""
         if self.fits_plain:
             return 0
         if self.best is None:
@@ -100,9 +101,10 @@ class Answer:
 
     @cached_property
     def without_waits(self) -> dict[str, float]:
-        """Seconds of a batch of the row that is shown, predicted without each cause of stalls."""
+        """By cause of stalls: the seconds of a batch with the window of :attr:`shown`, predicted without this cause."""
         rates = self.estimate.rates
         row = self.shown
+        # A cause whose rates are unlimited already causes no stalls: one device sums no gradients, for example.
         causes = [what for what, change in _changes(self.estimate).items() if replace(rates, **change) != rates]
         causes += ["updates", *["activations"] * ("offload" in row.modes.values())]
         return {what: _seconds_without(self.estimate, row, {what}) for what in causes}
@@ -111,8 +113,9 @@ class Answer:
     def waits(self) -> dict[str, float]:
         """Seconds that the device stalls, by cause.
 
-        Sorted: first the cause whose removal saves the most time. The seconds of a cause are the time that its removal saves if
-        the causes before it are removed already. The last entry, ``several things at once``, has the rest.
+        The cause whose removal alone saves the most time is first. The seconds of a cause are the time that its removal saves if
+        all causes before it are removed already. A cause whose removal alone saves less than 0.5 % of the time has no entry. The
+        last entry, ``several things at once``, has the remaining seconds.
         """
         alone = self.without_waits
         seconds = self.shown.prediction.seconds
@@ -135,7 +138,7 @@ class Answer:
         if unit := self.estimate.unit:
             count, what = asked.batch_size, unit
         elif asked.generate is not None:
-            count = asked.batch_size
+            count = asked.batch_size  # the predicted time is that of one token of each sequence
         elif asked.input is not None:
             count, what = asked.input[0], "samples"
         elif "token" not in items:
@@ -152,7 +155,8 @@ class Answer:
 def stepped(estimate: Estimate, overlap: AskedOverlap, place: Place) -> Estimate | None:
     """Returns the estimate with another ``optimizer_overlap`` or ``optimizer_on``.
 
-    Returns None if the question does not allow this, or if nothing is trained.
+    Returns None if the question does not allow this change, if nothing is trained, or if the optimizer cannot run in the
+    background and another ``optimizer_overlap`` is asked.
     """
     question = estimate.question.but(optimizer_overlap=overlap, optimizer_on=place)
     step = estimate.step
@@ -168,12 +172,15 @@ def stepped(estimate: Estimate, overlap: AskedOverlap, place: Place) -> Estimate
 
 
 def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, int]]:
-    """Returns optimizer options that may be faster. Values are the seconds of a batch and the additional device memory."""
+    """Returns the seconds of a batch and the additional device memory for optimizer options that may be faster.
+
+    The keys are the options as words of the command line.
+    """
     asked = estimate.question
     found: dict[str, tuple[float, int]] = {}
     keeps = asked.but(gpu_layers="auto")
     if not asked.gpu_layers and not any(True for _ in contradictions(keeps)):
-        # Layers stay in the device memory beside the window and its activations, which do not change.
+        # Layers stay in the device memory that the row leaves free. Its window and activation modes do not change.
         with_layers = replace(estimate, question=keeps).staying(row.plan.k, row.plan.k_prime)
         plan = with_layers.plan(row.plan.k, row.plan.k_prime)
         if plan.stay:
@@ -181,6 +188,7 @@ def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, in
             found[changed(asked, with_layers.question)] = with_layers.predict(plan, row.modes).seconds, more
     ways: list[tuple[AskedOverlap, Place]] = []
     if estimate.step is not None and estimate.step.overlap == "forward":
+        # The default is preferred, because its option is left out.
         overlap: AskedOverlap = "auto" if asked.but(optimizer_overlap="auto").mode == "backward" else "backward"
         ways.append((overlap, asked.optimizer_on))
     if asked.optimizer_on == "cpu":
@@ -194,7 +202,13 @@ def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, in
 
 
 def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:
-    """Returns the seconds of a batch, predicted without some causes of stalls."""
+    """Returns the seconds of a batch, predicted without some causes of stalls.
+
+    Args:
+        estimate: the estimate of the model.
+        row: the window, and the activation modes.
+        causes: keys of :func:`_changes`, ``updates``, or ``activations`` (all activations are then kept on the device).
+    """
     changes = [change for what, change in _changes(estimate).items() if what in causes]
     rates = replace(estimate.rates, **{name: value for change in changes for name, value in change.items()})
     modes: Modes = dict.fromkeys(row.modes, "keep") if "activations" in causes else row.modes
@@ -202,7 +216,7 @@ def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:
 
 
 def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
-    """Returns the changes of the rates that remove each cause of stalls."""
+    """Returns, for each cause of stalls, the changed rates that remove it."""
     return {
         # In inference, only uploads read host memory.
         "fetches": {"upload": math.inf} | ({"host_memory": math.inf} if estimate.question.predict else {}),
@@ -215,7 +229,7 @@ def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
 
 
 def answer(estimate: Estimate) -> Answer:
-    """Predicts the asked windows, or a range of windows."""
+    """Predicts the asked windows, or a default range of windows, and chooses the best one."""
     best = None
     prompt_seconds = None
     asked = estimate.question
@@ -231,7 +245,11 @@ def answer(estimate: Estimate) -> Answer:
 
 
 def _windows(estimate: Estimate) -> list[tuple[int, int]]:
-    """Returns the asked pairs of k and k'; by default k is each power of two, the number of layers, and the largest that fits."""
+    """Returns the asked pairs of k and k'.
+
+    By default, k is 1, 2, 4, … 64, and with a memory limit the largest number that fits; k' is 1 or 2. Pairs with more slots
+    (k + k') than layers are left out, except the smallest window.
+    """
     asked = estimate.question
     count = max(len(estimate.found.layers), 1)
     together = asked.k_prime or (1, 2)

@@ -26,7 +26,7 @@ from sp_lightning.registry import is_installed, needed_for
 PROGRAM = (
     "superpipeline" if [Path(word).name for word in sys.argv[:1]] == ["superpipeline"] else "python -m sp_lightning"
 )
-"""The words by which the user called the command line."""
+"""The name of the program in usage texts and in printed command lines."""
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
 WANTED = (
@@ -44,13 +44,13 @@ PRECISIONS = {
     "bf16-mixed": ("float32", "bfloat16"),
     "16-mixed": ("float32", "float16"),
 }
-"""For each of Lightning's precisions: torch's names of the parameters' dtype and of autocast's dtype (None: no autocast)."""
+"""By Lightning's name of a precision: torch's names of the dtypes of parameters and of autocast (None: no autocast)."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 Overlap = Literal["off", "forward", "backward"]
 Place = Literal["cpu", "gpu"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 PLACES: tuple[Place, ...] = get_args(Place)
-"""The values of ``optimizer_overlap`` and ``optimizer_on`` that are known before a run."""
+"""The values of ``optimizer_overlap`` and ``optimizer_on``, without ``auto``."""
 SEVERAL = ("model", "precision", "batch_size", "tokens", "activations", "scale")
 """The arguments that may have several values. Each combination is a separate question."""
 
@@ -101,7 +101,7 @@ _MEASURE_HOST = "measure Python's time for each layer call on this machine, in a
 
 
 def _size(text: str) -> int:
-    """Parses bytes: ``24GiB``, ``24GB`` (10⁹), or ``24G`` and ``24``, which mean GiB, as the memory of graphics cards."""
+    """Parses a size in bytes: ``24GiB``, or ``24GB`` (24 · 10⁹). ``24G`` and ``24`` mean GiB, as for graphics cards."""
     try:
         return parse_bytes("it", f"{text}GiB" if re.fullmatch(r"\d+(\.\d+)?", text) else text)
     except ValueError as error:
@@ -114,6 +114,7 @@ def _rate(text: str) -> float:
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a rate. For example 25 (GB/s), 25GB/s or 200Gb/s")
     number, prefix, binary, unit = match.groups(default="")
+    # The index of the prefix is the exponent: kilo 1, mega 2, giga 3, tera 4.
     scale = (1024 if binary else 1000) ** " kMGT".index(prefix or " ") if unit else 1e9
     return float(number) * scale / (8 if unit in ("b", "bit") else 1)
 
@@ -125,7 +126,7 @@ def _count(text: str) -> int:
 
 
 def _share(text: str) -> Share:
-    """Parses a number of layers: ``8``; a share of them: ``0.5``; or ``auto``."""
+    """Parses a number of layers (``8``), a share of the layers (``0.5``; ``1.0`` is all of them, ``1`` is one), or ``auto``."""
     with suppress(ValueError):
         if text == "auto":
             return "auto"
@@ -137,7 +138,7 @@ def _share(text: str) -> Share:
 
 
 def _pixels(text: str) -> int | tuple[int, int]:
-    """Parses the pixels on each side: ``1024``; or height and width: ``480x832``."""
+    """Parses the pixels on each side (``1024``), or height and width (``480x832``)."""
     match = re.fullmatch(r"(\d+)(?:[x×](\d+))?", text)
     height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not (height and width):
@@ -146,12 +147,12 @@ def _pixels(text: str) -> int | tuple[int, int]:
 
 
 def in_pixels(size: int | tuple[int, int] | None) -> str:
-    """Returns an image size as the command line has it."""
+    """Returns an image size in the format of the command line."""
     return "x".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
 def _amount(text: str) -> int:
-    """Parses a number with a suffix: ``500M``, ``1.5B``, ``2T``."""
+    """Parses a number, with or without a suffix: ``500M``, ``1.5B`` or ``1.5G`` (10⁹), ``2T``."""
     match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?) *([kKMGBT]?)", text)
     found = match and round(float(match[1]) * 1000 ** (" KMBT".index((match[2] or " ").upper().replace("G", "B"))))
     if not found:
@@ -160,12 +161,12 @@ def _amount(text: str) -> int:
 
 
 def _precision(text: str) -> str:
-    """Returns Lightning's full name of a precision for its full or short name."""
+    """Returns Lightning's full name of a precision for its full or short name. An unknown name is returned unchanged."""
     return {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "fp32": "32-true"}.get(text, text)
 
 
 def _clip(text: str) -> str:
-    """Returns the algorithm of gradient clipping. A number means a norm, as in ``gradient_clip_val=1.0``."""
+    """Returns the algorithm of gradient clipping for its name. A number stands for ``norm``, as in ``gradient_clip_val=1.0``."""
     return "norm" if re.fullmatch(r"\d*\.?\d+", text) else text
 
 
@@ -186,7 +187,11 @@ def _option(meaning: str, **how: Any) -> dict[str, Any]:
 
 
 class DefaultSize(int):
-    """A default size. It is lowered if the model does not take as much."""
+    """A number of tokens that the user did not give.
+
+    If the model takes fewer, the number is lowered. A number that the user gave raises an error instead. Diffusion models replace
+    it by the usual length of a prompt.
+    """
 
 
 @dataclass(frozen=True)
@@ -196,9 +201,9 @@ class Measured:
     Attributes:
         names: the arguments whose values were measured.
         tflops: TFLOP/s of the device, by torch's name of the dtype.
-        python: seconds of Python for each layer call, and for each weight in it; None if they were not measured.
+        python: seconds of Python for each layer call, and for each weight of its layers; None if they were not measured.
         synchronous: True if nothing else runs during a copy, as on the CPU.
-        drive: bytes/s of a disk. Remedies that add ``--disk`` use it.
+        drive: bytes/s of a disk, for remedies that add ``--disk``.
         slower: the time of a run divided by the predicted time.
         notes: sentences about the measurements.
     """
@@ -213,7 +218,10 @@ class Measured:
 
 
 class Question(argparse.Namespace):
-    """A question to ``plan``. Each attribute is an argument of the command line. Memory is in bytes, rates in bytes/s."""
+    """A question to ``plan``. Memory is in bytes, rates in bytes/s.
+
+    Each annotated attribute is an argument of the command line (see ``_arguments``). ``given`` and ``measured`` are not.
+    """
 
     # The model, its batch, and the task.
     model: Annotated[str, _option(WANTED, nargs="+")]
@@ -300,11 +308,11 @@ class Question(argparse.Namespace):
     def mode(self) -> Overlap:
         """When updates run.
 
-        For ``auto``, this is the choice of a run whose module and callbacks have no hooks before the step.
+        ``auto`` is replaced by the choice of a run whose module and callbacks have no hooks that run before the step.
         """
         if self.optimizer_overlap != "auto":
             return self.optimizer_overlap
-        waits = self.gradient_clip == "norm" or self.precision == "16-mixed"  # for all gradients
+        waits = self.gradient_clip == "norm" or self.precision == "16-mixed"  # a step waits for all gradients
         waits |= self.devices * self.nodes > 1 or self.disk is not None
         if self.optimizer_on == "gpu":
             waits |= self.gradient_clip is not None or self.stores_16_bits
@@ -312,11 +320,11 @@ class Question(argparse.Namespace):
 
     @property
     def frees(self) -> bool:
-        """True if a layer's gradients are freed right after its update."""
+        """True if a layer's gradients are freed right after its update in backward. On the CPU, ``auto`` keeps them."""
         return self.mode == "backward" and (self.optimizer_overlap == "backward" or self.optimizer_on == "gpu")
 
     def but(self, **changes: Any) -> Question:
-        """Returns the question with other values of some arguments. A measured ``tflops`` changes with the precision."""
+        """Returns the question with other values of some arguments. A measured ``tflops`` is set to that of the precision."""
         asked = Question(**{**vars(self), **changes})
         if "tflops" in asked.measured.names:
             dtype, autocast = PRECISIONS[asked.precision]
@@ -330,7 +338,7 @@ class Question(argparse.Namespace):
 
 
 def contradictions(question: Question) -> Iterator[str]:
-    """Yields the errors of a question that do not depend on the model: arguments that exclude or need each other."""
+    """Yields messages about arguments that exclude or need each other, as far as they do not depend on the model."""
     usual = _usual()
     for name, several in (("links", "devices"), ("network", "nodes")):
         if getattr(question, several) == 1 and getattr(question, name) != getattr(usual, name):
@@ -368,7 +376,7 @@ def contradictions(question: Question) -> Iterator[str]:
 
 
 def _against_staying(question: Question) -> Iterator[str]:
-    """Yields the errors of ``--gpu-layers``."""
+    """Yields messages about arguments that exclude ``--gpu-layers``, and about a missing ``--gpu-memory``."""
     others = {
         "keeps optimizer state in GPU memory, and --predict and --generate do not train": question.predict,
         "keeps layers on one device": question.devices * question.nodes > 1,
@@ -390,18 +398,18 @@ def separate(given: Question) -> list[Question]:
     values = [value if isinstance(value := getattr(given, name), list) else [value] for name in SEVERAL]
     chosen = [dict(zip(SEVERAL, each, strict=True)) for each in itertools.product(*values)]
     for name, does in (("plot", "draws"), ("trials", "is for")):
-        if getattr(given, name) not in (None, 1) and len(chosen) > 1:
+        if getattr(given, name) not in (None, 1) and len(chosen) > 1:  # None and 1 are the defaults
             raise ValueError(f"--{name} {does} one answer, and these are {len(chosen)} questions. Ask one of them.")
     return [given.but(**each) for each in chosen]
 
 
 def command(question: Question) -> str:
-    """Returns the command line of a question, with every argument that is not the default."""
+    """Returns the command line of a question, with all options that ``_given`` yields."""
     return shlex.join([*PROGRAM.split(), "plan", question.model, *itertools.chain(*_given(question))])
 
 
 def changed(before: Question, after: Question) -> str:
-    """Returns the options that one question adds to another; if it adds none, the options that it leaves out."""
+    """Returns the options of ``after`` that ``before`` lacks; if there are none, the options that ``after`` leaves out."""
     had = list(_given(before))
     has = list(_given(after))
     if more := [shlex.join(words) for words in has if words not in had]:
@@ -410,11 +418,14 @@ def changed(before: Question, after: Question) -> str:
 
 
 def _given(question: Question) -> Iterator[list[str]]:
-    """Yields the options of a question that are not the defaults, each as words of a command line."""
+    """Yields the options of a question that are not the defaults, each as words of a command line.
+
+    Measured values are left out: ``--rates`` is an option of the same command line.
+    """
     usual = _usual()
     for name, how in _arguments():
         value = getattr(question, name)
-        # With --hours, given arguments are fixed, even at their default; the others are searched.
+        # With --hours, arguments that the user did not give are searched. So given ones are kept even with their default value.
         kept = question.hours is not None and name in question.given and value is not None and value is not False
         if name == "model" or name in question.measured.names or (value == getattr(usual, name) and not kept):
             continue
@@ -439,7 +450,7 @@ def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def number_of(name: str, text: str) -> float:
-    """Returns the value of a numeric argument for its text."""
+    """Returns the value of a numeric argument of ``plan``, for example bytes/s of ``disk`` for ``7GB/s``."""
     return float(dict(_arguments())[name]["type"](text))
 
 
@@ -450,7 +461,8 @@ def read(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Name
         SystemExit: with status 2, after a message with the command's usage. For an unknown option it suggests a similar one.
         MissingCapabilityError: the folder of the package that has the command is missing.
     """
-    if arguments[:1] == ["check"]:  # without its folder, the parser does not have the command
+    # The parser lacks the command if its folder is missing. Its error would not give this reason.
+    if arguments[:1] == ["check"]:
         with needed_for("The command check", can_leave_out=False):
             import sp_lightning.comparison.command  # noqa: F401
     given, unknown = parser.parse_known_args(arguments, namespace=Question())
@@ -468,6 +480,7 @@ def _parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.Argume
 def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
     first = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
     known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    # --overlap, for example, is the end of --optimizer-overlap.
     longer = [flag for flag in known if flag.endswith(first.removeprefix("-"))]
     close = longer or [
         flag for flag in difflib.get_close_matches(first, known, 3, cutoff=0.66) if flag[2] == first.lstrip("-")[:1]
@@ -483,6 +496,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoRe
 
 
 def _flag(name: str) -> str:
+    """Returns the option of an argument. ``from_`` has its underscore because ``from`` is a keyword."""
     return f"--{name.rstrip('_').replace('_', '-')}"
 
 
@@ -495,7 +509,7 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
     """Returns the parser of the whole command line. Lightning's own commands are included only for ``--help``.
 
     Args:
-        usual: True to set arguments that are not given to their defaults. False to leave them out of the namespace.
+        usual: True to set arguments of ``plan`` that are not given to their defaults. False to leave them out of the namespace.
     """
     parser = argparse.ArgumentParser(prog=PROGRAM)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -520,7 +534,7 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="estimate memory and speed of a model, without loading its weights",
-        # The model comes first: an option with several values would take a model behind it as another value.
+        # The model is first: an option with several values would read a model after it as another value.
         usage="%(prog)s MODEL [MODEL ...] [options]",
         epilog=_STATUS,
     )

@@ -18,9 +18,9 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ACCUMULATED = (4, 16)
 _OVERLAPS: tuple[AskedOverlap, ...] = ("auto", "backward")
 _PRECISIONS = ("bf16-mixed", "bf16-true")
-_SHOWN = 5  # the number of ways that are shown
-_WINDOWS = 4  # the number of windows that are also tried with accumulation
-_GAIN = 1.02  # a larger batch must be faster by this factor, because a smaller one leaves more steps
+_SHOWN = 5  # the most ways to train that are printed
+_WINDOWS = 4  # the number of fastest windows that are tried with accumulation, too
+_GAIN = 1.02  # a larger batch must be faster by this factor, because a smaller batch leaves more optimizer steps
 _REPEATED = 4  # epochs in which repeated data is about as useful as new data (Muennighoff et al., arXiv 2305.16264)
 
 
@@ -31,8 +31,8 @@ class Budget:
     Attributes:
         answer: the options, with the best window.
         seconds: the given time.
-        count: tokens, images or samples in an optimizer step of all devices.
-        unit: the name of the counted items.
+        count: the number of items (tokens, images, …) in an optimizer step of all devices.
+        unit: the name of the items.
     """
 
     answer: Answer
@@ -47,22 +47,22 @@ class Budget:
 
     @property
     def steps(self) -> int:
-        """The number of optimizer steps in the time."""
+        """The number of optimizer steps in the given time."""
         return int(self.seconds / self.step_seconds)
 
     @property
     def total(self) -> int:
-        """Tokens, images or samples in all steps."""
+        """The number of items in all steps."""
         return self.steps * self.count
 
     @property
     def epochs(self) -> float | None:
-        """The number of passes over the data; None if its size was not given."""
+        """The number of passes over the data; None if :attr:`data` is None."""
         return None if self.data is None else self.total / self.data
 
     @property
     def data(self) -> int | None:
-        """Tokens, images or samples in the data; None if its size was not given."""
+        """The number of items in the data; None if the size of the data was not given, or does not count these items."""
         question = self.answer.question
         if self.unit == "tokens":
             return question.samples * question.tokens if question.samples else question.dataset_tokens
@@ -70,16 +70,17 @@ class Budget:
 
     @property
     def cost(self) -> float | None:
-        """The price of the time; None if no price was given."""
+        """The price of the given time; None if no price was given."""
         price = self.answer.question.price
         return None if price is None else price * self.seconds / 3600
 
 
 def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
-    """Returns ways to train that fit, unsorted.
+    """Returns ways to train that fit into memory, unsorted.
 
     Args:
-        asked: the question. Given arguments are fixed; the others are searched.
+        asked: the question. Arguments that the user gave are fixed. Precision, batch size, accumulation, and the place and
+            overlap of the optimizer are searched if the user did not give them.
         notify: is called with a message before each slow step.
 
     Raises:
@@ -112,7 +113,7 @@ def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
 
 
 def _with_enough(found: list[Budget], asked: Question) -> list[Budget]:
-    """Returns the ways whose step is not larger than the data.
+    """Returns the ways whose optimizer step does not have more items than the data.
 
     Raises:
         ValueError: the data cannot be counted, or the data or the time is less than one step.
@@ -141,14 +142,20 @@ def _with_enough(found: list[Budget], asked: Question) -> list[Budget]:
 
 
 def _fitting(estimate: Estimate) -> list[Budget]:
+    """Returns the ways that fit into memory, for one batch size and precision."""
     return [_budget(each) for each in _ways(estimate) if each.best is not None]
 
 
 def best_first(found: Iterable[Budget]) -> list[Budget]:
     """Sorts ways to train, the best first.
 
-    Ways with float32 weights come before ways that round updates, and ways with enough steps before ways with too few. Among
-    equals, the most items come first; among ways with too few steps, the most steps.
+    The criteria, in this order:
+
+    - float32 weights, before weights whose updates are rounded;
+    - at least ``--least-steps`` optimizer steps;
+    - the number of items; for ways with too few steps, the number of steps.
+
+    Then the way with the smallest step is moved to the front, of all ways with nearly as many items as the first one.
     """
 
     def kind(each: Budget) -> tuple[bool, bool]:
@@ -160,7 +167,7 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
 
     ordered = sorted(found, key=order)
     if ordered:
-        # Among ways with nearly as many tokens, the smallest step leaves the most steps.
+        # Of ways with nearly as many items, the one with the smallest step has the most steps.
         alike = [each for each in ordered if kind(each) == kind(ordered[0]) and each.total * _GAIN >= ordered[0].total]
         first = min(alike, key=lambda each: each.count)
         ordered = [first, *(each for each in ordered if each is not first)]
@@ -168,12 +175,15 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
 
 
 def _takes_batches(asked: Question) -> bool:
-    """Returns True if the model takes --batch-size. A factory's model has its own batch."""
+    """Returns True if batch sizes can be searched. The model of a factory usually has its own example batch."""
     return ":" not in asked.model
 
 
 def _ways(estimate: Estimate) -> Iterator[Answer]:
-    """Yields the answers for each ``optimizer_on``, ``optimizer_overlap`` and accumulation that the user did not fix."""
+    """Yields an answer for each combination of ``optimizer_on``, ``optimizer_overlap`` and accumulation.
+
+    Values that the user gave are fixed.
+    """
     asked = estimate.question
     for place in PLACES if "optimizer_on" not in asked.given else (asked.optimizer_on,):
         for overlap in _OVERLAPS if "optimizer_overlap" not in asked.given else (asked.optimizer_overlap,):
@@ -183,7 +193,7 @@ def _ways(estimate: Estimate) -> Iterator[Answer]:
 
 
 def _accumulated(found: Answer) -> Iterator[Answer]:
-    """Yields an answer. If the user did not fix accumulation, also yields answers with accumulation for its fastest windows."""
+    """Yields an answer and, if the user did not give the accumulation, answers with accumulation for the fastest windows."""
     yield found
     question = found.question
     if "accumulate_grad_batches" in question.given or found.best is None:
@@ -192,6 +202,7 @@ def _accumulated(found: Answer) -> Iterator[Answer]:
     ks = sorted({row.plan.k for row in rows})
     for accumulate in _ACCUMULATED:
         more = answer(replace(found.estimate, question=question.but(k=ks, accumulate_grad_batches=accumulate)))
+        # The answer's question, from which the command is printed, has the user's k instead of the tried numbers.
         yield replace(more, question=question.but(accumulate_grad_batches=accumulate))
 
 
@@ -204,7 +215,12 @@ def _budget(found: Answer) -> Budget:
 
 
 def in_words(found: list[Budget], asked: Question) -> list[str]:
-    """Returns the lines of the answer: the best way, its steps and options, and other ways."""
+    """Returns the lines of the answer: the best way to train, with its steps and options, and other ways.
+
+    Args:
+        found: the ways, the best first.
+        asked: the question.
+    """
     best = found[0]
     question = best.answer.question
     row = best.answer.shown
@@ -255,7 +271,7 @@ def _different(found: list[Budget]) -> Iterator[Budget]:
 
 
 def trainer_call(best: Budget) -> str:
-    """Returns the Python call that makes the Trainer."""
+    """Returns the Python call that creates the Trainer."""
     question = best.answer.question
     accumulate = ""
     if question.accumulate_grad_batches > 1:
@@ -279,9 +295,9 @@ def _cost(best: Budget) -> str:
 
 
 def sizes(found: list[Budget]) -> list[str]:
-    """Returns the expected loss of several sizes of a language model, and the size with the least.
+    """Returns lines with the expected loss of each size of a language model, and with the size that has the least loss.
 
-    Returns no lines for a single size, and for models that do not train on tokens.
+    There are no lines for a single size, or for models that do not train on tokens.
     """
     if len(found) < 2 or any(each.unit != "tokens" for each in found):
         return []
@@ -300,7 +316,7 @@ def sizes(found: list[Budget]) -> list[str]:
 
 
 def _fresh(each: Budget) -> float:
-    """Returns the trained tokens, without repetitions of the data beyond the fourth epoch."""
+    """Returns the number of trained tokens in the first four epochs, at least 1, because :func:`expected_loss` divides by it."""
     return max(1, each.total if each.data is None else min(each.total, _REPEATED * each.data))
 
 

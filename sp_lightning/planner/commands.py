@@ -15,6 +15,9 @@ from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 def run_lightning(arguments: list[str]) -> None:
     """Runs Lightning's CLI.
 
+    Args:
+        arguments: the arguments of the command line. The first one is the command, for example ``fit``.
+
     Raises:
         SystemExit: jsonargparse is missing, the arguments name no model, or a value in the configuration is invalid. The
             message has the reason.
@@ -28,14 +31,14 @@ def run_lightning(arguments: list[str]) -> None:
     try:
         from lightning.pytorch.cli import LightningCLI
 
-        # The CLI warns if it is given arguments that differ from sys.argv.
+        # The CLI warns if it gets arguments while sys.argv has arguments, too. So it reads sys.argv if both are the same.
         LightningCLI(args=arguments) if arguments != sys.argv[1:] else LightningCLI()
     except ModuleNotFoundError as error:
         if "jsonargparse" not in str(error):
             raise
         raise SystemExit(f'{error} Install it: pip install "jsonargparse[signatures]".') from error
     except ValueError as error:
-        # jsonargparse lists every type that it tried, and the whole value. The user needs only the reasons.
+        # The message of jsonargparse lists every type that was tried, and the whole value. The user needs only the reasons.
         tried = str(error).partition("\nErrors:\n  - ")[2].partition("\nGiven value type:")[0].split("\n  - ")
         reasons = [reason for reason in tried if reason and not reason.startswith("Expected a ")]
         if not reasons:
@@ -52,7 +55,7 @@ def run_convert(source: Path, target: Path, *, trust: bool) -> None:
         trust: True if the checkpoint may contain other objects than tensors and plain values.
 
     Raises:
-        ValueError, OSError: the checkpoint cannot be read or written.
+        ValueError, OSError: the checkpoint cannot be read or written, or the target exists.
     """
     io = AtomicCheckpointIO()
     if os.path.lexists(target):

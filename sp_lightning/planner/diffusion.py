@@ -21,12 +21,13 @@ from sp_lightning.torch_compat.private import disable_dispatch_modes
 
 INDEX = "model_index.json"
 """The file of a pipeline that lists its parts."""
+# The names of the trained part in pipelines.
 _TRAINED = ("transformer", "unet")
-# Keys are the names of dtypes in the header of a safetensors file.
+# The keys are the names of dtypes in the header of a safetensors file.
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-# Wan's image encoder turns the first frame into CLIP's patches and its class token.
+# The image encoder of Wan is CLIP's: the first frame becomes 256 patches and a class token.
 _IMAGE_TOKENS = 257
-# SDXL is conditioned on three pairs of numbers: sizes of the image and of its crop.
+# SDXL is conditioned on three pairs of numbers: the original size, the corner of the crop, and the target size.
 _TIME_IDS = 6
 
 
@@ -43,13 +44,14 @@ class _Family:
             - ``packed``: batch, tokens, channels
             - ``list``: a list of images
         text: the field of the config with the width of prompt embeddings; empty if the model takes no prompts.
-        tokens: the tokens of a prompt.
-        masked: True if pipelines pass a mask of the prompt's tokens.
+        tokens: the number of tokens of a prompt.
+        masked: True if the pipeline passes a mask of the prompt's tokens.
         scale: pixels on each side of a latent.
-        pack: latents on each side of a token, if the pipeline instead of the model makes tokens of latents.
-        size: height and width in pixels, if the config has no sample_size.
-        frames: the frames of a video; 0 for images.
-        frame_scale: frames per latent. The first latent is one frame.
+        pack: the latents on each side of a token, divided by the config's ``patch_size``. It is 2 if the pipeline packs latents
+            into tokens and the config does not count this.
+        size: height and width in pixels, for configs without ``sample_size``.
+        frames: the number of frames of a video; 0 for images.
+        frame_scale: frames per latent. The first latent has only one frame.
     """
 
     layout: Literal["image", "packed", "list", "video", "frames"]
@@ -89,7 +91,11 @@ _FAMILIES = {
 
 
 def import_diffusers(model: str, kind: str) -> Any:
-    """Imports diffusers outside of fake tensors, because its modules may make tensors.
+    """Imports diffusers without fake tensors, because its modules may create tensors during the import.
+
+    Args:
+        model: the name of the model, for the error.
+        kind: the class in the config, for the error.
 
     Raises:
         ImportError: diffusers is not installed.
@@ -105,12 +111,12 @@ def import_diffusers(model: str, kind: str) -> Any:
 
 
 def is_module(kind: object) -> bool:
-    """Returns True if a part's class is a module. Schedulers and tokenizers are not modules."""
+    """Returns True for a subclass of ``nn.Module``. The classes of schedulers and tokenizers are not modules."""
     return isinstance(kind, type) and issubclass(kind, nn.Module)
 
 
 def is_pipeline(raw: dict[str, Any]) -> bool:
-    """Returns True if a config is the index of a pipeline, which has the library and class of each part."""
+    """Returns True if a config is the index of a pipeline, with the library and class of each part."""
     return str(raw["_class_name"]).endswith("Pipeline")
 
 
@@ -118,7 +124,7 @@ def trained_part(raw: dict[str, Any], file: Path) -> str:
     """Returns the name of the trained part of a pipeline. Its folder has the same name.
 
     Raises:
-        ValueError: the pipeline has neither a transformer nor a UNet, or the config of this part is missing.
+        ValueError: the pipeline has no transformer and no UNet, or the config of the trained part is missing.
     """
     name = next((name for name in _TRAINED if _is_part(raw.get(name))), None)
     if name is None:
@@ -135,11 +141,18 @@ def trained_part(raw: dict[str, Any], file: Path) -> str:
 
 
 def _is_part(value: Any) -> bool:
+    """Returns True if a value of an index is the library and the class of a part. Both are None for a part that is left out."""
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, str) for each in value)
 
 
 def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
-    """Returns sentences on the other parts of a pipeline: their sizes, and the parts that could not be counted."""
+    """Returns sentences on the parts of a pipeline that are not trained: their sizes, and the parts that could not be counted.
+
+    Args:
+        raw: the index of the pipeline.
+        folder: the folder of the pipeline, with a folder for each part.
+        trained: the name of the trained part.
+    """
     sizes: dict[str, int] = {}
     unknown: list[str] = []
     for name, value in raw.items():
@@ -147,7 +160,7 @@ def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
             continue
         try:
             module = _made(folder / name, *value)
-        except Exception as error:  # for example a missing config; the report has the reason
+        except Exception as error:  # for example a missing config; the sentence has the reason
             said = str(error).splitlines()[0] if str(error) else ""
             unknown.append(f"{name} ({value[1]}: {type(error).__name__}: {said})")
             continue
@@ -169,9 +182,10 @@ def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
 
 
 def _made(folder: Path, library: str, kind: str) -> nn.Module | None:
-    """Returns a part of a pipeline, without memory; None if it has no weights, as a scheduler or tokenizer."""
+    """Returns a part of a pipeline, without memory; None for a part without weights, for example a scheduler or a tokenizer."""
     if library not in ("transformers", "diffusers"):
         raise ValueError(f"its library is {library}; expected transformers or diffusers")
+    # getattr imports the module of the class, which may create tensors (see import_diffusers).
     with disable_dispatch_modes():
         found: Any = getattr(importlib.import_module(library), kind)
     if not is_module(found):
@@ -185,13 +199,18 @@ def _made(folder: Path, library: str, kind: str) -> nn.Module | None:
 
 
 def stored_dtype(config: Path) -> torch.dtype | None:
-    """Returns the dtype of a model's weights: the config's, else that of the first safetensors file beside it, else None."""
+    """Returns the dtype of a model's weights; None if it is unknown.
+
+    The dtype is that of the config. If the config has none, it is the dtype of the first weight in a safetensors file of the
+    same folder.
+    """
     raw = json.loads(config.read_text())
     named = getattr(torch, str(raw.get("dtype") or raw.get("torch_dtype")), None)
     if isinstance(named, torch.dtype):
         return named
     for file in sorted(config.parent.glob("*.safetensors"))[:1]:
         with file.open("rb") as opened:
+            # The file begins with the length of its header in 8 bytes, and the header in JSON.
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         weights = [_DTYPES.get(value["dtype"]) for name, value in header.items() if name != "__metadata__"]
         return next(iter(weights), None)
@@ -199,7 +218,7 @@ def stored_dtype(config: Path) -> torch.dtype | None:
 
 
 def squared_error(outputs: Sequence[Tensor]) -> Tensor:
-    """Returns the loss of diffusion: the mean squared error of the predicted noise or velocity."""
+    """Returns the loss of diffusion: the mean squared error of the predicted noise or velocity, summed over the outputs."""
     return torch.stack(
         [(each.float() - torch.zeros_like(each, dtype=torch.float32)).square().mean() for each in outputs]
     ).sum()
@@ -209,8 +228,8 @@ class LatentInputs:
     """The arguments of the forward of a diffusion model.
 
     Attributes:
-        tokens: the tokens of a prompt; 0 if the model takes no prompts.
-        usual: default height and width of an image or a frame in pixels.
+        tokens: the number of tokens of a prompt; 0 if the model takes no prompts.
+        usual: the default height and width of an image or a frame in pixels.
         unit: ``images`` or ``videos``.
     """
 
@@ -219,10 +238,10 @@ class LatentInputs:
 
         Args:
             module: a model of diffusers.
-            file: its config, for messages.
+            file: the config of the model, for messages.
             batch: the number of images or videos.
-            tokens: the tokens of a prompt; None for the default.
-            frames: the frames of a video; None for the default.
+            tokens: the number of tokens of a prompt; None for the default.
+            frames: the number of frames of a video; None for the default.
 
         Raises:
             ValueError: the arguments of the model's forward are not known, or the model does not take prompts, videos, or this
@@ -244,6 +263,7 @@ class LatentInputs:
             raise ValueError(f"--tokens {tokens}: {kind} takes no prompts. Leave --tokens out.")
         if frames is not None and not family.frames:
             raise ValueError(f"--frames {frames}: {kind} takes images. Leave --frames out.")
+        # The first axis of rotary positions counts the tokens of a prompt. The tokens of the image share one more position.
         places = next(iter(self._of("axes_lens") or ()), math.inf)
         if tokens is not None and tokens >= places:
             raise ValueError(f"--tokens {tokens}: {str(file)!r} has {places} positions. Use --tokens {places - 1}.")
@@ -255,7 +275,7 @@ class LatentInputs:
                 f"--frames {self._frames}: {kind} takes 1 frame and a multiple of {family.frame_scale}. Use --frames "
                 f"{self._frames - more}."
             )
-        # With 3 channels, a latent is a pixel. A latent of Wan's VAE with 48 channels has 16 × 16 pixels.
+        # A model with 3 channels takes pixels instead of latents. A latent of Wan's VAE with 48 channels has 16 × 16 pixels.
         self._scale = {3: 1, 48: 16}.get(self._of("in_channels"), family.scale)
         sample = self._of("sample_size")
         sides = [sample, sample] if isinstance(sample, int) else sample
@@ -269,7 +289,7 @@ class LatentInputs:
 
     @property
     def _patch(self) -> tuple[int, int, int] | None:
-        """The frames, rows and columns of latents in a token; None for a UNet."""
+        """The size of a token in frames, rows and columns of latents; None for a UNet."""
         size = self._of("patch_size") or next(iter(self._of("all_patch_size") or ()), None)
         if size is None:
             return None
@@ -279,10 +299,13 @@ class LatentInputs:
         return self._of("patch_size_t") or 1, side, side
 
     def _latents(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """Returns the frames, rows and columns of latents.
+        """Returns the frames, rows and columns of latents of one image or video.
+
+        Args:
+            size: height and width in pixels.
 
         Raises:
-            ValueError: the size is not a multiple of the pixels of a latent, or of a token.
+            ValueError: the size is not a multiple of the pixels of a token, or for a UNet of a latent.
         """
         time, *sides = self._patch or (1, 1, 1)
         steps = [self._scale * side for side in sides]
@@ -294,21 +317,22 @@ class LatentInputs:
                 f"--image {asked}: {self._kind} takes multiples of {pixels} pixels. Use --image {instead}."
             )
         frames = (max(self._frames, 1) - 1) // self._family.frame_scale + 1
+        # Frames are rounded up to whole tokens.
         return -(-frames // time) * time, size[0] // self._scale, size[1] // self._scale
 
     def _grid(self, size: tuple[int, int]) -> tuple[int, int, int]:
-        """Returns the frames, rows and columns of tokens; of latents for a UNet."""
+        """Returns the frames, rows and columns of tokens; for a UNet, those of latents."""
         frames, rows, columns = self._latents(size)
         time, height, width = self._patch or (1, 1, 1)
         return frames // time, rows // height, columns // width
 
     def positions(self, size: tuple[int, int]) -> int:
-        """Returns the number of tokens of an image or a video; of latents for a UNet."""
+        """Returns the number of tokens of an image or a video; for a UNet, the number of latents."""
         frames, rows, columns = self._grid(size)
         return frames * rows * columns
 
     def items(self, size: tuple[int, int]) -> str:
-        """Returns a batch in words; the size is in pixels."""
+        """Returns a description of the batch, for images of ``size`` pixels (height and width)."""
         frames, rows, columns = self._latents(size)
         many = self._batch > 1
         one = "video" if self._family.frames else "image"
@@ -324,7 +348,7 @@ class LatentInputs:
 
     def arguments(self, size: tuple[int, int]) -> dict[str, Any]:
         """Returns the arguments of the forward. Floating-point tensors have torch's default dtype."""
-        # The latents are the first argument of each forward.
+        # The latents are the first argument of the forward of every model.
         made: dict[str, Any] = {self._taken[0]: self._noise(size)}
         for name, value in self._more(size):
             if name in self._taken:
@@ -346,12 +370,15 @@ class LatentInputs:
         return torch.zeros(self._batch, *between, *sides)
 
     def _more(self, size: tuple[int, int]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Yields functions that make the inputs of a forward other than latents and times, with their names."""
+        """Yields the names of all inputs except latents and times, each with a function that creates the input.
+
+        The forward of a model takes only some of these inputs.
+        """
         batch, tokens, family = self._batch, self.tokens, self._family
         grid, positions = self._grid(size), self.positions(size)
         if family.text:
             width = self._of("encoder_hid_dim") or self._of(family.text)
-            width = width if isinstance(width, int) else width[0]
+            width = width if isinstance(width, int) else width[0]  # a UNet may have a width for each of its blocks
             yield "encoder_hidden_states", lambda: torch.zeros(batch, tokens, width)
             yield "cap_feats", lambda: [torch.zeros(tokens, width) for _ in range(batch)]
         if family.masked:

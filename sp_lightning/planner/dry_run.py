@@ -1,8 +1,8 @@
 """A dry run: measures the FLOPs, activations and weight uses of each layer in a batch, without a device and without memory.
 
 The batch runs forward and backward under torch's ``FakeTensorMode``: tensors have shapes, dtypes and lifetimes, but no data.
-Every operator is counted: its FLOPs by torch's formula, or its bytes if there is no formula. The bytes of all tensors that
-are alive, except parameters, are counted as well. A model of 70 billion parameters takes a few seconds.
+Every operator is counted: the bytes that it reads and writes and, if a formula for it is known, its FLOPs. The bytes of all
+tensors that are alive are counted as well, except weights and buffers. A model of 70 billion parameters takes a few seconds.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from sp_lightning.torch_compat.private import (
 from sp_lightning.tuning.visits import Visit
 
 FUSED = 1 / 3
-"""The assumed time of elementwise operations in compiled blocks, divided by that in eager ones.
+"""The time of elementwise operations in compiled blocks, divided by their time in eager blocks. Assumed, not measured.
 
-OneTrainer (#1114) reports 25 to 35 % less time for whole steps: about this, if they are half of an eager step. Not measured
-here."""
+OneTrainer (#1114) reports 25 to 35 % less time for whole steps. This is about the same if elementwise operations take half of
+an eager step."""
 
 
 @dataclass
 class Cost:
-    """The computation of one layer call, or between layer calls.
+    """The computation of one layer call, or that between two layer calls.
 
     Attributes:
         layers: indices of the layers whose forward or backward runs; empty between layer calls.
@@ -57,7 +57,7 @@ class Cost:
         read: bytes that matrix products, convolutions and attention read and write. Reading the weight bounds the time of a
             product with few rows.
         moved: bytes that all other operators read and write.
-        needs: in backward, the layers whose weights are needed, as keys in the order of use.
+        needs: in backward, the indices of the layers whose weights are needed, as keys in the order of use.
         share: in forward, the share of stacked experts that tokens are routed to.
     """
 
@@ -87,13 +87,13 @@ class Work:
     """The computation and activations of a batch.
 
     Attributes:
-        costs: the cost of each layer call, in order.
-        activation_bytes: the peak of the bytes of all tensors except parameters and uploaded casts: activations,
-            intermediate results, gradients of activations, the gradients of the layer that is in backward.
+        costs: the costs of layer calls, and of the computation between them, in order.
+        activation_bytes: the peak of the bytes of all tensors except weights, uploaded casts and buffers: activations,
+            intermediate results, gradients of activations, and the gradients of the layer that is in backward.
         calls: the unit calls in the order of the forward, without the small storages that they save.
         small: the same calls with only the small storages, which are kept or recomputed but never offloaded.
-        outside: bytes of activations outside of all units, usually in the loss. No mode changes them.
-        largest_outside: the largest tensor saved outside of units; None if all of them are small.
+        outside: bytes of activations that are saved outside of all units, usually by the loss. No mode changes them.
+        largest_outside: the largest tensor that is saved outside of units; None if all such tensors are small.
         whole: the names of tables that are read as a whole, not only by rows.
     """
 
@@ -107,33 +107,35 @@ class Work:
 
     @property
     def offloaded(self) -> int:
-        """Bytes of activations on the host if all units are offloaded."""
+        """Bytes of activations in host memory if all units are offloaded."""
         return sum(call.saved for call in self.calls[:-EXEMPT])
 
     def saved(self, modes: Mode | Modes) -> int:
-        """Returns the peak bytes of activations on the device, with one mode for all units or one for each."""
+        """Returns the peak bytes of activations on the device. ``modes`` is one mode for all units, or the mode of each unit."""
         if isinstance(modes, str):
             modes = dict.fromkeys((call.unit for call in self.calls), modes)
         stay, calls = self.outside, []
         for call, small in zip(self.calls, self.small, strict=True):
             if modes[call.unit] == "offload":
-                stay += small.saved
+                stay += small.saved  # counted until the end, although backward frees them earlier
                 calls.append(call)
             else:
                 calls.append(Call(call.unit, call.saved + small.saved, call.inputs + small.inputs))
         return peak_bytes(calls, modes) + stay
 
     def alive(self, modes: Mode | Modes) -> int:
-        """Returns ``activation_bytes`` with these modes."""
+        """Returns :attr:`activation_bytes` with other modes. In the dry run, all activations are kept."""
         return self.activation_bytes - self.saved("keep") + self.saved(modes)
 
     def visits(self, *, flops: float, memory: float, compiled: Collection[int] = ()) -> list[Visit]:
         """Returns the layer calls with their times.
 
+        The time of a call is the longer one of its FLOPs and its ``read`` bytes, plus that of its ``moved`` bytes.
+
         Args:
             flops: the device's FLOP/s.
-            memory: bytes/s of its memory.
-            compiled: the indices of layers that are compiled.
+            memory: bytes/s of the device's memory.
+            compiled: the indices of compiled layers. Their ``moved`` bytes take :data:`FUSED` of the time.
         """
         fused = [FUSED if any(layer in compiled for layer in cost.layers) else 1.0 for cost in self.costs]
         return [
@@ -169,7 +171,7 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
         for parameter in found.places:
             if parameter.requires_grad:
                 stack.callback(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
-        # Lightning's precision plugins disable autocast's cache as well.
+        # Autocast caches no casts, as in a run: Lightning's precision plugins disable its cache.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         stack.enter_context(_Fused())
@@ -178,8 +180,8 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
             loss = run()
         if loss is not None:
             trial.now = trial.begin((), backward=True)
-            # _Fused must stay active in backward, because checkpoints compute forwards there. torch disables a mode while
-            # the mode handles a call, and it would handle loss.backward().
+            # _Fused must stay active in backward, in which checkpoints compute forwards again. torch disables a mode while
+            # the mode handles a call. So this is not loss.backward(), which _Fused would handle.
             torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
     outside = saves.outside()
     large = (saved for saved in outside if not is_small(saved.nbytes))
@@ -199,8 +201,8 @@ class _Saves:
         self.calls: list[Call] = []
         self.small: list[Call] = []  # the same calls with their small storages
         self._now: int | None = None  # the index of the running call
-        self._above: list[int | None] = []  # the indices of its enclosing calls
-        # The keys are addresses of storages. A weak reference to a storage prevents that its address is used again.
+        self._above: list[int | None] = []  # the indices of the calls around the running call
+        # The keys are storage_id. A weak reference to a storage prevents that another storage gets the same number.
         self._seen: dict[int, StorageWeakRef] = {}  # storages saved in units
         self._given: dict[int, StorageWeakRef] = {}  # storages of the arguments of units
         self._between: dict[int, StorageWeakRef] = {}  # storages saved outside of units
@@ -210,8 +212,8 @@ class _Saves:
     def counted(self, units: Mapping[str, nn.Module]) -> Iterator[None]:
         """Counts the activations of the forward in this context.
 
-        A tensor that is saved inside ``torch.utils.checkpoint`` is not counted: the checkpoint installs saved-tensor hooks of its
-        own, and autograd calls the innermost hooks only.
+        A tensor that is saved inside ``torch.utils.checkpoint`` is not counted: the checkpoint installs its own saved-tensor
+        hooks, and autograd calls only the innermost hooks.
         """
         with ExitStack() as stack:
             for name, unit in units.items():
@@ -222,7 +224,7 @@ class _Saves:
             yield
 
     def outside(self) -> list[Saved]:
-        """Returns the tensors that are saved only outside of units."""
+        """Returns the tensors that are saved outside of units, except those whose storage is also saved in a unit."""
         return [saved for key, saved in self._outside.items() if key not in self._seen]
 
     def _enter(self, unit: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -238,6 +240,10 @@ class _Saves:
         self._now = self._above.pop()
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        """Counts a saved tensor, and returns a detached one.
+
+        Not counted: weights, uploaded casts, buffers, and tensors that a run cannot offload, for example conjugate views.
+        """
         if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or self._stays(tensor)):
             if self._now is not None:
                 nbytes = count_once(tensor, self._seen, small=True)
@@ -245,17 +251,17 @@ class _Saves:
                 calls[self._now] = replace(calls[self._now], saved=calls[self._now].saved + nbytes)
             elif nbytes := count_once(tensor, self._between, small=True):
                 self._outside[storage_id(tensor.untyped_storage())] = Saved(nbytes, tensor.dtype, tensor.shape)
-        return tensor.detach()  # a node that saves its own output would keep itself alive forever
+        return tensor.detach()  # a graph node that saves its own output would keep itself alive forever
 
 
 class _Trial(TorchDispatchMode):
-    """Counts operators, and adds them to the cost of the current layer call (``now``)."""
+    """Adds each operator to the cost of the current layer call (``now``), and counts the bytes of tensors that are alive."""
 
     def __init__(self, found: Found) -> None:
         super().__init__()
         self._costs: list[Cost] = []
         self._above: list[Cost] = []
-        # Bytes that are alive, without parameters, uploaded casts and buffers: the peak, and the current number.
+        # Bytes of the storages that are alive, without weights, uploaded casts and buffers: the peak, and the current number.
         self.peak = self._alive = 0
         self._living: dict[int, Any] = {}  # for each storage that is alive, the finalizer that subtracts its bytes
         self._weights = {
@@ -263,6 +269,7 @@ class _Trial(TorchDispatchMode):
             for index, layer in enumerate(found.layers)
             for _, p in (*layer.parameters, *layer.lowered)
         }
+        # Residents are weights, but no backward needs a layer for them.
         self._weights.update({storage_id(p.untyped_storage()): -1 for _, p in found.residents.parameters})
         self._tables = {storage_id(p.untyped_storage()): t.name for t in found.tables for _, p in t.parameters}
         self.whole: set[str] = set()
@@ -272,12 +279,12 @@ class _Trial(TorchDispatchMode):
         staying += [p for _, module in found.aside for p in module.parameters()]
         self._addresses = {storage_id(tensor.untyped_storage()) for tensor in staying}
         self._lowered = {storage_id(p.untyped_storage()) for layer in found.layers for _, p in layer.lowered}
-        # The casts of these weights. They are kept alive, so that their addresses are not used again.
+        # The casts of the weights in _lowered. They are kept alive, so that no other storage gets the same storage_id.
         self._casts: list[Tensor] = []
         self.now = self.begin((), backward=False)
 
     def begin(self, layers: tuple[int, ...], *, backward: bool) -> Cost:
-        """Adds an empty cost and returns it. The caller assigns it to ``now``."""
+        """Adds an empty cost and returns it. The caller assigns the cost to ``now``."""
         self._costs.append(Cost(layers, backward))
         return self._costs[-1]
 
@@ -290,7 +297,7 @@ class _Trial(TorchDispatchMode):
     def leave(self, layers: tuple[int, ...], module: nn.Module, args: Any, output: Any) -> None:
         """Ends a layer call. This is a forward hook of modules that use layers.
 
-        The cost of the enclosing call continues. Gradient hooks on the outputs detect the backward.
+        A new cost continues the enclosing call. Gradient hooks on the outputs detect when the backward of this call begins.
         """
         above = self._above.pop()
         self.now = self.begin(above.layers, backward=above.backward)
@@ -299,6 +306,7 @@ class _Trial(TorchDispatchMode):
                 tensor.register_hook(partial(self._touch, layers))
 
     def _touch(self, layers: tuple[int, ...], gradient: Tensor) -> None:
+        """Begins the backward of a layer call. The gradient of a second output of the same call begins nothing."""
         if not (self.now.backward and self.now.layers == layers):
             self.now = self.begin(layers, backward=True)
 
@@ -307,6 +315,7 @@ class _Trial(TorchDispatchMode):
         return tuple(cost for cost in self._costs if cost.layers or cost.flops or cost.moved)
 
     def _see(self, tensor: Tensor) -> None:
+        """Counts the storage of a tensor as alive until the storage is freed."""
         storage = tensor.untyped_storage()
         key, nbytes = storage_id(storage), storage.nbytes()
         if key not in self._living:
@@ -319,19 +328,20 @@ class _Trial(TorchDispatchMode):
             self._alive -= nbytes
 
     def stays(self, tensor: Tensor) -> bool:
-        """Returns True if a tensor has the memory of a weight, an uploaded cast, or a buffer."""
+        """Returns True if a tensor has the memory of a weight, an uploaded cast, a buffer, or a module that is moved whole."""
         key = storage_id(tensor.untyped_storage())
         return key in self._weights or key in self._addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # reads a tensor's device; the most frequent operator
+        if func.namespace == "prim":  # a short path for reading a tensor's device, the most frequent operator
             return args[0].device if func is torch.ops.prim.device.default else func(*args, **(kwargs or {}))
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a quantised weight calls operators on its parts, which are counted
-        with no_torch_functions():  # _Fused is only for calls of the model
+            return NotImplemented  # a quantised weight then calls operators on its plain tensors, which are counted
+        with no_torch_functions():  # _Fused handles only calls of the model
             return self._count(func, args, kwargs or {})
 
     def _count(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs an operator, counts it in ``now``, and returns its result."""
         if func is torch.ops.aten.embedding.default and args[1].is_floating_point():
             # torch 2.10 and 2.11 raise an error about such indices only for real tensors.
             raise RuntimeError("embedding was given indices that are not integers.")
@@ -341,13 +351,13 @@ class _Trial(TorchDispatchMode):
         casts = func.overloadpacket is to_copy_operator and keys[0] in self._lowered
         for tensor in outputs:
             if casts:
-                self._casts.append(tensor)  # it is uploaded in its layer's slot, without additional memory
+                self._casts.append(tensor)  # a run uploads the cast to its layer's slot: no additional memory
                 self._weights[storage_id(tensor.untyped_storage())] = self._weights[keys[0]]
             elif not self.stays(tensor):
                 self._see(tensor)
         if func.is_view or func.overloadpacket is torch.ops.aten.detach:
             return result  # views compute nothing
-        if func is not torch.ops.aten.embedding.default:
+        if func is not torch.ops.aten.embedding.default:  # which reads only rows of a table
             self.whole.update(self._tables[key] for key in keys if key in self._tables)
         if self.now.backward:
             layers = (self._weights.get(key, -1) for key in keys)
@@ -363,22 +373,22 @@ class _Trial(TorchDispatchMode):
 
 
 def _tensors(found: Any) -> list[Tensor]:
-    """Returns the tensors in the arguments or results of an operator, which are tensors or lists of tensors."""
+    """Returns the tensors in the arguments or results of an operator, including tensors in lists."""
     if isinstance(found, (tuple, list)):
         return [tensor for each in found for tensor in _tensors(each)]
     return [found] if isinstance(found, Tensor) else []
 
 
 class _Fused(TorchFunctionMode):
-    """Removes the dropout of attention, so that attention is counted as the fused kernel of a GPU.
+    """Removes the dropout of attention, so that attention is counted as a fused kernel, as on a GPU.
 
-    The counted operators are those of the CPU, which does not have a fused attention with dropout.
+    The counted operators are those of the CPU, which has no fused attention with dropout.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
-            if len(args) > 4:
+            if len(args) > 4:  # dropout_p is the fifth argument
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs = {**kwargs, "dropout_p": 0.0}
@@ -386,6 +396,7 @@ class _Fused(TorchFunctionMode):
 
 
 def _drop_gradient(parameter: Tensor) -> None:
+    """Frees the gradient of a weight at once, because a run offloads it."""
     parameter.grad = None
 
 
@@ -393,7 +404,11 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Returns the FLOPs of a grouped product. Experts split the rows of ``a``, the columns of ``b``, or the summed dimension."""
+    """Returns the FLOPs of a grouped product.
+
+    With two stacks of matrices, each expert has its own product. Otherwise experts split the rows of ``a``, the columns of ``b``,
+    or the summed dimension.
+    """
     experts_share_nothing = a.ndim == 3 and b.ndim == 3
     return 2 * a.numel() * b.shape[-1] if a.ndim == 2 or experts_share_nothing else 2 * a[0].numel() * b.shape[-1]
 
@@ -402,13 +417,16 @@ def _convolution_backward_flops(
     gradient: Tensor, x: Tensor, weight: Tensor, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool,
     _output_padding: Any, _groups: int, mask: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """Returns the FLOPs of a forward for each gradient that is needed. torch's own formula ignores the groups."""
+    """Returns the FLOPs of the forward, once for each needed gradient (of input and weight). torch's formula ignores groups."""
     multiplications = weight[0].numel() * (x if transposed else gradient).numel()
     return 2 * multiplications * sum(bool(wanted) for wanted in mask[:2])
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Returns the FLOPs of the CPU's attention. torch 2.10 and 2.11 have no formula for it. Several queries may share a key."""
+    """Returns the FLOPs of the CPU's attention operator, for which torch 2.10 and 2.11 have no formula.
+
+    Several heads of queries may share a head of keys, so the heads of the query are counted.
+    """
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
@@ -425,4 +443,4 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     cpu_attention_operator: _attention_flops,
     cpu_attention_backward_operator: _attention_backward_flops,
 }
-"""Formulas of an operator's FLOPs, from its arguments and result, for operators whose formula in torch is missing or wrong."""
+"""By operator, the function that computes its FLOPs. torch's own formulas of these operators are missing or wrong."""

@@ -43,7 +43,7 @@ from sp_lightning.tuning.visits import Prediction, Rates
 
 _NO_UPDATES: dict[str, Any] = {"update": math.inf, "step": math.inf}
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""For ``--gpu-layers auto``: the tried shares of the layers that fit."""
+"""The shares of the layers that fit, which ``--gpu-layers auto`` tries."""
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
     "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",
@@ -68,11 +68,11 @@ class Estimate:
         items: the contents of a batch, in words.
         step: the optimizer's step; None for inference.
         work: the work of a batch; if tokens are generated, the work of the last token.
-        why_guessed: the reason why no batch could be run; empty if one was run. If it is not empty, ``work`` is a guess without
+        why_guessed: the reason why no batch could be run; empty if a batch was run. With a reason, ``work`` is a guess without
             activations.
-        uses: for this guess, the number of times that a forward uses each weight.
+        uses: the number of times that a forward uses each weight, for the guess.
         prompts: the work of the prompts, if tokens are generated.
-        notes: sentences, for example on parts of a batch that are not counted, and on weights without adapters.
+        notes: sentences for the user, for example on parts of a batch that are not counted, or on weights without adapters.
         unit: the name of the items in a batch of a diffusion model; empty for other models.
         blocks: the indices of the layers that ``compile_blocks`` compiles, in whole or in part.
     """
@@ -100,10 +100,11 @@ class Estimate:
         return sum(parameter.numel() for parameter in self.found.places if parameter.requires_grad)
 
     def asked(self, question: Question) -> Estimate | None:
-        """Returns the estimate for another question; None if this needs another dry run."""
+        """Returns the estimate for another question; None if the other question needs its own dry run."""
         if any(getattr(question, name) != getattr(self.question, name) for name in _DRY_RUN):
             return None
         step = self.step
+        # Any other overlap is "off", because the optimizer cannot step as asked.
         if step is not None and step.overlap == self.question.mode:
             step = replace(step, overlap=question.mode)
         return replace(self, question=question, step=step)
@@ -121,11 +122,12 @@ class Estimate:
     def _plain_bytes(self, mode: Mode) -> int:
         """Returns the device memory of plain Lightning.
 
-        It has weights and, in training, gradients (with ``ddp`` twice) and optimizer state. The larger of two is added:
+        The device holds weights and, in training, gradients (with ``ddp`` twice: also in buckets) and optimizer state. The larger
+        of two sizes is added:
 
         - casts and activations, in forward and backward;
-        - a temporary tensor per trained parameter, in the step of torch's optimizers. Fused ones do not need it, but the form of
-          the user's optimizer is not known here.
+        - in training, a temporary tensor per trained parameter, in the step of torch's optimizers. Fused optimizers need
+          none, but whether the user's optimizer is fused is unknown.
         """
         plan, ledger = self.plan(1, 1), self.host.ledger
         weights, gradients = plan.plain
@@ -142,8 +144,8 @@ class Estimate:
     def staying(self, k: int, k_prime: int) -> Estimate:
         """Returns the estimate for a window, with ``--gpu-layers auto`` replaced by a number of layers.
 
-        All layers that fit beside the window and activations stay on the GPU; fewer only if this is faster. If the window does
-        not fit, no layer stays.
+        The number is the largest that fits beside the window and activations, or a smaller one that is faster. If the window
+        itself does not fit, no layer stays.
         """
         question = self.question
         limit = question.gpu_memory
@@ -164,12 +166,16 @@ class Estimate:
         return counted[max(number for number, each in seconds.items() if each <= enough)]
 
     def weight_bytes(self, plan: Plan) -> int:
-        """Returns the device memory of weights and, in training, of their gradients."""
+        """Returns the device memory of weights and, in training, of gradients and of optimizer steps on the device."""
         return plan.taken(training=not self.question.predict)[0]
 
     @cached_property
     def activations(self) -> Mode | Literal["auto"]:
-        """The asked activation mode. As in a run, ``"auto"`` becomes ``"keep"`` if everything fits with the smallest window."""
+        """The asked activation mode.
+
+        ``"auto"`` becomes ``"keep"`` if all activations fit beside the smallest window, as in a run, and also in inference and
+        without a limit.
+        """
         asked = self.question
         if asked.activations != "auto":
             return asked.activations
@@ -180,13 +186,13 @@ class Estimate:
 
     @property
     def activation_bytes(self) -> int:
-        """Device memory except weights and their gradients; with ``auto``, the least possible."""
+        """Device memory of activations and intermediate results; with ``auto``, the least with one mode for all units."""
         choice = self.activations
         return min(map(self.work.alive, FREEING)) if choice == "auto" else self.work.alive(choice)
 
     @cached_property
     def host(self) -> HostMemory:
-        """The host memory. With ``auto``, it has the activations of all units, as far as they fit."""
+        """The host memory. With ``auto``, it contains the activations of as many units as fit."""
         asked = self.question
         plan = self.plan(1, 1)
         choice = self.activations
@@ -200,7 +206,10 @@ class Estimate:
 
     @property
     def _traffic(self) -> tuple[int, int]:
-        """Bytes of host memory that a fused optimizer's step reads and writes, and those of each batch, on average."""
+        """Bytes of host memory that a step of a fused optimizer reads and writes: those of the step itself, and of each batch.
+
+        Without accumulation, the second number is 0, and the first one contains everything.
+        """
         ledger, batches = self.host.ledger, self.question.accumulate_grad_batches
         if ledger is None:
             return 0, 0
@@ -214,7 +223,7 @@ class Estimate:
         if step is not None and ledger is not None:
             updates = update_rates(asked, step, self.plan(1, 1), ledger, self._traffic[0])
         visit, weight = asked.measured.python or host_seconds(training=not asked.predict, measured=asked.measure_host)
-        devices, nodes = asked.devices - 1, asked.nodes - 1  # the others
+        devices, nodes = asked.devices - 1, asked.nodes - 1  # the numbers of other devices and nodes
         # Sums of 16-bit gradients are transferred in float32.
         wide = 2 if asked.stores_16_bits else 1
         return Rates(
@@ -226,14 +235,15 @@ class Estimate:
             weight_seconds=weight,
             # Each device keeps its own part of a gradient, and sends the other parts to the other devices.
             links=asked.links * asked.devices / devices if devices else math.inf,
-            # A node sends each other node that node's part of its own sum, and later the total of its own part. Its devices
-            # share the network.
+            # A node sends to each other node the part of its sum that the other node adds up, and later the total of its own
+            # part. The devices of a node share the network.
             network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
             disk=asked.disk or math.inf,
             synchronous=asked.measured.synchronous,
         ).slowed(asked.measured.slower)
 
     def _balance(self, plan: Plan, rates: Rates) -> Balance:
+        """Returns the activations and layer calls of a batch, with times at the question's rates."""
         asked = self.question
         pace = 1 / asked.measured.slower
         compiled = self.blocks if asked.compile_blocks else frozenset[int]()
@@ -243,13 +253,14 @@ class Estimate:
         return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
 
     def modes(self, plan: Plan) -> Modes:
-        """Returns the activation mode of each unit. As in a run, ``auto`` becomes the fastest choice that fits."""
+        """Returns the activation mode of each unit. As in a run, ``auto`` becomes the fastest choice of modes that fits."""
         work = self.work
         choice = self.activations
         limit = self.question.gpu_memory
         if choice != "auto":
             return dict.fromkeys((call.unit for call in work.calls), choice)
-        assert limit is not None
+        assert limit is not None  # otherwise ``activations`` would be "keep"
+        # Bytes that no choice of modes changes.
         others = work.alive("offload") - peak_bytes(work.calls, dict.fromkeys((c.unit for c in work.calls), "offload"))
         choices = self._balance(plan, self.rates).candidates(max(0, limit - self.weight_bytes(plan) - others))
         return min(choices, key=lambda modes: self.predict(plan, modes).seconds)
@@ -264,10 +275,10 @@ class Estimate:
         """Returns the time of a batch; with accumulation, the average over the batches of a step.
 
         Args:
-            plan: the window.
+            plan: the plan for a window.
             modes: the activation mode of each unit.
             rates: the speed of the machine; by default that of the question.
-            updates: False if updates take no time and no bandwidth of host memory.
+            updates: False to predict the time as if updates took no time and no bandwidth of host memory.
         """
         rates = rates or self.rates
         batches = self.question.accumulate_grad_batches
@@ -277,7 +288,7 @@ class Estimate:
         return last.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
 
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
-        """Predicts one batch. ``updates`` and ``moves`` include optimizer steps and disk traffic."""
+        """Predicts one batch: with optimizer steps if ``updates`` is True, with disk traffic if ``moves`` is True."""
         update, each = self._traffic
         overlap = self.question.mode if self.step is None else self.step.overlap
         on_disk = self.host.moved(plan, self.question.accumulate_grad_batches) if moves else {}
@@ -301,6 +312,8 @@ def _plan(question: Question, found: Found, k: int, k_prime: int) -> Plan:
 def estimate_model(question: Question) -> Estimate:
     """Builds the model and runs a batch, both without memory.
 
+    A default of ``question.tokens`` is changed to a number that the model takes.
+
     Raises:
         ValueError: the question contradicts itself; the model is unknown or does not take the batch; or the model has no
             parameters to stream or train.
@@ -316,13 +329,13 @@ def estimate_model(question: Question) -> Estimate:
             raise ValueError(f"{question.model!r} has no parameters.")
         notes = list(source.notes)
         if question.lora is not None:
-            notes += _load_base(source, autocast)
+            notes += _load_base(source, autocast)  # before adapters are added, which stay in float32
         if packing := question.pack_experts or source.packed:
             registry.public("pack_experts")(module, packing)
         if question.lora is not None:
             notes += add_adapters(module, question.lora)
         if autocast is None and dtype is not torch.float32:
-            module.to(dtype)  # Lightning converts weights only for these precisions
+            module.to(dtype)  # Lightning converts weights for "bf16-true" and "16-true" only
         if question.gradient_checkpointing:
             _enable_checkpoints(module)
         if question.loss_tokens is not None:
@@ -341,13 +354,14 @@ def estimate_model(question: Question) -> Estimate:
             made = Estimate(
                 question, found, items, step, work, guessed, source.uses, notes=tuple(notes), unit=source.unit
             )
+        # expect_blocks raises an error if the model has no blocks.
         blocks = (expect_blocks if question.compile_blocks else find_blocks)(module)
         made = replace(made, blocks=_layers_of([name for name, _ in blocks], found))
     return _with_whole_tables(made)
 
 
 def _layers_of(blocks: Sequence[str], found: Found) -> frozenset[int]:
-    """Returns the indices of the layers that are blocks, parts of blocks, or hold parts of blocks (a block with experts)."""
+    """Returns the indices of the layers that are blocks, are parts of blocks, or contain parts (of a block with experts)."""
     return frozenset(
         index
         for index, layer in enumerate(found.layers)
@@ -356,7 +370,7 @@ def _layers_of(blocks: Sequence[str], found: Found) -> frozenset[int]:
 
 
 def _enable_checkpoints(module: nn.Module) -> None:
-    """Enables the model's own gradient checkpointing, which has different names in transformers and diffusers."""
+    """Enables the model's own gradient checkpointing, by the method of transformers or that of diffusers."""
     names = ("gradient_checkpointing_enable", "enable_gradient_checkpointing")
     enable: Any = next((method for name in names if (method := getattr(module, name, None)) is not None), None)
     if enable is None:
@@ -368,7 +382,10 @@ def _enable_checkpoints(module: nn.Module) -> None:
 
 
 def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
-    """Converts a frozen base to the dtype of its config if this has 16 bits, and returns a note on this."""
+    """Converts a frozen base to the dtype of its stored weights, and returns a note for the user.
+
+    Nothing is converted without autocast, or if the stored dtype is unknown, is not floating-point, or has 32 bits or more.
+    """
     stored = source.stored
     if autocast is None or stored is None or not stored.is_floating_point or stored.itemsize >= 4:
         return []
@@ -379,9 +396,10 @@ def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
 
 
 def _with_whole_tables(made: Estimate) -> Estimate:
-    """Estimates the model again with the tables that it reads as a whole as layers.
+    """Runs the model again with the tables that it reads as a whole as layers, and returns the new estimate.
 
-    For example, code of the model may use the weight of an embedding for its head.
+    If there are no such tables, returns the given estimate. For example, code of the model may use the weight of an embedding
+    for its head.
     """
     if not made.work.whole:
         return made
@@ -395,11 +413,11 @@ def _with_whole_tables(made: Estimate) -> Estimate:
 
 
 def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[str, Work | None, str]:
-    """Runs the first batch that the model takes.
+    """Runs the batches of the source in turn until the model takes one.
 
     Returns:
         The contents of the batch in words, its work, and sentences on parts that are not counted. If no batch could be run, the
-        work is None, and the third value is the reason.
+        contents are those of the asked batch, the work is None, and the third value is the reason.
 
     Raises:
         ValueError: the model does not take the asked size.
@@ -420,7 +438,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
             told: list[str] = []
             run = partial(_forward, source, arguments, autocast, told)
             work = answered(partial(estimate, found, run), at_once=source.images)
-        except Exception as error:  # a module that reads values may raise any error; the report has it
+        except Exception as error:  # a module that reads values may raise any error; the answer contains it
             failed[batch] = error
             continue
         if failed and question.image is not None:
@@ -434,6 +452,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
             told.append(_UNCOUNTED.format(_in_one_line(failed[items])))
         return batch, work, " ".join(dict.fromkeys(told))
     if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
+        # The first batch has floating-point numbers, the last one integers.
         floating, *_, whole = map(_in_one_line, failed.values())
         raise ValueError(
             f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape "
@@ -462,9 +481,10 @@ def _in_one_line(error: Exception) -> str:
 def _forward(
     source: ModelSource, arguments: Callable[[], Arguments], autocast: torch.dtype | None, told: list[str]
 ) -> Tensor | None:
-    """Runs one forward. In training it returns a loss.
+    """Runs one forward, and returns the loss in training, None in inference.
 
-    This is the model's own loss, the known loss of the source, or the mean of the first output, with a note in ``told``.
+    The loss is the one that the forward returns, else ``source.loss``, else the mean of the first output. For such a mean, a note
+    is appended to ``told``, except if the output is a single number.
     """
     args, kwargs = arguments()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
@@ -487,7 +507,7 @@ def _forward(
 
 
 def _guess(question: Question, found: Found, uses: int) -> Work:
-    """Returns a guess of the work of a batch that could not be run. A forward uses each weight ``uses`` times."""
+    """Returns a guess of the work of a batch that could not be run, if a forward uses each weight ``uses`` times."""
     plan = _plan(question, found, 1, 1)
     counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
     costs = [Cost((layer,), backward=False, flops=2 * uses * counts[layer]) for layer in plan.order]
@@ -501,7 +521,7 @@ def _guess(question: Question, found: Found, uses: int) -> Work:
 
 
 def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Work, Work]:
-    """Returns the work of the prompts and of the last token. The memory of the latter includes both.
+    """Returns the work of the prompts, and of the last token. The memory of the second is the larger memory of both.
 
     Raises:
         ValueError: the model does not generate text, or cannot be run without values.

@@ -22,26 +22,26 @@ VALUES_NEEDED = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
 )
-"""The errors of operators that read the values of fake tensors."""
+"""The errors that operators raise if they need the values of fake tensors."""
 
 _DEPENDS_ON_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _DESCRIBE_THEMSELVES = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class FakeResults(fake_tensor.FakeTensorMode):
-    """A mode that caches the results of operators.
+    """A FakeTensorMode that caches the results of operators: their shapes and dtypes.
 
-    Equal layers call the same operators with equal arguments. torch has such a cache as well, but its keys have twenty
-    properties of each tensor, and a lookup takes three times as long.
+    Equal layers call the same operators with equal arguments. torch's own cache has keys with twenty properties of each tensor,
+    and a lookup in it takes three times as long.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        # The arguments of _make for each result, by operator and arguments. Empty if torch must compute the result each time.
+        # By operator and arguments: the arguments of _make for each result; empty if torch must compute the result each time.
         self._made: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __deepcopy__(self, memo: Any) -> FakeResults:
-        return self  # copy.deepcopy of a fake tensor copies its mode as well, but its views would belong to this mode
+        return self  # deepcopy of a fake tensor would also copy the mode; views of the copy would still belong to this mode
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,7 +58,10 @@ class FakeResults(fake_tensor.FakeTensorMode):
         return result
 
     def _describe(self, arguments: Any, described: list[Any]) -> bool:
-        """Appends the properties of arguments on which a result can depend. Returns False if these are unknown."""
+        """Appends to ``described`` the properties of arguments on which a result can depend.
+
+        Returns False if the properties are unknown.
+        """
         for each in arguments:
             if isinstance(each, FakeTensor):
                 if each.fake_mode is not self or not _is_plain(each):
@@ -69,7 +72,7 @@ class FakeResults(fake_tensor.FakeTensorMode):
                 if not self._describe(each, described):
                     return False
             elif isinstance(each, _DESCRIBE_THEMSELVES):
-                described += (type(each), each)
+                described += (type(each), each)  # the type, because 1, 1.0 and True are equal keys
             else:
                 return False
         return True
@@ -85,6 +88,7 @@ class FakeResults(fake_tensor.FakeTensorMode):
         for each in results:
             view = storage_id(each.untyped_storage()) in storages
             one = (view, each.shape, each.stride(), each.storage_offset(), each.dtype, each.fake_device)
+            # _make creates a view of the first argument only, and never returns an argument itself.
             if view and not (args and given[0] is args[0] is not each):
                 return ()
             storage = each.untyped_storage()
@@ -95,7 +99,7 @@ class FakeResults(fake_tensor.FakeTensorMode):
         return tuple(made)
 
     def _make(self, args: Any, view: bool, shape: Any, stride: Any, offset: int, dtype: Any, device: Any) -> Tensor:
-        """Returns a tensor in new memory, or a view of the first argument's memory."""
+        """Returns a fake tensor in new memory or, if ``view`` is True, in the memory of the first argument."""
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         if view:
             storage = args[0].untyped_storage()
@@ -105,20 +109,23 @@ class FakeResults(fake_tensor.FakeTensorMode):
 
 
 def _is_plain(value: Any) -> bool:
-    """Returns True if a value is a fake tensor that strides, dtype and device describe completely."""
+    """Returns True for a fake tensor that shape, strides, offset, dtype and device describe completely."""
     if not isinstance(value, FakeTensor) or value.constant is not None or value.layout is not torch.strided:
         return False
     return not (value.dtype.is_complex or value.is_neg())
 
 
 def truncated_normal_without_values() -> AbstractContextManager[Any]:
-    """Replaces ``nn.init.trunc_normal_`` by a function without effect, because torch's reads values."""
+    """In this context, ``nn.init.trunc_normal_`` does nothing, because torch's implementation reads values."""
     return mock.patch.object(nn.init, "_no_grad_trunc_normal_", lambda tensor, *args, **kwargs: tensor)
 
 
 @contextmanager
 def grouped_products_without_values() -> Iterator[None]:
-    """Lets ``grouped_mm`` take fake tensors of each dtype, as real ones. Before torch 2.15 it takes only bfloat16."""
+    """In this context, ``grouped_mm`` takes fake tensors of every dtype, as it takes real tensors.
+
+    Before torch 2.15 it takes fake tensors of bfloat16 only.
+    """
 
     def shape_only(
         mode: Any, func: Any, a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
@@ -131,7 +138,8 @@ def grouped_products_without_values() -> Iterator[None]:
         with mode:
             return a.new_empty(*groups, a.shape[-2], b.shape[-1], dtype=out_dtype or a.dtype)
 
-    implementations: Any = fake_impls.op_implementations_dict  # not copied: entries that are added in this context stay
+    # The dict is changed in place and not replaced by a copy, so that entries that other code adds in this context stay.
+    implementations: Any = fake_impls.op_implementations_dict
     original = implementations.get(grouped_mm_operator.default)
     implementations[grouped_mm_operator.default] = shape_only
     try:
@@ -143,14 +151,14 @@ def grouped_products_without_values() -> Iterator[None]:
 
 
 def modules_converted_without_swaps() -> AbstractContextManager[Any]:
-    """Lets ``module.to(…)`` make new parameters.
+    """In this context, ``module.to(…)`` replaces parameters by new ones.
 
-    torch swaps the contents of fake parameters, which fails if a weak reference to one exists. A module that casts its weights
-    for each forward, and back after it, gets the first parameters again, and does not keep casts alive.
+    torch would swap the contents of fake parameters, which fails if a weak reference to one of them exists. If a module casts its
+    weights before each forward and back after it, the module gets its first parameters again, and the casts are freed.
     """
     made: Any = (
         WeakTensorKeyDictionary()
-    )  # weak references to the converted parameters, so that tied parameters stay tied
+    )  # by original: weak references to the converted parameters, so that tied parameters stay tied
     before: Any = WeakTensorKeyDictionary()  # the originals of converted parameters
 
     def convert(parameter: nn.Parameter, function: Callable[[Tensor], Tensor]) -> nn.Parameter:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sp_lightning.disk.state_placement import OnDisk, StatePlacement
 
 _PASSING = "buffers for the disk"
-_MOST_OBLONG = 8  # Muon is for the matrices of layers; embeddings and heads have a larger ratio of height and width
+_MOST_OBLONG = 8  # Muon is for the matrices of layers; the ratio of height and width is larger in embeddings and heads
 
 
 # ---------------------------------------------------------------------- the step
@@ -34,11 +34,11 @@ class HostStep:
     """An optimizer's step.
 
     Attributes:
-        name: the name in the answer.
-        optimizers: optimizers with the same state, from which host memory is computed.
-        overlap: when updates run; ``off`` if they cannot run in the background.
-        seconds: the time of a step; None for a fused optimizer, whose time is that of a pass over memory.
-        why: the reason for these seconds, in words; empty for a fused optimizer.
+        name: the name of the optimizer in the answer.
+        optimizers: optimizers whose state has the same size. Host memory is computed from them.
+        overlap: when updates run; ``off`` if updates cannot run in the background.
+        seconds: the time of a step; None if a step takes the time of a pass over memory, as with a fused optimizer.
+        why: the reason for ``seconds``, in words; empty if ``seconds`` is None.
         source: the option or method that chose the optimizer.
         on_device: True if the step runs on the device.
         flops: floating-point operations of a step, if they determine its time; 0 if memory does.
@@ -57,6 +57,8 @@ class HostStep:
 def host_step(question: Question, module: nn.Module) -> HostStep:
     """Returns the step of the asked optimizer, else of the module's own optimizer if its state is known, else of AdamW.
 
+    With ``--step-seconds``, the module's own optimizer is not used.
+
     Raises:
         ValueError: no parameter of the module is trained, or torchao is missing.
     """
@@ -65,29 +67,35 @@ def host_step(question: Question, module: nn.Module) -> HostStep:
 
 
 def on_device(step: HostStep, question: Question) -> HostStep:
-    """Returns the same step on the device. Its time is that of its FLOPs, if it has them, or of the device's memory."""
+    """Returns the same step on the device.
+
+    Its time is ``--step-seconds`` if given, else that of ``step.flops`` if not 0, else that of a pass over device memory.
+    """
     seconds = question.step_seconds
     why = step.why if seconds else ""
     if seconds is None and step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
-    # With weights of 16 bits ("bf16-true"), Lightning makes 16 bits torch's default dtype during the forward. A step that runs at
-    # the same time would create the optimizer's new tensors in that dtype, and plain Lightning's step does not. So it does not
-    # overlap.
+    # With weights of 16 bits ("bf16-true"), Lightning sets torch's default dtype to 16 bits during the forward. A step that runs
+    # at the same time would create the optimizer's new tensors in that dtype, unlike a step of plain Lightning. So the step does
+    # not overlap.
     overlap = "off" if question.stores_16_bits else beside(step.optimizers, question.mode)
     return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
 
 
 def beside(optimizers: Iterable[torch.optim.Optimizer], overlap: Overlap) -> Overlap:
-    """Returns when updates run for an asked overlap. Optimizers that compile their step never run during a forward."""
+    """Returns the asked overlap; ``off`` instead of ``forward`` for optimizers that compile their step.
+
+    Nothing else runs while such an optimizer steps.
+    """
     return "off" if overlap == "forward" and any(map(compiles, optimizers)) else overlap
 
 
 def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger, traffic: int) -> dict[str, Any]:
-    """Returns the :class:`~sp_lightning.tuning.visits.Rates` of updates, by their names.
+    """Returns the fields of :class:`~sp_lightning.tuning.visits.Rates` for updates, by name.
 
     Args:
-        question: has the speed of memory.
-        step, plan, ledger: the optimizer's step, the layers, and the host memory of training.
+        question: has the bandwidths of memory.
+        step, plan, ledger: the optimizer's step, the plan of the layers, and the host memory of training.
         traffic: bytes of host memory that a fused optimizer's step reads and writes.
     """
     everything, gradients = (
@@ -107,10 +115,11 @@ def _stay_rate(question: Question, step: HostStep, gradients: int, state: float)
     """Returns the bytes of gradients per second that the optimizer steps of staying layers consume.
 
     A step reads weights, gradients and state, and writes weights and state. With master weights, gradients are widened before
-    the step, and weights are cast after it. Clipping by norm reads the gradients once; all clipping multiplies a copy of them.
+    the step, and weights are cast after it. Clipping by norm also reads the gradients once. Both kinds of clipping multiply a
+    copy of the gradients.
 
     Args:
-        question: has the device's speed and gradient clipping.
+        question: has the device's speed, the precision and the kind of gradient clipping.
         step: the optimizer's step.
         gradients: bytes of all gradients.
         state: bytes of state for each byte of gradients.
@@ -140,6 +149,7 @@ def _on_host(question: Question, flops: int) -> tuple[float | None, str]:
 
 
 def _step_of(question: Question, module: nn.Module) -> HostStep:
+    """Returns :func:`host_step`, on the CPU."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(f"No parameter of {question.model!r} requires a gradient. Add --predict.")
@@ -155,7 +165,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
     source = f"in place of {name}, whose state is not known" if own else "--optimizer"
     if question.optimizer == "muon":
         matrices = [weight for weight in trained if _is_for_muon(weight)]
-        # As Muon, SGD with momentum has one tensor of state per matrix. By convention, AdamW updates other weights.
+        # SGD with momentum has the state of Muon: one tensor per matrix. By convention, AdamW updates all other weights.
         others = [weight for weight in trained if not _is_for_muon(weight)]
         momentum = [torch.optim.SGD(matrices, momentum=0.95)] if matrices else []
         optimizers = (*momentum, *([torch.optim.AdamW(others)] if others else []))
@@ -170,7 +180,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
         except ImportError as error:
             raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
         if seconds is None and question.optimizer_on == "cpu":
-            # Each step converts its state, whose time must be measured.
+            # Each step converts the state from and to 8 bits. The time of this can only be measured.
             seconds = EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
             why = f"{seconds:.3g} s, {1e9 * EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
         few_bits = (AdamW8bit(trained),)
@@ -184,7 +194,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
 
 
 def _configured(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
-    """Returns the optimizers of a LightningModule; no optimizers if ``configure_optimizers`` fails outside of a run."""
+    """Returns the optimizers of a LightningModule; no optimizers if ``configure_optimizers`` is missing or raises an error."""
     try:
         configured: Any = module.configure_optimizers
         leaves = tree_leaves(configured())
@@ -194,6 +204,7 @@ def _configured(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def _is_for_muon(weight: Tensor) -> bool:
+    """Returns True for a matrix that is not as oblong as an embedding or a head."""
     return weight.ndim == 2 and max(weight.shape) <= _MOST_OBLONG * min(weight.shape)
 
 
@@ -205,13 +216,14 @@ class HostMemory:
     """The contents of a node's host memory and disk. All sizes are in bytes.
 
     Attributes:
-        parts: the sizes of the contents of host memory. If they do not fit, the least sizes.
-        limit: the given host memory without the part that processes use; None for no limit.
-        kept: the part that processes use for themselves.
+        parts: by name, the sizes of the contents of host memory. If host memory is too small even with a disk, these are the
+            least sizes.
+        limit: the given host memory without ``kept``; None for no limit.
+        kept: the part of the given host memory that is left to the processes, for their libraries and batches.
         ledger: the host memory of training without a disk; None for inference.
         placement: the layers whose optimizer state (in inference: weights) is on the disk. None without a disk, or if host
             memory is too small even with a disk.
-        trained: the other contents of the disk; None without a disk.
+        trained: the trained weights and gradients on the disk; None without a disk.
     """
 
     parts: Mapping[str, int]
@@ -223,12 +235,12 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """The size of the contents of host memory."""
+        """The size of all contents of host memory."""
         return sum(self.parts.values())
 
     @property
     def stepping_bytes(self) -> int:
-        """The size while batches are trained. It lacks the layers that stay on the device, which a checkpoint downloads."""
+        """The size while batches are trained: without the layers that stay on the device. Only a checkpoint downloads them."""
         return self.nbytes - (0 if self.ledger is None else self.ledger.staying)
 
     @property
@@ -237,10 +249,14 @@ class HostMemory:
         return self.limit is None or self.nbytes <= self.limit
 
     def moved(self, plan: Plan, batches: int) -> Mapping[int, int]:
-        """Returns the disk traffic by layer index: bytes that an update reads and writes; in inference, that an upload reads.
+        """Returns the disk traffic by layer index: bytes that an update reads and also writes; in inference, bytes of an upload.
 
-        Gradients are written and read once in each batch of a step. Trained weights are written once and read up to three times,
-        twice by uploads. All of this is counted as traffic of the update.
+        Gradients are written and read once in each batch of a step. Trained weights are written once and read up to three times
+        (twice by uploads), which counts as two reads and two writes. All of this counts as traffic of the update.
+
+        Args:
+            plan: the layers.
+            batches: the number of batches of a step.
         """
         if self.placement is None or self.trained is None:
             return {}
@@ -255,13 +271,13 @@ class HostMemory:
 
 
 def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded: int) -> HostMemory:
-    """Computes host memory, and moves data that does not fit to the disk, if there is one.
+    """Computes the host memory of a run. With a disk, data that does not fit into host memory is on the disk.
 
     Args:
-        question: has the sizes of host memory and the disk.
+        question: has the size of host memory, and the disk.
         plan: the layers.
         step: the optimizer's step; None for inference.
-        offloaded: bytes of offloaded activations of each device.
+        offloaded: bytes of activations that each device offloads.
     """
     memory = question.host_memory
     disk = question.disk is not None
@@ -274,7 +290,7 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         limit = memory - kept
     if step is None:
         ledger, parts = None, Counter(weights=plan.taken(training=False)[1])
-        # Weights that are uploaded as casts, tables and resident weights stay in memory.
+        # Not movable to the disk: weights that are uploaded as casts, tables, and resident weights.
         movable, sizes = "weights", {layer.name: layer.nbytes for layer in plan.layers if not layer.casts}
     else:
         ledger, movable = _ledger(question, plan, step), "optimizer state"
@@ -291,7 +307,8 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
     chosen = OnDisk()
     placement = _place(sizes, parts.total(), limit)
     if placement is None and limit is not None and ledger is not None and step is not None and plan.alone:
-        # With several devices, only optimizer state can be on the disk. Gradients on the disk have the parameters' dtype.
+        # With several devices, only optimizer state can be on the disk. Gradients on the disk have the parameters' dtype: all of
+        # them take ``wide`` bytes more. Buffers for state in flight need at least twice the largest layer's state.
         wide = _ledger(question, plan, step, narrow=False).gradients - ledger.gradients
         missing = parts.total() + wide + 2 * max(sizes.values(), default=0) - limit
         chosen = choose_on_disk(plan, missing, gradients=not _early(question, step))
@@ -307,6 +324,13 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
 
 
 def _place(sizes: Mapping[str, int], others: int, limit: int | None) -> StatePlacement | None:
+    """Returns the layers whose data is on the disk; None if host memory is too small even for the buffers of the disk.
+
+    Args:
+        sizes: the bytes of each layer that may be on the disk.
+        others: bytes of all other contents of host memory.
+        limit: bytes of host memory; None for no limit.
+    """
     from sp_lightning.disk.state_placement import place_state
 
     try:
@@ -321,6 +345,7 @@ def _early(question: Question, step: HostStep) -> bool:
 
 
 def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = True) -> Ledger:
+    """Returns the host memory of training without a disk. With ``narrow=False``, gradients have the parameters' dtype."""
     fused = step.overlap != "off" and step.seconds is None and not step.on_device
     steps = Steps(
         early=_early(question, step),

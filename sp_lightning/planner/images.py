@@ -11,20 +11,25 @@ from torch import Tensor, nn
 from sp_lightning.torch_compat.private import disable_dispatch_modes, tree_leaves
 
 USUAL_IMAGE = 448
-"""The default pixels on each side of an image, for models that take images of any size."""
+"""The default number of pixels on each side of an image, for models that take images of any size."""
 # The names of image arguments in the forwards of transformers.
 _IMAGES = ("pixel_values", "pixel_values_images", "flattened_patches", "image_patches")
-# The channels of an image, in the dimension before height and width.
+# The number of channels of an image. They are the dimension before height and width.
 _CHANNELS = 3
 
 
 def takes_images(config: Any, taken: Collection[str]) -> bool:
-    """Returns True if the forward has an image argument, and the config has a vision tower."""
+    """Returns True if the forward has an image argument, and the config is that of a vision model or has a vision tower.
+
+    Args:
+        config: the model's config. If its ``vision_config`` is None, the model was configured without its vision tower.
+        taken: the names of the forward's arguments.
+    """
     return any(name in taken for name in _IMAGES) and getattr(config, "vision_config", config) is not None
 
 
 def usual_size(config: Any) -> int | None:
-    """Returns the pixels on each side of a model's images or tiles; None if images may have any size."""
+    """Returns the number of pixels on each side of a model's images or tiles; None if images may have any size."""
     vision = getattr(config, "vision_config", None) or config
     size = getattr(vision, "image_size", None)
     if isinstance(size, (list, tuple)) and len({*size}) == 1:
@@ -33,16 +38,17 @@ def usual_size(config: Any) -> int | None:
 
 
 def image_arguments(config: Any, taken: Collection[str], batch: int, size: int) -> dict[str, Tensor]:
-    """Returns the image arguments of a forward. Floating-point tensors have no memory; integers have their values.
+    """Returns the image arguments of a forward. Floating-point tensors have no memory; integers have values.
 
     Args:
         config: the model's config.
         taken: the names of the forward's arguments.
         batch: the number of images.
-        size: pixels on each side of an image.
+        size: the number of pixels on each side of an image.
 
     Raises:
-        ValueError: transformers has no image processor for the model, or it does not take such an image.
+        ValueError: transformers has no image processor for the model, or the processor does not take an image of this size, or
+            returns no image argument.
     """
     usual = usual_size(config)
     arguments: dict[str, Tensor] = {}
@@ -52,6 +58,8 @@ def image_arguments(config: Any, taken: Collection[str], batch: int, size: int) 
         if name not in taken:
             continue
         shape = [batch * value.shape[0], *value.shape[1:]]
+        # The processor resizes images to the model's size, if the model has one. An image (four dimensions) gets the asked size
+        # instead; tiles (more dimensions) and masks get the model's size.
         if usual is not None and value.dim() > _CHANNELS and value.shape[-3] == _CHANNELS:
             shape[-2:] = 2 * [size if value.dim() == _CHANNELS + 1 else usual]
         elif usual is not None and value.dim() >= _CHANNELS and "mask" in name:
@@ -60,7 +68,7 @@ def image_arguments(config: Any, taken: Collection[str], batch: int, size: int) 
             arguments[name] = torch.zeros(shape)
         elif shape[1:] == [*value.shape[1:]]:
             arguments[name] = torch.tensor(batch * value.tolist(), dtype=value.dtype)
-        else:  # a mask of pixels with another size than the processor's: every pixel is valid
+        else:  # a mask of pixels whose size is not that of the processor's output: every pixel is valid
             arguments[name] = torch.ones(shape, dtype=value.dtype)
     if not takes_images(config, arguments):
         raise ValueError(f"it is not known which images a model of type {config.model_type!r} takes")
@@ -70,7 +78,7 @@ def image_arguments(config: Any, taken: Collection[str], batch: int, size: int) 
 def count_features(module: nn.Module, arguments: dict[str, Tensor]) -> int:
     """Returns the number of text tokens that the images take, which is the number of outputs of the vision tower.
 
-    Returns 0 if the model cannot compute them.
+    Returns 0 if these outputs cannot be computed.
     """
     make: Any = getattr(module, "get_image_features", None)
     if make is None:
@@ -78,7 +86,7 @@ def count_features(module: nn.Module, arguments: dict[str, Tensor]) -> int:
     try:
         with torch.no_grad():
             made = make(**arguments, return_dict=True)
-    # The tower may need other arguments. It may also need values; running the batch then raises the same error.
+    # The tower may need other arguments. The tower may also need values. In that case, running the batch raises the same error.
     except Exception:
         return 0
     features = getattr(made, "pooler_output", made)
@@ -86,7 +94,7 @@ def count_features(module: nn.Module, arguments: dict[str, Tensor]) -> int:
 
 
 def _processors(config: Any) -> list[str]:
-    """Returns the names of the image processors for a model, one for each library."""
+    """Returns the names of the image processors for a model, one for each library (torchvision and PIL)."""
     from transformers.models.auto import image_processing_auto
 
     names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES.get(config.model_type, ())
@@ -94,7 +102,12 @@ def _processors(config: Any) -> list[str]:
 
 
 def _processed(config: Any, size: int) -> dict[str, Tensor]:
-    """Returns the output of the image processor for one image."""
+    """Returns the output of the first image processor that works, for one image of zeros.
+
+    Args:
+        config: the model's config.
+        size: the number of pixels on each side of the image.
+    """
     import transformers
 
     vision = getattr(config, "vision_config", None) or config
@@ -104,7 +117,7 @@ def _processed(config: Any, size: int) -> dict[str, Tensor]:
         "merge_size": getattr(vision, "spatial_merge_size", None),
     }
     failed = "transformers has no image processor for it"
-    # The processor needs values. It runs in float32, as in a run.
+    # The processor needs values, so no mode replaces its tensors.
     with disable_dispatch_modes():
         for name in _processors(config):
             try:
@@ -112,7 +125,7 @@ def _processed(config: Any, size: int) -> dict[str, Tensor]:
                 known = {key: value for key, value in sizes.items() if value and hasattr(kind, key)}
                 processed = kind(**known)([torch.zeros(_CHANNELS, size, size, dtype=torch.uint8)], return_tensors="pt")
                 return {key: torch.as_tensor(value) for key, value in processed.items()}
-            # Its library may be missing, or the processor may not take this size.
+            # The library of the processor may be missing, or the processor may not take this size.
             except Exception as error:
                 failed = f"{name}: {type(error).__name__}: {error}"
     raise ValueError(

@@ -1,7 +1,7 @@
 """Values of small tensors in a dry run: image sizes, token ids, positions, and masks that are computed from them.
 
-A vision-language model reads them to find the patches of its images and their positions in the text. Because they are small,
-they can have memory in a dry run, unlike all other tensors.
+A vision-language model reads these values to find the patches of its images and their positions in the text. The tensors are
+small, so that they can have memory in a dry run. All other tensors have none.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def answered(run: Callable[[], Result], *, at_once: bool = False) -> Result:
     """Calls a function without values. If the function reads values, calls it again with the values of small tensors.
 
     Args:
-        run: the function. Call this inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
-        at_once: True to have the values of small tensors from the start. Use this if code that reads values raises other errors
-            than :data:`~sp_lightning.planner.fake.VALUES_NEEDED`.
+        run: the function. Call ``answered`` inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
+        at_once: True to have the values of small tensors in the first call already. Use this if code that reads values raises
+            other errors than :data:`~sp_lightning.planner.fake.VALUES_NEEDED`.
     """
     if not at_once:
         with suppress(*VALUES_NEEDED):
@@ -55,15 +55,15 @@ def answered(run: Callable[[], Result], *, at_once: bool = False) -> Result:
 def known_values() -> Iterator[None]:
     """In this context, a small tensor has values if all tensors from which it was computed have values.
 
-    Tensors that are created in this context have values; weights do not. Operators that read values work if the values are
-    known. Enter this inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
+    Small tensors that are created in this context have values, except random ones. Weights have no values. Operators that read
+    values work if the values are known. Enter this context inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
     """
     with _Numbers(), _KnownValues():
         yield
 
 
 class _Numbers(TorchFunctionMode):
-    """Replaces tensors in the list that ``torch.tensor`` takes by their values, because it would read their memory."""
+    """Replaces tensors in the list that ``torch.tensor`` takes by numbers, because ``torch.tensor`` would read their memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
@@ -72,13 +72,15 @@ class _Numbers(TorchFunctionMode):
 
 
 class _KnownValues(TorchDispatchMode):
+    """Computes the values of small tensors, beside the fake tensors of the dry run."""
+
     def __init__(self) -> None:
         super().__init__()
         self._values = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.index.Tensor:
+        if func is torch.ops.aten.index.Tensor:  # with a mask as index, the shape of its result would depend on values
             args = (args[0], self._without_masks(args[1]))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = all(self._value(tensor) is not None for tensor in given)
@@ -94,18 +96,19 @@ class _KnownValues(TorchDispatchMode):
         return result
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        """Returns a tensor with the same values and with memory, if the values are known."""
+        """Returns a tensor with the same values and with memory; None if the values are unknown."""
         if isinstance(tensor, FakeTensor):
             return self._values.get(tensor)
         return tensor if _may_be_known(tensor) else None
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the result of an operator for arguments with known values."""
         real = tree_map_only(Tensor, self._value, (args, kwargs))
         with disable_dispatch_modes():
             return func(*real[0], **real[1])
 
     def _without_memory(self, value: Tensor) -> Tensor:
-        """Returns a tensor of the dry run with these values."""
+        """Returns a new tensor of the dry run, and records its values."""
         tensor = torch.empty(value.shape, dtype=value.dtype)
         self._values[tensor] = value
         return tensor
@@ -123,7 +126,7 @@ class _KnownValues(TorchDispatchMode):
         return replaced
 
     def _forget(self, written: Sequence[Tensor]) -> None:
-        """Removes the values of tensors, and of all tensors with the same memory, after unknown values were written to them."""
+        """Removes the values of tensors to which unknown values were written, and of all tensors with the same memory."""
         values = [value for tensor in written if (value := self._values.get(tensor)) is not None]
         memory = {value.untyped_storage().data_ptr() for value in values}
         for tensor, value in [*self._values.items()] if memory else ():

@@ -21,14 +21,18 @@ from sp_lightning.planner.model_source import takes_latents
 from sp_lightning.planner.rates import DTYPES, OF_DEVICE, measure_rates
 
 _BYTES = ("device_bandwidth", "pcie", "host_bandwidth", "disk")
-_OPTIONS = ("tflops", "host_tflops", "device_bandwidth", "pcie", "host_bandwidth")  # without disk, which --disk adds
+# The measurements that become options. ``disk`` does not, because this option would also put data on a disk.
+_OPTIONS = ("tflops", "host_tflops", "device_bandwidth", "pcie", "host_bandwidth")
 
 
 def run_rates(given: Namespace) -> str:
     """Measures this machine. Returns the contents of a file for ``plan --rates``, as JSON.
 
+    Args:
+        given: the arguments of the command ``rates``.
+
     Raises:
-        ValueError, OSError: the accelerator or the folder does not exist.
+        ValueError, OSError: the accelerator or the folder does not exist, or the folder is not writable.
     """
     accelerator = device_found()
     if given.accelerator not in (None, "cpu", accelerator.type):
@@ -40,7 +44,7 @@ def run_rates(given: Namespace) -> str:
             f"--disk {given.disk}: not a folder. Expected a folder on the drive to measure: --disk /scratch"
         )
     device = device_for(torch.device("cpu") if given.accelerator == "cpu" else accelerator)
-    # Without an accelerator, the device of the plan is unknown. With --accelerator cpu, the host is the device.
+    # If torch finds no accelerator, the device of the plan is unknown. With --accelerator cpu, the CPU is this device.
     unknown = device.computes_on_host and given.accelerator is None
     found = measure_rates(None if unknown else device, given.seconds, given.disk)
     measured = {name: _in_words(name, value) for name, value in found.items()}
@@ -54,7 +58,7 @@ def run_rates(given: Namespace) -> str:
 
 
 def _in_words(name: str, value: Any) -> Any:
-    """Returns a rate in the format of the option of ``plan``."""
+    """Returns a measured value, rounded; a rate in bytes/s as text in the format of ``plan``'s options."""
     if isinstance(value, dict) and name != "python":
         return {key: float(f"{each:.4g}") for key, each in value.items()}
     if name in _BYTES:
@@ -66,7 +70,7 @@ def with_rates(questions: Sequence[Question]) -> Sequence[Question]:
     """Returns the questions with the rates of the ``--rates`` file. Rates on the command line take precedence.
 
     Raises:
-        ValueError, OSError: the file is not an output of ``rates``.
+        ValueError, OSError: the file cannot be read, or is not an output of ``rates``.
     """
     file = questions[0].rates
     if file is None:
@@ -110,7 +114,14 @@ _HOW = {
 
 @contextmanager
 def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the contents of a file. Missing and invalid values raise a ValueError with the command that makes such a file."""
+    """Yields the contents of a file.
+
+    Missing and invalid values raise a ValueError with the command that makes such a file, also in the body of the ``with``.
+
+    Args:
+        kind: the kind of the file, a key of ``_HOW``.
+        file: the file, in JSON.
+    """
     text = file.read_text(encoding="utf-8")
     try:
         found = json.loads(text)
@@ -124,10 +135,16 @@ def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
 
 
 def corrected(question: Question, notify: Callable[[str], None]) -> Question:
-    """Returns the question with its times corrected by the ``--from`` report of a run.
+    """Returns the question with its times corrected by the ``--from`` report of a run; without ``--from``, the same question.
+
+    All times are multiplied by the quotient of the reported time of a batch and the predicted time of the same batch.
+
+    Args:
+        question: the question.
+        notify: is called with a message before the slow step.
 
     Raises:
-        ValueError, OSError: the file is not a report, or the report of another model or number of devices.
+        ValueError, OSError: the file is not a report, or is the report of another model or of another number of devices.
     """
     file = question.from_
     if file is None:
@@ -135,6 +152,7 @@ def corrected(question: Question, notify: Callable[[str], None]) -> Question:
     with _file_of("report", file) as found:
         reached, batches, model, devices = found["seconds"], found["batches"], found["model"], found["devices"]
         counts = {name: found[name] for name in ("parameters", "trained")}
+        # The division raises an error, which becomes one about the file, if the time is 0 or not a number.
         as_reached, _ = _as_reached(question, found), 1 / reached
     if devices != (here := question.devices * question.nodes):
         raise ValueError(
@@ -163,7 +181,7 @@ def corrected(question: Question, notify: Callable[[str], None]) -> Question:
 
 
 def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the reported run: its window and options, and its batch if the shape of this is known."""
+    """Returns the arguments of the reported run: its window, its options and, if their shape is known, its batches."""
     asked: dict[str, Any] = {
         "k": [found["k"]],
         "k_prime": [found["k_prime"]],
@@ -175,7 +193,8 @@ def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
     known = {"activations": MODES, "optimizer_overlap": OVERLAPS, "optimizer_on": PLACES}
     asked |= {name: found[name] for name, choices in known.items() if found[name] in choices}
     if question.gradient_clip == "norm" and asked.get("optimizer_overlap") == "backward":
-        asked["gradient_clip"] = None  # the run did not
+        asked["gradient_clip"] = None  # the reported run did not clip by norm, which excludes updates in backward
+    # The report has the overlap that the run resolved. The run is assumed to have used the default if this gives the same.
     if asked.get("optimizer_overlap") == question.but(**asked | {"optimizer_overlap": "auto"}).mode:
         asked["optimizer_overlap"] = "auto"
     shape = found["shape"]

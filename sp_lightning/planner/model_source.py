@@ -1,4 +1,4 @@
-"""Builds a model without memory from its name on the command line, and the batches that it can take."""
+"""Builds a model without memory from its name on the command line, and batches that the model may take."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class ModelSource:
 
     Attributes:
         module: the model; its parameters have no memory.
-        batches: the asked batch, then others that are tried if the model does not take it. Empty if the inputs of the model are
-            not known.
+        batches: the asked batch, then other batches, which are tried if the model does not take the asked one. Empty if the
+            inputs of the model are not known.
         uses: a guess of the number of times that a forward uses each weight: once for each token, or each patch of an image.
         generation: takes the number of tokens to generate, and returns two functions. The first runs the prompts. The second
             runs the last token with the keys and values of all tokens before it. None if the model has no key-value cache.
-        images: True if the model takes images. If it can also run without images, the last batch has none.
-        stored: the dtype of the stored weights, from the config; None if unknown.
-        packed: the format of stacked experts in 4 bits, from the config; None if they are not packed.
+        images: True if the model takes images. If the model also takes text, the last batch has no images.
+        stored: the dtype of the stored weights, from the config; None if it is unknown.
+        packed: the format of stacked experts in 4 bits, from the config; None if experts are not packed.
         notes: sentences on parts that are not counted.
         unit: ``images`` or ``videos``, the items in a batch of a diffusion model; empty for other models.
         loss: computes the loss from the outputs of a forward; None if the forward returns its loss, or the loss is unknown.
@@ -83,6 +83,8 @@ class ModelSource:
 def load_model(asked: Question) -> ModelSource:
     """Builds a model. Call this inside of :func:`~sp_lightning.planner.fake.fake_tensors`.
 
+    If ``asked.tokens`` is a default, this may change it to a number that the model takes.
+
     Args:
         asked: has the name of the model (:data:`~sp_lightning.planner.arguments.WANTED`) and the sizes of its batch.
 
@@ -94,6 +96,7 @@ def load_model(asked: Question) -> ModelSource:
     source, path = asked.model, Path(asked.model)
     factory = ":" in source and not path.exists()
     tokens = not isinstance(asked.tokens, DefaultSize)
+    # The options that do not apply to this kind of model. A factory's model takes --batch-size only with --tokens.
     given: dict[str, Any] = {"--input": asked.input}
     if factory:
         given = {
@@ -125,7 +128,7 @@ def _load_named(asked: Question) -> ModelSource:
 
 
 def takes_latents(source: str) -> bool:
-    """Returns True if a model's name refers to a diffusers config."""
+    """Returns True if a model's name refers to a config or pipeline of diffusers."""
     file = find_config(source)
     return file is not None and _OF_DIFFUSERS in _read(file)
 
@@ -133,7 +136,7 @@ def takes_latents(source: str) -> bool:
 def find_config(source: str) -> Path | None:
     """Returns the config file of a model's name; None for a factory, and for a name that may be torchvision's.
 
-    The file is a config of transformers or diffusers, or the index of a pipeline of diffusers. This does not import slow
+    The file is a config of transformers or diffusers, or the index of a pipeline of diffusers. The function imports no slow
     libraries, and downloads nothing.
 
     Raises:
@@ -156,7 +159,7 @@ def find_config(source: str) -> Path | None:
 
         index = try_to_load_from_cache(source, INDEX)
         return Path(index if isinstance(index, str) else try_to_load_from_cache(source, "config.json"))  # type: ignore[arg-type]
-    except (ImportError, TypeError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:  # TypeError: a file that is not in the cache has no path
         raise ValueError(
             f"{source!r}: not a folder, and its config.json is not in the cache of the Hugging Face hub. `plan` downloads "
             f'nothing. Run first: hf download {source} config.json, or for a pipeline of diffusers --include "*.json"'
@@ -171,7 +174,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def _images(batch: int, size: int) -> str:
-    """Returns a batch of square images in words; ``size`` is in pixels."""
+    """Returns a batch of square images in words; ``size`` is the number of pixels on each side."""
     return f"{batch} image{'' if batch == 1 else 's'} of {size} × {size}"
 
 
@@ -189,7 +192,7 @@ def _side(asked: Question) -> int | None:
 
 
 def _patches(size: Any) -> int:
-    """Returns the number of patches of an image; ``size`` is the pixels on each side, if known."""
+    """Returns the number of patches of an image with ``size`` pixels on each side; 1 if the size is unknown."""
     return max(1, size // _PATCH) ** 2 if isinstance(size, int) else 1
 
 
@@ -197,13 +200,14 @@ def _patches(size: Any) -> int:
 
 
 def _load_factory(asked: Question) -> ModelSource:
+    """Calls the user's factory without memory for weights."""
     source = asked.model
     try:
         factory = pkgutil.resolve_name(source)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{source!r}: {error}. {EXPECTED}.") from error
     try:
-        with torch.enable_grad():  # a factory may disable gradients; this context restores them
+        with torch.enable_grad():  # the end of this context enables gradients again if the factory has disabled them
             module = answered(factory)
     except Exception as error:
         raise ValueError(f"{source!r}() failed: {type(error).__name__}: {error}") from error
@@ -213,21 +217,25 @@ def _load_factory(asked: Question) -> ModelSource:
         configure: Any = module.configure_model
         configure()
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
-        module.to_empty(device="cpu")  # a run loads the values from a file
+        module.to_empty(device="cpu")  # a run gives such weights memory, and loads their values from a file
     return ModelSource(module, _examples(module, asked), asked.batch_size * asked.tokens)
 
 
 def _arguments(example: Any) -> Arguments:
-    """Returns the arguments with which Lightning calls a forward for an ``example_input_array``."""
+    """Returns the arguments with which Lightning calls the forward for an ``example_input_array``."""
     if isinstance(example, dict):
         return (), example
     return tuple(example) if isinstance(example, (tuple, list)) else (example,), {}
 
 
 def _examples(module: nn.Module, asked: Question) -> Batches:
-    """Returns floating-point and integer batches of the asked shape, or the module's own example batch.
+    """Returns the batches that are tried.
 
-    In training, integers are also passed as labels if the forward takes labels.
+    - With ``--input``: floating-point numbers of this shape, then integers.
+    - With ``--tokens``: integers of shape ``(--batch-size, --tokens)``.
+    - Otherwise the module's ``example_input_array``; no batches without one.
+
+    In training, integers are first tried with labels (the same integers) if the forward takes labels.
     """
     shape = asked.input
     if shape is None and not isinstance(asked.tokens, DefaultSize):
@@ -263,9 +271,9 @@ def _load_torchvision(asked: Question) -> ModelSource:
     try:
         # With the default of weights_backbone, detectors would download the weights of their backbone.
         module = models.get_model(source, weights=None, weights_backbone=None)
-    except TypeError:
+    except TypeError:  # this model has no weights_backbone
         module = models.get_model(source, weights=None)
-    # A model that takes only one size has it as an attribute. Its weights may have been trained with another size.
+    # A model that takes only one size of images has this size as an attribute. Its weights may be trained with another size.
     trained = next(iter(models.get_model_weights(source))).transforms()
     usual = int(getattr(module, "image_size", None) or getattr(trained, "crop_size", [224])[0])
 
@@ -293,8 +301,8 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
             f"{str(file)!r}: expected a model_type that transformers {transformers.__version__} knows, got "
             f"{raw.get('model_type')!r}. For any other model, give a factory: package.module:Factory"
         )
-    # In a run, the precision determines the dtype of trained weights, whatever dtype the file's weights have.
-    older = raw.pop("torch_dtype", None)  # its name before transformers 5
+    # In a run, the precision determines the dtype of trained weights. So the config of the plan must not have a dtype.
+    older = raw.pop("torch_dtype", None)  # the name of this field before transformers 5
     stored = getattr(torch, str(raw.pop("dtype", None) or older), None)
     notes = tuple(_quantised(raw, file))
     packed: Packing | None = "mxfp4" if _quantisation(raw) == "mxfp4" else None
@@ -305,7 +313,7 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
     make = transformers.AutoModel.from_config if kind is None else kind
     module = _make(make, config, file)
     if asked.scale is not None:
-        # These fields have a value for each layer. Without them, their defaults have the new number of layers.
+        # These fields depend on the number of layers. If they are left out, their defaults are computed from the new number.
         raw = {name: value for name, value in raw.items() if name not in ("layer_types", "max_window_layers")}
         config = transformers.AutoConfig.for_model(**{**raw, **scaled(config, module, asked.scale)})
         module = _make(make, config, file)
@@ -329,7 +337,10 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
 
 
 def _quantised(raw: dict[str, Any], file: Path) -> list[str]:
-    """Returns a sentence on quantisation, which a plan does not include."""
+    """Returns a sentence on the quantisation in a config; an empty list if the config has none.
+
+    MXFP4 experts are planned in 4 bits. Other quantisation is not counted.
+    """
     method = _quantisation(raw)
     if method is None:
         return []
@@ -349,7 +360,7 @@ def _quantisation(raw: dict[str, Any]) -> str | None:
 
 
 def _positions(config: Any) -> int | None:
-    """Returns the number of positions of a model, if its config has it."""
+    """Returns the number of positions of a model; None if its config does not have this number."""
     text = config.get_text_config()
     return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
 
@@ -381,8 +392,8 @@ class _Inputs:
     Attributes:
         with_text: True if the model takes tokens.
         with_images: True if the model takes images.
-        cache: the name of the key-value cache, in the forward's arguments and outputs. None if the model is not a language model
-            with such a cache.
+        cache: the name of the key-value cache in the forward's arguments and outputs. None if the model is not a language model
+            with a key-value cache.
     """
 
     def __init__(self, module: nn.Module, config: Any, batch: int, tokens: int) -> None:
@@ -390,19 +401,19 @@ class _Inputs:
         self._taken = set(inspect.signature(module.forward).parameters)
         self.with_images = takes_images(config, self._taken)
         self.with_text = getattr(config.get_text_config(), "vocab_size", None) is not None
+        # The second name is that of transformers 5.24 and newer.
         names = ("past_key_values", "cache") if self.with_text and "input_ids" in self._taken else ()
-        # transformers 5.24 and newer have the second name.
         self.cache = next((name for name in names if name in self._taken), None)
 
     def items(self, image: int | None) -> str:
-        """Returns a batch in words. ``image`` is the pixels on each side; None for no images."""
+        """Returns a batch in words. ``image`` is the number of pixels on each side; None for no images."""
         items = [f"{self._batch} × {self._tokens} tokens"] * self.with_text
         if image is not None:
             items.append(_images(self._batch, image))
         return ", ".join(items)
 
     def arguments(self, image: int | None) -> Arguments:
-        """Returns the arguments of the forward for such a batch."""
+        """Returns the arguments of the forward for the batch that :meth:`items` describes."""
         inputs: dict[str, Any] = {}
         if image is not None and not self.with_text and usual_size(self._config):
             inputs["pixel_values"] = self._numbers(3, image, image)
@@ -411,10 +422,11 @@ class _Inputs:
         if self.with_text and "input_ids" in self._taken:
             inputs.update(self._text(inputs))
         if "input_features" in self._taken:
-            # Speech: the encoder's first convolution halves the number of frames to the number of its positions.
+            # Speech: the encoder has a position for every second frame, because a convolution halves the number of frames.
             frames = 2 * getattr(self._config, "max_source_positions", 1500)
             inputs["input_features"] = self._numbers(getattr(self._config, "num_mel_bins", 80), frames)
         if "labels" in self._taken:
+            # A label for each token; without text, for each item of the batch.
             inputs["labels"] = self._ids(*[self._tokens] * self.with_text)
         elif "decoder_input_ids" in self._taken:
             inputs["decoder_input_ids"] = self._ids(self._tokens)
@@ -423,7 +435,11 @@ class _Inputs:
         return (), inputs
 
     def _text(self, images: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tokens, of which the first belong to the images, and the arguments that mark these."""
+        """Returns the tokens, and the arguments that mark which tokens are images. The first tokens of a sequence are its image.
+
+        Raises:
+            ValueError: an image takes more tokens than a sequence has.
+        """
         ids = self._ids(self._tokens)
         count = count_features(self._module, images) // self._batch if images else 0
         if count > self._tokens:
@@ -439,8 +455,15 @@ class _Inputs:
         return {"input_ids": ids, **others}
 
     def generation(self, image: int | None, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Returns a function that runs the prompts, and one that runs the last of ``count`` generated tokens."""
-        assert self.cache is not None
+        """Returns a function that runs the prompts, and one that runs the last of ``count`` generated tokens.
+
+        To fill the key-value cache for the last token, this runs a forward of all tokens before the last one.
+
+        Args:
+            image: the number of pixels on each side of an image in the prompts; None for no images.
+            count: the number of generated tokens.
+        """
+        assert self.cache is not None  # otherwise :attr:`ModelSource.generation` is None
         cached: dict[str, Any] = {
             "use_cache": True,
             **({"logits_to_keep": 1} if "logits_to_keep" in self._taken else {}),
@@ -453,7 +476,7 @@ class _Inputs:
             prompts["decoder_input_ids"] = cached["decoder_input_ids"] = self._ids(1)
             name, length = "decoder_input_ids", max(count - 1, 1)
         before = self._ids(length)
-        # This forward has no images, because their tokens have keys and values of the same size as other tokens.
+        # This forward has no images: the keys and values of image tokens are as large as those of other tokens.
         text = self.arguments(None)[1]
         text.pop("labels", None)
         written = self._module(**{**text, **cached, name: before})
@@ -466,7 +489,7 @@ class _Inputs:
         return torch.zeros(self._batch, *shape, dtype=torch.long)
 
     def _numbers(self, *shape: int) -> Tensor:
-        """Returns inputs in torch's default dtype, which is the model's dtype in an estimate."""
+        """Returns floating-point inputs in torch's default dtype, which is the model's dtype in an estimate."""
         return torch.zeros(self._batch, *shape)
 
 
@@ -476,7 +499,7 @@ class _Inputs:
 def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
     """Builds a diffusers model, or the trained part of a pipeline.
 
-    If ``--tokens`` was not given, sets ``asked.tokens`` to the model's usual number of tokens in a prompt.
+    If ``--tokens`` was not given and the model takes prompts, this sets ``asked.tokens`` to the model's usual number of tokens.
     """
     kind = str(raw[_OF_DIFFUSERS])
     notes: list[str] = []

@@ -23,11 +23,12 @@ from sp_lightning.planner.verdict import verdict
 
 
 def run_plan(questions: Sequence[Question]) -> None:
-    """Prints the answers: one in detail, several as a table.
+    """Prints the answers: one in detail, several as a table. With ``--plot``, also draws the windows of the first one to a file.
 
     Raises:
         ValueError, ImportError: a question cannot be answered.
-        SystemExit: with :attr:`~sp_lightning.planner.answer.Answer.status`, unless that is 0.
+        SystemExit: with the highest :attr:`~sp_lightning.planner.answer.Answer.status`, or 1 if trials do not fit. A status of 0
+            raises no error.
     """
     questions = with_rates(questions)
     first = questions[0]
@@ -48,7 +49,7 @@ def run_plan(questions: Sequence[Question]) -> None:
 
 
 def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
-    """Yields the output as soon as it is known. Appends the answers to the list."""
+    """Yields the output as soon as it is known. Appends each answer to ``answers``."""
     for question in questions:
         find_config(question.model)  # raises an error about an invalid name before any model is built
     if questions[0].hours is not None:
@@ -65,11 +66,15 @@ def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str
 
 
 def _with_remedies(one: Answer) -> str:
+    """Returns an answer as text. If plain Lightning does not fit, and activations are known, remedies are tried."""
     return as_text(one, remedies(one, _notify) if one.status < 3 and not one.fits_plain else [])
 
 
 def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
-    """Yields the output of ``--hours``: for each model, size and sequence length, the best way to train and its plan."""
+    """Yields the output of ``--hours``: for each model, size and sequence length, the best way to train and its plan.
+
+    Appends the answer of each best way to ``answers``. If no way fits, this is the answer to the first question of the group.
+    """
     groups: dict[tuple[object, ...], list[Question]] = {}
     for question in questions:
         key = question.model, question.tokens, question.scale
@@ -94,6 +99,7 @@ def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[
 
 
 def _answer(question: Question, answers: list[Answer]) -> Answer:
+    """Answers a question, and appends the answer to ``answers``. Sets ``question.predict`` for ``--generate``."""
     question.predict = question.predict or question.generate is not None
     _notify(f"runs a batch of {question.model} without values")
     answers.append(answer(estimate_model(question)))
@@ -108,7 +114,7 @@ def _notify(what: str) -> None:
 
 @contextmanager
 def _nothing_else_said() -> Iterator[None]:
-    """Hides warnings and logs of libraries. Under FakeTensorMode, torch logs errors, for example about an unsupported size."""
+    """Hides warnings and logs of libraries. With fake tensors, torch logs errors, for example about an unsupported size."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:

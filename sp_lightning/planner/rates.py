@@ -22,7 +22,8 @@ OF_DEVICE = ("tflops", "device_bandwidth", "pcie")
 """The measurements of the device, by the names of ``plan``'s options."""
 ADAMW_BYTES = 28
 """Bytes that a step of AdamW with float32 state reads (4 tensors) and writes (3) for each parameter."""
-_SHARES = 10  # the number of timed measurements, which share the seconds equally
+_SHARES = 10  # each timed measurement (at most nine) gets this fraction of the seconds
+# The messages of a DirectFile.
 _SAID = ("The drive cannot be read", "The drive cannot be written", "The file", ": name another folder with --disk")
 
 
@@ -30,7 +31,7 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
     """Measures a machine, with the number of threads of the caller.
 
     Args:
-        device: the device of the layers; None if this machine does not have it. :data:`OF_DEVICE` are then not measured.
+        device: the device of the layers. None if this machine does not have it: then :data:`OF_DEVICE` are not measured.
         seconds: the approximate time, without the measurements of the disk and of Python.
         disk: a folder on the drive; None for no drive.
 
@@ -41,7 +42,7 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
         - ``pcie`` (each way while both are busy), ``device_bandwidth``, ``host_bandwidth`` (reads and writes of AdamW), ``disk``:
           bytes per second.
 
-        and others:
+        and other measurements:
 
         - ``adamw``: seconds per parameter of torch's fused step, a dict by :data:`DTYPES`.
         - ``python``: seconds for each layer call and for each weight, a dict with the keys "training" and "inference".
@@ -72,7 +73,7 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
 
 
 def matrix_flops(dtype: torch.dtype, device: Device, seconds: float) -> float:
-    """Returns the multiplications and additions per second of a product of random square matrices."""
+    """Returns the floating-point operations per second of a product of random square matrices."""
     size = 8192
     if device.computes_on_host:
         size = 512 if seconds < 1 else 1024
@@ -87,7 +88,11 @@ def copied_bytes(device: Device, nbytes: int, seconds: float) -> float:
 
 
 def link_bytes(device: Device, nbytes: int, seconds: float) -> float:
-    """Returns the bytes per second between pinned host memory and the device, each way while both are busy."""
+    """Returns the bytes per second between pinned host memory and the device, each way, while copies run in both directions.
+
+    Raises:
+        OSError: the system cannot page-lock the host memory.
+    """
     uploaded, downloaded = (device.host_empty(nbytes, pin=True)[:nbytes] for _ in range(2))
     target, source = (device.upload_target(nbytes) for _ in range(2))
     locked: list[Tensor] = []
@@ -105,7 +110,7 @@ def link_bytes(device: Device, nbytes: int, seconds: float) -> float:
                 device.synchronize(device.record(stream), Wait.CLOSE_AFTER_FETCH)
 
         with torch.no_grad():
-            # Synchronous copies run one after the other.
+            # Synchronous copies run one after the other, each in half of the time.
             return (2 if device.synchronous else 1) * nbytes / median_seconds(both, seconds, device)
     finally:
         for memory in locked:
@@ -128,7 +133,7 @@ def adamw_seconds(count: int, seconds: float, *, fused: bool | None, dtype: torc
 
 
 def disk_bytes(folder: Path, nbytes: int) -> float:
-    """Returns the bytes per second of a drive: the slower of reads and writes, without the system's cache if possible.
+    """Returns the bytes per second of a drive: those of the slower one of reads and writes, past the page cache if possible.
 
     Raises:
         OSError: the folder is not writable.
@@ -147,7 +152,10 @@ def disk_bytes(folder: Path, nbytes: int) -> float:
 
 
 def median_seconds(call: Callable[[], object], seconds: float, device: Device) -> float:
-    """Returns the median seconds of a call, with the device's work. Repeats it for ``seconds``, and at least three times."""
+    """Returns the median seconds of a call and its work on the device.
+
+    The call is repeated until ``seconds`` have passed, and at least three times.
+    """
 
     def taken() -> float:
         begun = perf_counter()

@@ -31,9 +31,13 @@ _LEGEND = """
 
 
 def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
-    """Returns the answer as text: the verdict, changes that fit if nothing does, and at most ten lines of reasons.
+    """Returns the answer as text: the verdict, the remedies, and at most ten lines of reasons.
 
-    With ``--verbose`` it has all reasons, and tables of layers and windows.
+    With ``--verbose``, the text has all reasons, and tables of layers and windows.
+
+    Args:
+        answer: the answer.
+        remedies: the answers to changed questions that fit.
     """
     reasons = _reasons(answer)
     lines = [*trials(answer), verdict(answer), *_remedies(answer, remedies), ""]
@@ -66,7 +70,7 @@ def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
 
 
 def rounds(question: Question) -> bool:
-    """Returns True if weights are trained without float32 values."""
+    """Returns True if weights are trained in 16 bits, without float32 masters."""
     return not question.predict and question.stores_16_bits
 
 
@@ -112,7 +116,7 @@ def _details(answer: Answer) -> list[str]:
 
 
 def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterator[str]:
-    """Yields a heading, then a line for each answer as soon as it is known, with the options in which the questions differ."""
+    """Yields a heading, then a line for each answer as soon as the answer is known, with the options that differ."""
     asked = [vars(question) for question in questions]
     differing = [name for name in SEVERAL if name == "model" or len({each[name] for each in asked}) > 1]
     heading = {"fits plain": 23, "fits here": 9, "k": 2, "k'": 2, "device": 10, "host": 10, "speed": 16, "waiting": 7}
@@ -134,7 +138,10 @@ def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterat
 
 
 def _plain(answer: Answer) -> str:
-    """Returns "yes", "no" or "checkpointed" (it fits only with checkpoints of each layer), and the memory of plain Lightning."""
+    """Returns "yes", "no" or "checkpointed" for plain Lightning, and its device memory; without a limit only this memory.
+
+    "checkpointed" means that the model fits only with activation checkpointing in each layer.
+    """
     estimate = answer.estimate
     if answer.fits_checkpointed and not answer.fits_plain:
         return f"checkpointed, {in_gib(estimate.checkpointed_bytes)}"
@@ -188,7 +195,7 @@ def _unit(question: Question) -> str:
 
 
 def _host(estimate: Estimate) -> list[str]:
-    """Returns lines on the contents of host memory, and on the part that processes use."""
+    """Returns a line on the contents of host memory, and with ``--host-memory`` a line on the part that processes use."""
     question = estimate.question
     host = estimate.host
     node = ""
@@ -232,7 +239,7 @@ def _disk(answer: Answer) -> list[str]:
         f"{in_gib(placement.staging)} of host memory; {moved}"
     ]
     trained = estimate.host.trained
-    assert trained is not None
+    assert trained is not None  # None only without a disk
     more = {
         "gradients, which each batch writes and reads once": trained.gradient_bytes,
         "trained weights, which each batch reads up to three times and each step writes once": trained.weight_bytes,
@@ -252,7 +259,7 @@ def _disk(answer: Answer) -> list[str]:
 
 
 def _step(estimate: Estimate) -> list[str]:
-    """Returns a line on the time of an optimizer's step, if this is not a pass over memory."""
+    """Returns a line on the time of an optimizer's step; no line if a step takes the time of a pass over memory."""
     step = estimate.step
     if step is None or step.seconds is None:
         return []
@@ -306,7 +313,7 @@ def _windows(answer: Answer) -> list[str]:
 
 
 def _experts(estimate: Estimate, row: Row) -> list[str]:
-    """Returns lines on the uploads of stacked experts, for several shares of experts that are on the device already."""
+    """Returns lines on the uploads of stacked experts, for several shares of experts that are already on the device."""
     stacked = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
     if not stacked or estimate.why_guessed:
         return []
@@ -324,7 +331,7 @@ def _experts(estimate: Estimate, row: Row) -> list[str]:
 
 
 def _less_computation(answer: Answer, now: float) -> str:
-    """Returns what makes a batch faster that takes ``now`` seconds, nearly all of them for computation."""
+    """Returns advice for a batch that takes ``now`` seconds, nearly all of them for computation."""
     compiled = answer.estimate.asked(answer.question.but(compile_blocks=True)) if answer.estimate.blocks else None
     if compiled is not None:
         seconds = compiled.predict(answer.shown.plan, answer.shown.modes).seconds
@@ -334,14 +341,14 @@ def _less_computation(answer: Answer, now: float) -> str:
 
 
 def _faster(answer: Answer) -> str:
-    """Returns a line on changes that make training faster."""
+    """Returns a line on changes that make a batch faster."""
     row = answer.shown
     waited = answer.waits
     plan = row.plan
     now = row.prediction.seconds
     what = max(waited, key=waited.__getitem__, default="")
     if waited.get(what, 0) >= LEAST_WAITING * now:
-        # Seconds, as in a run's message. The verdict has the share of the time.
+        # In seconds, as in the message of a run. The verdict has the share of the time.
         why = f"the GPU waits {waited[what]:.3g} of {now:.3g} s for {WAITED[what]}. {remedy(what, plan)}."
     else:
         why = f"the GPU computes {1 - row.waiting:.0%} of the time; {_less_computation(answer, now)}."
@@ -358,7 +365,7 @@ def _faster(answer: Answer) -> str:
 
 
 def _nodes(estimate: Estimate, row: Row) -> list[str]:
-    """Returns a line on the speed of several nodes relative to one. No line for one node, or without training."""
+    """Returns a line on the speed of several nodes compared with one node; no line for one node, or without training."""
     question = estimate.question
     if question.nodes == 1 or question.predict:
         return []
@@ -399,7 +406,7 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
 
 
 def in_json(answers: Sequence[dict[str, object]]) -> str:
-    """Returns the JSON of one answer, or of a list of several."""
+    """Returns the JSON of one answer, or of a list if there are several answers."""
     return json.dumps(answers if len(answers) > 1 else answers[0], indent=2)
 
 
@@ -441,7 +448,7 @@ def as_fields(answer: Answer) -> dict[str, object]:
 
 
 def _stay(row: Row) -> dict[str, object]:
-    """Returns the number of layers that stay on the device, as a field, if there are any."""
+    """Returns a field with the number of layers that stay on the device; no field if no layer stays."""
     return {"gpu_layers": len(row.plan.stay)} if row.plan.stay else {}
 
 

@@ -11,7 +11,7 @@ LAW = "L = 1.82 + 482 / N^0.348 + 2085 / D^0.366 (Chinchilla's data, fitted anew
 """The law of :func:`expected_loss`, in words."""
 
 FITTED_TO = 44_000_000
-"""The parameters of the smallest model that the law was fitted to."""
+"""The number of parameters of the smallest model that the law was fitted to."""
 
 
 def expected_loss(parameters: int, tokens: float) -> float:
@@ -26,9 +26,9 @@ def expected_loss(parameters: int, tokens: float) -> float:
 def scaled(config: Any, module: nn.Module, wanted: int) -> dict[str, Any]:
     """Returns the fields of a transformers config for another size of the same family.
 
-    Heads keep their size. For each width of whole heads, the depth is chosen to reach the wanted size; the width is taken whose
-    ratio to its depth is nearest to that of the config. The numbers of key-value heads and the width of the feed-forward network
-    are scaled with the width. The vocabulary does not change.
+    Heads keep their size. For each width (a number of whole heads), the depth is computed with which the model has the wanted
+    size. Of these pairs, the function returns the one whose ratio of width to depth is nearest to that of the config. The number
+    of key-value heads and the width of the feed-forward network are scaled with the width. The vocabulary does not change.
 
     Args:
         config: the config of the model.
@@ -36,7 +36,7 @@ def scaled(config: Any, module: nn.Module, wanted: int) -> dict[str, Any]:
         wanted: the number of parameters, embeddings included.
 
     Raises:
-        ValueError: the family has no such fields, or a model of that size would be smaller than its vocabulary.
+        ValueError: the family has no such fields, or the vocabulary alone exceeds the wanted size.
     """
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     width, depth, heads = (getattr(config, name, None) for name in names)
@@ -49,8 +49,10 @@ def scaled(config: Any, module: nn.Module, wanted: int) -> dict[str, Any]:
     size, per_head = _embedded(module), width // heads
     per_layer = (sum(p.numel() for p in module.parameters()) - size) / depth
     found: list[tuple[float, int, int]] = []
+    # At most eight times the width. Multiples of the group, so that each key-value head keeps its number of query heads.
     for count in range(group, 8 * heads + 1, group):
         share = count / heads
+        # The parameters of embeddings are proportional to the width, and those of a layer to its square.
         layers = round((wanted - size * share) / (per_layer * share**2))
         if layers >= 1:
             found.append((abs(math.log(layers * width / (count * per_head * depth))), count, layers))
@@ -70,7 +72,10 @@ def scaled(config: Any, module: nn.Module, wanted: int) -> dict[str, Any]:
 
 
 def refuse_another_size(module: nn.Module, wanted: int) -> None:
-    """Raises a ValueError if a scaled model does not have the wanted size, for example because experts have their own width."""
+    """Raises a ValueError if the size of a scaled model differs by more than a quarter from the wanted size.
+
+    This happens if, for example, experts have a width of their own.
+    """
     count = sum(weight.numel() for weight in module.parameters())
     if not 0.75 * wanted <= count <= 1.25 * wanted:
         raise ValueError(
@@ -80,7 +85,7 @@ def refuse_another_size(module: nn.Module, wanted: int) -> None:
 
 
 def _embedded(module: nn.Module) -> int:
-    """Returns the parameters of embeddings and head, which are proportional to the width only. Tied weights count once."""
+    """Returns the number of parameters of embeddings and head, which is proportional to the width. Tied weights count once."""
     found = {id(w): w.numel() for m in module.modules() if isinstance(m, nn.Embedding) for w in m.parameters()}
     head = getattr(module, "get_output_embeddings", lambda: None)()
     found |= {} if head is None else {id(w): w.numel() for w in head.parameters() if w.ndim == 2}

@@ -14,20 +14,20 @@ from sp_lightning.tuning.choices import SAME
 
 @dataclass(frozen=True)
 class Trials:
-    """A number of trials with the same window, which run each layer together.
+    """Several trials with the same window, which run each layer at the same time.
 
     Attributes:
         row: the window of each trial.
         count: the number of trials.
         alone: seconds of a step of one trial that runs alone.
-        seconds: seconds of a step of each trial if all run at once, bounded by the busiest resource.
+        seconds: the least seconds of a step of each trial if all run at once: those of the busiest resource.
         binds: the busiest resource.
         nbytes: bytes that a step of each trial uploads.
         alone_bytes: bytes that a step of one trial that runs alone uploads.
-        most: the number of trials with which the device always computes, so that more trials save no time; None if there is no
-            such number.
-        device_bytes: device memory of all. A run divides it equally among the trials and the base.
-        host_bytes: host memory of all, with frozen weights once.
+        most: the number of trials with which the device always computes, so that more trials save no time; None if the device
+            waits with any number.
+        device_bytes: device memory of all trials and the base, which have equal shares of it in a run.
+        host_bytes: host memory of all trials, with frozen weights once.
     """
 
     row: Row
@@ -43,7 +43,7 @@ class Trials:
 
     @classmethod
     def of(cls, estimate: Estimate, row: Row, count: int) -> Trials | None:
-        """Predicts trials of a model; returns None if they share too few of the uploaded bytes."""
+        """Predicts trials of a model; returns None if the trials share less than a tenth of the uploaded bytes."""
         everything = estimate.question.predict
         prediction = row.prediction
         frozen = [
@@ -56,7 +56,7 @@ class Trials:
         common = sum(min(frozen[layer], nbytes) for layer, nbytes in layers)
         if (
             not total or common < total / 10
-        ):  # for example a frozen table, but other layers are trained or uploaded as casts
+        ):  # for example if only a table is frozen, and other layers are trained or uploaded as casts
             return None
         spared = common * (1 - 1 / count)  # bytes of each trial that other trials upload
         share = common / total
@@ -65,6 +65,7 @@ class Trials:
         busy["host memory"] -= spared / estimate.rates.host_memory
         binds = max(busy, key=busy.__getitem__)
         compute, wire = prediction.busy["compute"], prediction.busy["fetch"]
+        # For n trials, the device computes n · compute seconds and uploads for (share + n · (1 - share)) · wire seconds.
         left = compute - (1 - share) * wire
         with needed_for("--trials"):
             from sp_lightning.sharing.common import ON_DEVICE
@@ -77,7 +78,10 @@ class Trials:
 
 
 def best_trials(answer: Answer) -> Trials | None:
-    """Returns the fastest window that fits; among equally fast ones the smallest. If no window fits, returns the smallest."""
+    """Returns the fastest window that fits; of equally fast windows, the smallest. If no window fits, returns the smallest.
+
+    Returns None for one trial, with unknown activations, or if trials share too few of the uploaded bytes.
+    """
     estimate, limit = answer.estimate, answer.question.gpu_memory
     if answer.question.trials == 1 or estimate.why_guessed:
         return None
@@ -90,11 +94,11 @@ def best_trials(answer: Answer) -> Trials | None:
 
 
 def lacking(answer: Answer, found: Trials | None = None) -> list[str]:
-    """Returns the names of what the asked trials lack: ``a base``, or ``device`` or ``host`` memory.
+    """Returns the reasons why the asked trials do not fit: ``a base`` (nothing to share), ``device`` or ``host`` (memory).
 
     Args:
         answer: the answer for one trial.
-        found: the result of :func:`best_trials`, if known.
+        found: the result of :func:`best_trials`; None to compute it.
     """
     found = found or best_trials(answer)
     asked = answer.question
@@ -107,7 +111,7 @@ def lacking(answer: Answer, found: Trials | None = None) -> list[str]:
 
 
 def trials(answer: Answer) -> list[str]:
-    """Returns lines on the asked trials, which come before the answer for one of them."""
+    """Returns lines on the asked trials, which are printed before the answer for one trial."""
     estimate, question, found = answer.estimate, answer.question, best_trials(answer)
     if question.trials == 1 or estimate.why_guessed:
         return []

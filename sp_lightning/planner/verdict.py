@@ -13,7 +13,7 @@ from sp_lightning.planner.arguments import Question
 from sp_lightning.planner.estimate import Estimate
 
 LEAST_WAITING = 0.05
-"""The least share of stalls for which the answer has advice."""
+"""The least share of the time for which the answer has advice: on a cause of stalls, or on an option that saves this share."""
 _OVER = {"updates": " in host memory", "fetches": " over PCIe", "gradient offloading": " over PCIe"}
 
 
@@ -31,7 +31,7 @@ def verdict(answer: Answer) -> str:
         return "\n".join([*lines, _recommended(answer, answer.best), *more])
     reasons = [_refused_by_host(answer)] if "host" in answer.lacking else []
     reasons += [_refused_by_device(answer)] if "device" in answer.lacking else []
-    # The first line is the one that determines the exit status.
+    # The line that determines the exit status is the first one.
     return "\n".join([*lines, *reasons] if answer.fits_plain else [*reasons, *lines])
 
 
@@ -39,7 +39,7 @@ _CHECKPOINTED = "Plain Lightning fits if each layer runs in torch.utils.checkpoi
 
 
 def too_little(answer: Answer) -> str:
-    """Returns the memories that are too small for this strategy in short form: needed of given bytes."""
+    """Returns the memories that are too small for this strategy, each as "needed of given bytes"."""
     device, host = answer.question.gpu_memory or 0, answer.question.host_memory or 0
     needed = {"device": (answer.shown.device_bytes, device), "host": (enough_host_memory(answer), host)}
     return f"no: {', '.join(f'{name} {_of(*needed[name])}' for name in sorted(answer.lacking))}"
@@ -50,7 +50,7 @@ def _of(needed: int, limit: int) -> str:
 
 
 def _too_little(needed: int, limit: int) -> str:
-    """Returns the available and the missing memory. The difference of two rounded sizes might be 0, so it has its own number."""
+    """Returns the available and the missing memory. Both are printed, because two rounded sizes may look equal."""
     return f"{in_gib(limit)} available, {in_gib(needed - limit)} short"
 
 
@@ -102,7 +102,7 @@ def _recommended(answer: Answer, best: Row) -> str:
 
 
 def _modes(estimate: Estimate, best: Row) -> list[str]:
-    """Returns a line on the modes of activations, if not all of them fit."""
+    """Returns a line on the chosen modes of activations; no line if a mode was given, or if ``auto`` keeps all activations."""
     return [f"Not all activations fit: {summary(best.modes)}."] if estimate.activations == "auto" else []
 
 
@@ -114,7 +114,10 @@ _BOUNDS = {
 
 
 def _staying(answer: Answer, best: Row) -> list[str]:
-    """Returns a line on layers that stay on the GPU, if asked for: their number, memory, and the resource that binds."""
+    """Returns a line on layers that stay on the GPU: their number and memory, and the resource that binds.
+
+    Returns no line without ``--gpu-layers``.
+    """
     question, plan, host = answer.question, best.plan, answer.estimate.host
     if not question.gpu_layers:
         return []
@@ -168,6 +171,7 @@ def waiting(answer: Answer) -> str:
 def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
     """Returns the options of the strategy that reproduce the plan."""
     question, options = estimate.question, dict[str, object](k=plan.k, k_prime=plan.k_prime)
+    # Left out if "auto", the default of the strategy, keeps all activations.
     if question.activations != "auto" or estimate.activations == "auto":
         options["activations"] = question.activations
     if estimate.activations == "auto":
@@ -186,7 +190,7 @@ def strategy_options(estimate: Estimate, plan: Plan) -> dict[str, object]:
 
 
 def strategy(estimate: Estimate, plan: Plan) -> str:
-    """Returns the Python call that makes the strategy."""
+    """Returns the Python call that creates the strategy."""
     options = strategy_options(estimate, plan)
     return f"SuperpipelineStrategy({', '.join(f'{name}={json.dumps(value)}' for name, value in options.items())})"
 

@@ -5,13 +5,13 @@ Options: ``Trainer(devices=, num_nodes=)``, ``save_distributed_checkpoint=True``
 The ranks of a node share one host store. Each rank computes its own batches. Gradients are summed layer by layer, and the
 *primary*, rank 0 of a node, runs the optimizers for all ranks of the node. Several nodes are replicas.
 
-Where it enters:
+Interfaces of the core that this folder implements:
 
 =============================  =====================================  ==================================================
-interface of the core          here                                   what it replaces
+interface of the core          implementation                         purpose
 =============================  =====================================  ==================================================
 ``HostStrategy``               ``strategy.RankStrategy``              a base class of the strategy, before ``DDPStrategy``
-``trainer.group.Group``        ``group.RankGroup``                    checks, collectives, the parts of a run
+``trainer.group.Group``        ``group.RankGroup``                    checks and collectives of a run, and its parts
 ``trainer.group.WholeSteps``   ``rank_steps.RankSteps``               optimizer steps that are not split by layers
 ``CheckpointFormat``           ``folder_format.FolderFormat``         checkpoints that all ranks write
 ``engine.placement.Placement`` ``placement.RankPlacement``            makes the parts of the engine below
@@ -21,18 +21,20 @@ interface of the core          here                                   what it re
 ``HostSource``, ``Turns``      ``turns.SharedSource``, ``RankTurns``  which rank may change the weights, and when
 =============================  =====================================  ==================================================
 
-Below these:
+Parts that these implementations use:
 
 - ``ranks`` connects the processes. ``collectives`` calls torch.distributed: barriers that compare the ranks' next operations,
   broadcasts, sums and exchanges. ``failures`` reports errors to all ranks, by the store of torch.distributed.
   ``process_locks`` detects processes that have ended.
-- ``rank_sum`` sums one layer's gradients into ``gradient_places``, in ``shared_memory``; ``rank_order`` adds in rank order.
-- ``agreement`` checks that all ranks have the same model.
+- ``rank_sum`` sums one layer's gradients over the ranks, and ``rank_order`` adds the parts in rank order. The sum is copied to
+  ``gradient_places``, which are in ``shared_memory``.
+- ``agreement`` checks that all ranks have the same model, options, optimizers and numbers of batches.
 - ``checkpoint_folder`` writes and reads checkpoints of torch.distributed.checkpoint.
 
-The primary steps for its node, and nodes are replicas, instead of each rank owning layers: the memory of a node is shared, so one
-process with all cores updates as fast as many with a part each; and new weights cross a network slower than they are computed
-(``examples/benchmarks/who_updates.py``). So optimizers need no property, and one process has a whole state for checkpoints.
+Why the primary steps all layers of its node: the memory of a node is shared, so one process with all cores updates as fast as
+many processes with a part of the cores each. Why nodes are replicas: sending new weights through a network takes longer than
+computing them (``examples/benchmarks/who_updates.py``). So optimizers need no special property, and one process of each node has
+the whole optimizer state for checkpoints.
 
 Cost when unused: nothing is imported. A run on one device calls methods of ``Group`` that return at once, once per batch.
 """

@@ -1,4 +1,4 @@
-"""Checks before work begins: what several devices do not support, what must be the same on all ranks, and their number."""
+"""Checks before training: modules and options that several devices do not support, ranks that differ, and the number of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ _ONE = "Pass Trainer(devices=1)"
 
 
 def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -> None:
-    """Raises an error for options and modules that would give other results than one device, or would make ranks hang.
+    """Raises an error for options and modules that do not work with several devices.
+
+    With several devices they would give other results than on one device, make ranks hang, or concern one rank only.
+
+    Args:
+        module: the module.
+        options: the strategy's options.
+        plugin: the precision plugin, which may have a gradient scaler.
 
     Raises:
         ValueError: several devices do not support the module, an option or the precision plugin.
@@ -42,9 +49,9 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
             f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "
             f"{_ONE}, or torch.amp.GradScaler."
         )
-    # Sparse gradients could have ddp's bits: gloo divides each row by the number of ranks, adds up the rows of each rank, and
-    # then those of all ranks in their order. But the number of rows is not known before, so such a gradient has no place in the
-    # shared memory, and the other ranks would not see the primary's unscaling and clipping.
+    # Sums of sparse gradients that are bit-identical to DDP's would be possible: gloo divides each row by the number of ranks,
+    # adds up the rows of each rank, and then the rows of all ranks in rank order. But the number of rows is not known in advance.
+    # So a sparse gradient has no place in the shared memory, and other ranks would not see the primary's unscaling and clipping.
     for name, child in module.named_modules():
         if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(
@@ -60,7 +67,9 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
 
 
 def compare_models(ranks: Ranks, module: pl.LightningModule, options: Options) -> None:
-    """Compares modules, the options of strategy and trainer, and versions. Collective.
+    """Compares the module's parameters and buffers, the options of strategy and trainer, and versions. Collective.
+
+    Only names, shapes and dtypes of tensors are compared, and whether they are frozen. For values see :func:`compare_weights`.
 
     Raises:
         ValueError: a rank differs from rank 0.
@@ -86,13 +95,13 @@ _SETTINGS = (
 
 
 def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimizers: Sequence[Any] = ()) -> None:
-    """Compares the weights of all nodes, and the CPU kernels that update them. Collective.
+    """Compares the weights of all nodes, and the CPU capability that torch's kernels use. Collective.
 
     Args:
-        ranks: the ranks.
+        ranks: the ranks. Only the primary of each node computes digests, because the ranks of a node share the weights.
         module: the module. It must have the host's parameters.
-        when: the time, for the error.
-        optimizers: their state is compared as well.
+        when: the time in words, for the error.
+        optimizers: optimizers whose state is compared as well.
 
     Raises:
         ValueError: a node differs from node 0.
@@ -125,10 +134,12 @@ def own_state(optimizers: Sequence[Any]) -> dict[str, torch.Tensor]:
 
 
 def compare_optimizers(ranks: Ranks, optimizers: Sequence[Any]) -> None:
-    """Compares the optimizers, of which only the primary's step. Collective.
+    """Compares the optimizers' classes, options and shapes of parameters. Collective.
+
+    Only the primary's optimizers step, so options that differ on other ranks would have no effect.
 
     Raises:
-        ValueError: a rank has other optimizers than rank 0.
+        ValueError: the optimizers of a rank differ from those of rank 0.
     """
     groups = {
         f"{type(optimizer).__name__} {number}, group {index}": _group(group)
@@ -148,7 +159,7 @@ def compare_batches(ranks: Ranks, trainer: Any) -> None:
     """Compares the numbers of training and validation batches. Collective.
 
     Raises:
-        ValueError: a rank has other numbers than rank 0.
+        ValueError: the numbers of a rank differ from those of rank 0.
     """
     ranks.must_agree(
         "numbers of batches",
@@ -170,10 +181,12 @@ def _said(value: Any) -> str:
 
 
 def refuse_restart_with_old_store() -> None:
-    """Checks that torchrun's store is new if torchrun has started the processes again. Otherwise gloo may wait for half an hour.
+    """If torchrun has started the processes again, checks that its store is new.
+
+    With the earlier processes' addresses in the store (pytorch/pytorch#135712), gloo may wait for half an hour.
 
     Raises:
-        RuntimeError: the store still has the addresses of the earlier processes (pytorch/pytorch#135712).
+        RuntimeError: torchrun has started the processes again, and they use the store of the earlier processes.
     """
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if again and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -184,10 +197,15 @@ def refuse_restart_with_old_store() -> None:
 
 
 def refuse_other_places(strategy: Any) -> None:
-    """Checks that processes are numbered node by node, and that the trainer has the right number of them. Collective.
+    """Checks that the number of processes is the trainer's, and, on several nodes, that they are numbered node by node.
+
+    Collective on several nodes.
+
+    Args:
+        strategy: the strategy, with the trainer's number of nodes and devices.
 
     Raises:
-        ValueError: the processes were started in another way.
+        ValueError: the processes have another number, or are numbered in another way.
     """
     nodes, devices = strategy.num_nodes, len(strategy.parallel_devices)
     expected = [(node, local) for node in range(nodes) for local in range(devices)]
@@ -217,9 +235,10 @@ _ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
 
 
 def choose_interface(address: str) -> None:
-    """Lets gloo use the interface that leads to an address, unless the user has named one.
+    """If the user has not named a network interface for gloo, sets the variable to the interface that leads to an address.
 
-    On many systems a machine's own name resolves to 127.0.1.1 (``/etc/hosts``), where no other node finds it.
+    Without the variable, gloo uses the address of the machine's own name. On many systems that is 127.0.1.1 (``/etc/hosts``),
+    which other nodes cannot reach.
 
     Args:
         address: the address or the name of the first node.
@@ -229,16 +248,19 @@ def choose_interface(address: str) -> None:
 
 
 def interface_to(address: str) -> str | None:
-    """Returns the name of the interface that leads to an address (IPv4); None if it is unknown, or leads only to this machine."""
-    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        import fcntl  # Windows has no fcntl, and no several devices
+    """Returns the name of the network interface that leads to an address (IPv4).
 
-        probe.connect((address, 9))  # a datagram socket sends nothing here
+    Returns None if no interface is found, or if the address is this machine's loopback address.
+    """
+    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        import fcntl  # not at the top: Windows has no fcntl, and does not support several devices
+
+        probe.connect((address, 9))  # sets only the socket's own address: a datagram socket sends nothing in `connect`
         mine = probe.getsockname()[0]
         if mine.startswith("127."):
             return None
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no such address
+            with suppress(OSError):  # the interface has no IPv4 address
                 found = fcntl.ioctl(probe, _ADDRESS_OF, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == mine:
                     return name

@@ -1,4 +1,4 @@
-"""Memory of host blocks that all ranks of a node share. What a rank's user code writes stays its own until an update."""
+"""Memory of host blocks that all ranks of a node share. Writes of user code are private to their rank until an update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shared_allocator(ranks: Ranks, device: Device, nbytes: int) -> Allocate:
     Args:
         ranks: the ranks.
         device: page-locks the memory.
-        nbytes: the bytes of all blocks, each in whole pages.
+        nbytes: the bytes of all blocks together, each block in whole pages.
     """
     memory, used = ranks.share(nbytes, "weights"), 0
 
@@ -40,15 +40,16 @@ class SharedBlockMemory(BlockMemory):
 
     Args:
         memory: the shared memory of all blocks.
-        begin, nbytes: this block's part.
-        device: page-locks the part.
-        pin: page-lock it.
-        primary: this rank's parameters give the initial values.
+        begin, nbytes: the offset and the size of this block in the shared memory, in bytes.
+        device: page-locks the block.
+        pin: True to page-lock the block.
+        primary: True if this rank is the primary. The initial values are copied from the primary's parameters.
 
     Attributes:
-        view: this rank's private view, of the block or of more.
-        primary: whether this rank's writes count.
-        written: whether this rank had private pages of the block at the last :meth:`look`. :func:`merge` makes it False.
+        view: this rank's private view. It shows all blocks at first, and only this block after :meth:`reallocate`.
+        primary: True if an update shares this rank's private writes with all ranks. Those of other ranks are dropped.
+        written: True if uploads read the private view, because this rank had private pages of the block at the last
+            :meth:`look`, or has computed its own casts. :func:`merge` makes it False.
     """
 
     def __init__(
@@ -75,23 +76,26 @@ class SharedBlockMemory(BlockMemory):
 
     @property
     def fetched(self) -> Tensor:
-        """The private view if this rank has written to it; else the shared memory."""
+        """The memory that uploads read: the private view if :attr:`written` is True; else the shared memory."""
         return self.seen if self.written else self.common
 
     @property
     def area(self) -> tuple[OwnView, Page]:
-        """The view, and the block's pages in it."""
+        """The private view, and the first and last byte (exclusive) of the block's pages in the view."""
         return self.view, (self._offset, self._offset + self._pages)
 
     def look(self) -> bool:
-        """Returns True if this rank has private pages of the block."""
+        """Sets :attr:`written` to True if this rank has private pages of the block, otherwise to False. Returns it."""
         self.written = bool(self.view.written(self._offset, self._offset + self._pages))
         return self.written
 
     def digest(self, spans: Sequence[Span]) -> int:
-        """Returns a checksum of the names and values of the spans that differ from the shared values; 0 if none differs.
+        """Returns a checksum of the names and values of the weights that differ from the shared values; 0 if no weight differs.
 
-        A value that was changed and restored does not differ.
+        A weight that was changed and then restored does not differ.
+
+        Args:
+            spans: the names and places of the block's weights.
         """
         view, (begin, end) = self.area
         found = 0
@@ -101,16 +105,18 @@ class SharedBlockMemory(BlockMemory):
         return found
 
     def reallocate(self) -> None:
-        self.view.keep(self._offset, self._offset + self._pages)
+        self.view.keep(self._offset, self._offset + self._pages)  # tensors of user code may still view the old view
         self.view = self._shared.view_anew(self._begin, self._begin + self._pages)
         self._offset = 0
 
 
 def merge(blocks: Iterable[BlockMemory]) -> int:
-    """Shares the primary's private writes to blocks with all ranks, and drops those of another rank.
+    """Drops this rank's private pages of blocks. On the primary, copies the pages to the shared memory before.
+
+    Sets :attr:`SharedBlockMemory.written` to False.
 
     Returns:
-        The bytes of this rank's private pages.
+        The bytes of the private pages that this rank had.
     """
     shared = [block for block in blocks if isinstance(block, SharedBlockMemory)]
     for block in shared:

@@ -3,12 +3,13 @@
 A folder has DCP's files only: ``.metadata`` and ``*.distcp``. Its entries:
 
 - each tensor, by its keys in the checkpoint: ``state_dict.net.0.weight``, ``optimizer_states.0.state.3.exp_avg``;
-- ``sp_lightning``: the checkpoint with tensors on the meta device, which have no values, in the place of those above.
+- ``sp_lightning``: the whole checkpoint. Each tensor that has its own entry is replaced by a tensor on the meta device, which
+  has no values.
 
 DCP alone would lose the types of keys, empty dictionaries and the ``_metadata`` of a state dictionary.
 
-Rank 0 decides the content. Other ranks offer the tensors that they have in common with rank 0, and DCP splits these between the
-ranks.
+The folder has the content of rank 0's checkpoint. Other ranks pass those tensors to DCP that they have in common with rank 0, and
+DCP divides the writing of these tensors among the ranks.
 """
 
 from __future__ import annotations
@@ -44,20 +45,26 @@ from sp_lightning.trainer.part_files import cause_of, not_written, read_whole, s
 REST = "sp_lightning"
 """The entry for everything that is not a tensor entry."""
 MAPPED = 2**16
-"""Minimum bytes of a tensor that is mapped when it is read. Smaller ones are copied to memory."""
+"""Minimum bytes of a tensor that is mapped when it is read. Smaller tensors are copied to memory."""
 THREADS = 4
-"""Threads with which a rank writes, each to its own file."""
+"""The number of threads with which a rank writes. Each thread writes its own file."""
 
 _TIMEOUT = timedelta(hours=6)
-"""How long ranks wait for the slowest one to write. Writing a terabyte often takes longer than torch's half an hour."""
+"""How long ranks wait for the slowest rank to write. Writing a terabyte often takes longer than torch's default of 30 minutes."""
 
 Keys = tuple[Any, ...]
 
 
 def _change_tensors(value: Any, change: Callable[[Keys, Tensor], Tensor], keys: Keys = ()) -> Any:
-    """Returns a copy of nested dictionaries and lists, with another tensor in the place of each.
+    """Returns a copy of nested dictionaries and lists in which ``change`` replaces each tensor.
 
-    A wrapped tensor (of quantised weights) consists of plain tensors: these are changed.
+    In a wrapped tensor (quantised weights), ``change`` replaces each of its plain tensors. Parameters, and tensors that require
+    gradients, stay as they are.
+
+    Args:
+        value: the dictionaries and lists.
+        change: called with the keys of a tensor and the tensor. Returns the new tensor.
+        keys: the keys of ``value`` in the whole checkpoint.
     """
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.requires_grad:
         return rebuild(value, (change((*keys, *name.split(".")[1:]), part) for name, part in parts("", value)))
@@ -79,23 +86,24 @@ def _name(keys: Keys) -> str:
 
 
 def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[str, Tensor], *, alone: bool = False) -> None:
-    """Writes a folder, or replaces it. Collective, unless ``alone``.
+    """Writes a checkpoint folder, or replaces it. Collective, except with ``alone``.
 
-    The files are written to a hidden folder beside it, which is renamed when it is complete.
+    The files are written to a hidden folder beside ``folder``. When all files are complete, the hidden folder is renamed.
 
     Args:
         checkpoint: the checkpoint. Rank 0's is written.
-        folder: its path, on a file system that all ranks see.
+        folder: the path of the folder, on a file system that all ranks see.
         shared: the tensors that this rank may have in common with rank 0, by the names of their entries.
-        alone: only this rank writes, which is rank 0.
+        alone: True if only this rank writes, which is rank 0.
 
     Raises:
-        OSError: a rank could not write, or the folder exists with other files. A former checkpoint of this name is unchanged.
+        OSError: a rank could not write, or the folder exists and has files that are not DCP's. A former checkpoint of this name
+            is unchanged.
     """
     with _group(alone) as group:
         first = group is None or dist.get_rank() == 0
         entries, tensors = _entries(checkpoint) if first else ({}, {})
-        # A hook may have replaced tensors in rank 0's checkpoint.
+        # A hook may have replaced tensors in rank 0's checkpoint. Other ranks do not have these, so only rank 0 writes them.
         common = [name for name, each in shared.items() if name in tensors and _memory(each) == _memory(tensors[name])]
         agreed: list[Any] = [folder.with_name(f".{folder.name}.{uuid4().hex}.part"), common]
         if group is not None:
@@ -117,15 +125,16 @@ def write(checkpoint: Mapping[str, Any], folder: Path, shared: Mapping[str, Tens
 
 def _entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the entries of a folder, which DCP flattens, and the tensors among them by name."""
-    # The optimizers' state comes first, because often only rank 0 has it: DCP assigns each further tensor to the rank that has
-    # the least to write.
+    # The optimizers' state comes first, because often only rank 0 has it. DCP goes through the tensors in this order, and assigns
+    # a tensor that several ranks have to the rank that has the fewest bytes to write so far.
     nested: dict[Any, Any] = {"optimizer_states": {}}
     tensors: dict[str, Tensor] = {}
 
     def take(keys: Keys, tensor: Tensor) -> Tensor:
         name = _name(keys)
         if name in tensors or keys[0] == REST or not _is_plain(tensor):
-            return tensor  # it stays in the rest
+            # Written with its values in the entry REST. A name may be in use: keys 0 and "0" give the same one.
+            return tensor
         tensors[name] = tensor
         above = nested
         for key in keys[:-1]:
@@ -134,11 +143,11 @@ def _entries(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, T
         return tensor.to("meta")
 
     rest = _change_tensors(dict(checkpoint), take)
-    return {**nested, REST: (rest,)}, tensors  # DCP would flatten a dictionary, but not a tuple
+    return {**nested, REST: (rest,)}, tensors  # a tuple, because DCP would flatten a dictionary
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Returns True for a tensor that DCP's format keeps without loss, and that can be mapped."""
+    """Returns True if DCP's format keeps a tensor without loss, and :func:`read` can map it. Such a tensor gets its own entry."""
     on_cpu = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu"
     return on_cpu and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
@@ -148,7 +157,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Files(FileSystem):
-    """DCP's file system. It keeps the errors of the threads that write, which DCP does not check."""
+    """DCP's file system. It records the errors of all writing threads, because DCP checks only those of the first thread."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []
@@ -165,11 +174,11 @@ class _Files(FileSystem):
 
 
 class _Writer(FileSystemWriter):
-    """DCP's writer. It raises the errors of all its threads, and gives the complete folder its name.
+    """DCP's writer. It raises the errors of all its threads, and renames the folder when all ranks have written.
 
     Args:
-        part: the folder to which it writes.
-        folder: the name of the complete folder.
+        part: the hidden folder to which all ranks write.
+        folder: the path of the complete folder.
     """
 
     def __init__(self, part: Path, folder: Path) -> None:
@@ -179,7 +188,11 @@ class _Writer(FileSystemWriter):
         self._folder = folder
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Runs on rank 0 before anything is written."""
+        """Runs on rank 0 before any rank writes. Removes hidden folders of killed writers.
+
+        Raises:
+            OSError: the folder has files that are not DCP's.
+        """
         _refuse_other_files(self._folder)
         for left in _hidden(self._folder, "part"):
             if left != self._part:
@@ -194,7 +207,11 @@ class _Writer(FileSystemWriter):
                 raise self._files.errors[0]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Runs on rank 0 when all ranks have written."""
+        """Runs on rank 0 when all ranks have written. Writes the metadata, renames the folder, and removes its predecessor.
+
+        Raises:
+            FileNotFoundError: rank 0 does not see the files of another rank.
+        """
         for rank, written in enumerate(results):
             names = {each.storage_data.relative_path for each in written}
             if not all((self._part / name).is_file() for name in names):
@@ -217,13 +234,18 @@ class _Writer(FileSystemWriter):
 
 
 def _hidden(folder: Path, suffix: str) -> list[Path]:
-    """Returns the hidden folders that writers of this name use, or have left when they were killed."""
+    """Returns the hidden folders beside ``folder`` that its writers use, or that killed writers have left.
+
+    Args:
+        folder: the path of a checkpoint folder.
+        suffix: "part" for incomplete folders, "old" for predecessors of the checkpoint.
+    """
     pattern = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.{suffix}")
     return [each for each in folder.parent.iterdir() if pattern.fullmatch(each.name)]
 
 
 def _refuse_other_files(folder: Path) -> None:
-    """Raises an error for a folder with files that are not DCP's: they would be deleted with it."""
+    """Raises an OSError if a folder has files that are not DCP's, because they would be deleted with the folder."""
     if folder.is_symlink() or not folder.is_dir():
         return
     others = sorted(each.name for each in folder.iterdir() if each.name != ".metadata" and each.suffix != ".distcp")
@@ -234,7 +256,10 @@ def _refuse_other_files(folder: Path) -> None:
 
 @contextmanager
 def _group(alone: bool) -> Iterator[Any]:
-    """A context with a separate group of all ranks, because other threads may be in collectives. None for one process."""
+    """A context with a new process group of all ranks; None if only this process writes.
+
+    The group is a separate one, because other threads may be in collectives of the other groups.
+    """
     if alone or not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         yield None
         return
@@ -249,24 +274,24 @@ def _group(alone: bool) -> Iterator[Any]:
 
 
 def read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Returns the checkpoint in a folder. Its large tensors are mapped copy-on-write: they are read when they are used.
+    """Returns the checkpoint in a folder. Its large tensors are mapped copy-on-write: their pages are read when they are used.
 
     Ranks of a node that read the same folder share the memory of these tensors.
 
     Args:
-        folder: its path.
+        folder: the path of the folder.
         weights_only: as in ``torch.load``, for the entry ``sp_lightning``. DCP's ``.metadata`` is a plain pickle in any case.
 
     Raises:
         pickle.UnpicklingError: the checkpoint has other objects than tensors and plain values.
-        ValueError: a file is missing, damaged, or ends too early, or another program or version has written the folder.
+        ValueError: a file is missing, damaged, or ends too early; or another program or version has written the folder.
     """
     return read_whole(folder, lambda: _read(folder, weights_only))
 
 
 def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     places: dict[str, Any] = {}
-    if any(folder.glob("*.distcp")):
+    if any(folder.glob("*.distcp")):  # otherwise DCP has not written the folder, which is the error below
         _check_size(folder / ".metadata", 1)
         try:
             metadata = FileSystemReader(folder).read_metadata()
@@ -293,7 +318,7 @@ def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
                     return torch.load(saved, map_location="cpu", weights_only=weights_only)
                 with without_values:
                     fake = torch.load(saved, weights_only=True)
-            except pickle.UnpicklingError:  # of weights_only=True
+            except pickle.UnpicklingError:  # weights_only=True has found other objects: the file is not damaged
                 raise
             except Exception as error:
                 raise _damaged(file) from error
@@ -310,16 +335,23 @@ def _read(folder: Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _mapped(mapped: mmap.mmap, fake: Tensor, offset: int) -> Tensor:
-    """Returns a tensor over mapped memory that ``torch.save`` has written. ``fake`` is the tensor without values."""
+    """Returns a tensor in a mapped file.
+
+    Args:
+        mapped: the mapped file. ``torch.save`` has written the tensor to it.
+        fake: the tensor without values.
+        offset: the offset of the tensor's entry in the file, in bytes.
+    """
     storage: Any = fake.untyped_storage()
     begin = offset + storage._checkpoint_offset  # torch documents it, although the name is private
-    # DCP writes no elements of a storage beside the tensor's. (torch 2.10 multiplies the size of a fake storage.)
+    # DCP writes only the tensor's own elements of a storage, so `numel` is the number of elements in the file. The size of the
+    # fake storage is not used, because torch 2.10 computes it wrong (a multiple).
     flat = torch.frombuffer(mapped, dtype=fake.dtype, count=fake.numel(), offset=begin)
     return flat.as_strided(tuple(fake.shape), fake.stride(), fake.storage_offset())
 
 
 def _check_size(file: Path, nbytes: int) -> None:
-    """Raises an error for a file that is missing, or has fewer bytes."""
+    """Raises a ValueError if a file is missing, or has fewer than ``nbytes`` bytes."""
     size = file.stat().st_size if file.is_file() else -1
     if size < nbytes:
         why = (

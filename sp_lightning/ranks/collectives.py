@@ -1,7 +1,8 @@
-"""Collectives of torch.distributed. One ends with an error when another rank has failed or has reached another collective.
+"""Collectives of torch.distributed. They raise an error if another rank has failed or has reached another collective.
 
-In a barrier each rank sends the name of its next operation. An error is raised if the names differ. Other collectives match by
-their order alone. Barriers guard them: between two barriers all ranks run the same collectives.
+In a barrier each rank sends the name of its next operation. If the names differ, the barrier raises an error. Other collectives
+have no names: torch.distributed matches them by their order alone. Barriers guard them: between two barriers all ranks run the
+same collectives.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from sp_lightning.ranks.process_locks import ProcessLocks
 from sp_lightning.ranks.rank_order import all_gather_single
 
 TIMEOUT: timedelta = default_pg_timeout
-"""How long a rank waits for another one that neither comes nor fails: the timeout of torch's process groups."""
+"""How long a rank waits for a rank that neither arrives nor fails: the default timeout of torch's process groups."""
 
 _LOOK = timedelta(seconds=0.1)
-"""How long the host waits before it looks whether another rank has failed."""
+"""How long the host waits for a collective between two checks whether another rank has failed."""
 
 _TEXT = 504
 """Bytes of the name that a rank sends in a barrier. A longer name is cut."""
@@ -39,8 +40,8 @@ class ProcessGroups(NamedTuple):
     """Two process groups of the same processes.
 
     Attributes:
-        host: for tensors in host memory.
-        device: for tensors on the devices.
+        host: the group for tensors in host memory.
+        device: the group for tensors on the devices. On the CPU it is the same group.
     """
 
     host: Any
@@ -50,24 +51,24 @@ class ProcessGroups(NamedTuple):
 class Collectives:
     """Collectives with the ranks of the node, with the peers on other nodes, and with all ranks.
 
-    All ranks call them in the same order. Ranks are numbered node by node. The *peers* of a rank have the same number on their
-    own nodes. The process groups belong to this object, so collectives of user code (in other threads as well) have their own
-    order.
+    All ranks call the collectives in the same order. Ranks are numbered node by node. The *peers* of a rank are the ranks with
+    the same number on the other nodes. The process groups belong to this object. User code uses other groups, so its collectives
+    may run in any order relative to these, also in other threads.
 
     Args:
         device: the device on which this rank computes.
         per_node: the number of ranks of each node; None if there is one node.
 
     Attributes:
-        number: this rank's number of all.
-        rank: its number on its node.
-        node: the number of its node.
+        number: this rank's number among all ranks.
+        rank: this rank's number on its node.
+        node: the number of this rank's node.
         size: the number of ranks of each node.
         nodes, world: the numbers of nodes and of ranks.
-        primary: whether this rank updates its node's weights (rank 0 of the node).
-        first: whether this is rank 0 of all, whose buffers, log and files count.
-        failure: this rank's own error as text; empty if it has none.
-        place: where this rank is in the training, as text.
+        primary: True if this rank updates its node's weights (rank 0 of the node).
+        first: True if this is rank 0 of all ranks. It writes files and the full log. Other ranks get copies of its buffers.
+        failure: this rank's own error as text; empty before an error.
+        place: the present place of this rank in the training, as text. Barriers compare it.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
@@ -98,7 +99,11 @@ class Collectives:
         return [list(range(first, first + self.size)) for first in range(0, self.world, self.size)]
 
     def _group(self, parts: list[list[int]]) -> ProcessGroups:
-        """Makes process groups, one for each part. Returns this rank's. Collective."""
+        """Makes process groups for each part, and returns the groups of this rank's part. Collective.
+
+        Args:
+            parts: the numbers of the ranks of each part.
+        """
         backends = ("gloo",) if self._on_host else ("gloo", None)
         made: list[Any] = [
             dist.new_subgroups_by_enumeration(parts, timeout=None if each is None else TIMEOUT, backend=each)[0]
@@ -108,17 +113,17 @@ class Collectives:
 
     @property
     def background(self) -> Any:
-        """Another group of all ranks, for barriers of their background threads. The first use is collective."""
+        """A separate group of all ranks, for barriers of their background threads. Made at the first use, which is collective."""
         if "background" not in self._groups:
             group = dist.new_group(backend="gloo", timeout=TIMEOUT)
             self._groups["background"] = ProcessGroups(group, group)
         return self._groups["background"].host
 
     def end_groups(self) -> None:
-        """Ends all groups, with their threads and connections. All ranks call it, but not at the same time."""
+        """Ends all process groups, with their threads and connections. Every rank calls it, not necessarily at the same time."""
         for group in self._groups.values():
             for each in group:
-                with suppress(ValueError):  # it has ended already
+                with suppress(ValueError):  # the group has ended already, for example as `host` of a pair on the CPU
                     dist.destroy_process_group(each)
         self._groups.clear()
 
@@ -140,19 +145,22 @@ class Collectives:
     # ------------------------------------------------------------------ barriers
 
     def barrier(self, what: str, number: float = 0, *, why: Wait | None = None, group: Any = None) -> list[float]:
-        """Waits until all ranks have called it. Their devices may still be busy.
+        """Waits until all ranks have called the barrier. Their devices may still be busy.
 
         Args:
-            what: the name of this rank's next operation. It must be the same on all ranks, and so must :attr:`place`.
-            number: a number for the other ranks. Integers are exact up to 2**53.
-            why: the named wait, if it is one.
-            group: :attr:`background`, whose thread is at another place; None for the main group.
+            what: the name of this rank's next operation. It must be the same on all ranks.
+            number: a number that is sent to the other ranks. Integers are exact up to 2**53.
+            why: the member of ``Wait`` for this wait; None if there is no member for it.
+            group: :attr:`background` in a background thread, which works at another place of the training than the main thread;
+                None for the group of all ranks. With None, :attr:`place` must be the same on all ranks as well, and the barrier
+                is recorded as this rank's last one.
 
         Returns:
             The numbers of all ranks.
 
         Raises:
-            RankError: another rank has failed, or has sent another name.
+            RankError: another rank has failed, or has sent another name or place.
+            RankInterrupt: another rank was interrupted.
         """
         text = what
         if group is None:
@@ -175,10 +183,14 @@ class Collectives:
         return [each for each, _ in found]
 
     def _error(self, why: Wait | str) -> BaseException | None:
-        """Returns the error to raise because another rank has failed or ended; None if this rank may still wait."""
+        """Returns the error to raise if another rank has failed or its process has ended; None if this rank may still wait.
+
+        Args:
+            why: the purpose of the wait, for the message.
+        """
         waited = f"while {self.name} waited for {in_words(why)}"
         ended = None if self._locks is None else self._locks.ended()
-        if ended is not None:  # it may have reported why
+        if ended is not None:  # the process may have reported its error: gives the thread of `Failures` time to read it
             sleep(0.3)
         if self._failures is not None and (error := self._failures.error(waited)) is not None:
             return error
@@ -186,9 +198,8 @@ class Collectives:
             return None
         number = self.node * self.size + ended
         more = ""
-        if (
-            number and self._failures is not None and self._failures.reads and not self._failures.places()
-        ):  # it could not report why
+        # If the store does not answer, the process could not report its error.
+        if number and self._failures is not None and self._failures.reads and not self._failures.places():
             more = f" The store of torch.distributed cannot be reached: {self.called(0)} or torchrun has ended as well."
         return RankError(
             f"the process of {self.called(number)} has ended {waited}. It was killed (see dmesg for lack of memory), or it left "
@@ -198,7 +209,12 @@ class Collectives:
     # ------------------------------------------------------------------ objects
 
     def _broadcast_object(self, value: Any, name: str) -> Any:
-        """Returns the primary's value on all ranks of the node."""
+        """Returns the primary's value on all ranks of the node. Collective on all nodes.
+
+        Args:
+            value: the value of this rank. Only the primary's is used.
+            name: the purpose of the memory that the value describes, for errors.
+        """
         values = [value]
         first = self.node * self.size
         with self.together(f"memory for {name}"):
@@ -206,7 +222,7 @@ class Collectives:
         return values[0]
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Returns the values of all ranks, in their order, on all of them."""
+        """Returns the values of all ranks, in the order of ranks. Collective; ``what`` is its name for errors."""
         values: list[Any] = [None] * self.world
         with self.together(what):
             dist.all_gather_object(values, value, group=self._groups["everybody"].host)
@@ -216,8 +232,12 @@ class Collectives:
     def together(self, what: str) -> Iterator[None]:
         """A context for a collective of all ranks. It begins with a barrier.
 
+        Args:
+            what: the name of the collective, for the barrier and for errors.
+
         Raises:
-            RankError: another rank has failed during the collective, or has left it.
+            RankError: another rank has reached another collective, or has failed or ended during this one.
+            RankInterrupt: another rank was interrupted.
         """
         self.barrier(what)
         try:
@@ -235,7 +255,7 @@ class Collectives:
         values.copy_(words)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrites tensors with those of rank 0. As in ddp, tensors of one device and dtype are sent together."""
+        """Overwrites tensors with those of rank 0. As in DDP, tensors of one device and dtype are sent together. Collective."""
         alike = defaultdict[Any, list[Tensor]](list)
         for tensor in tensors:
             alike[tensor.device, tensor.dtype].append(tensor)
@@ -250,35 +270,47 @@ class Collectives:
                     tensor.copy_(value.view(tensor.shape))
 
     def exchange(self, received: Tensor, sent: Tensor, what: str) -> None:
-        """Sends one part of a flat tensor on the device to each rank of the node, and receives one from each (all-to-all).
+        """Sends one part of a flat tensor on the device to each rank of the node, and receives one part from each (all-to-all).
 
         Args:
-            received: is overwritten with the parts for this rank, in the order of ranks.
-            sent: a tensor of the same size, a multiple of the number of ranks.
+            received: overwritten with the parts for this rank, in the order of ranks.
+            sent: the tensor to send, of the same size. Its size is a multiple of the number of the node's ranks.
             what: the name of the data, for errors.
         """
         group = self._groups["node"].device
         self._wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), what, host=self._on_host)
 
     def exchange_between_nodes(self, received: Tensor, sent: Tensor, what: str) -> None:
-        """Exchanges parts as :meth:`exchange` does, between the peers on all nodes, in the order of nodes."""
+        """Does the same as :meth:`exchange` with this rank's peers on all nodes, in the order of nodes."""
         work = dist.all_to_all_single(received, sent, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
     def gather_between_nodes(self, everybody: Tensor, own: Tensor, what: str) -> None:
-        """Gathers the flat tensors of all peers, in the order of nodes (all-gather)."""
+        """Gathers the flat tensors of all peers, in the order of nodes (all-gather).
+
+        Args:
+            everybody: overwritten with the tensors of all peers.
+            own: this rank's tensor.
+            what: the name of the data, for errors.
+        """
         work = all_gather_single(everybody, own, group=self._groups["peers"].device, async_op=True)
         self._wait_for(work, f"{what} of other nodes", host=self._on_host)
 
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
         """Waits for a collective: on the host, or on the current stream of an accelerator.
 
+        Args:
+            work: the collective, as torch.distributed has returned it.
+            why: the purpose of the wait, for errors.
+            host: True to wait on the host, False for the current stream.
+
         Raises:
-            RankError: another rank has failed, meanwhile or in the collective.
+            RankError: another rank has failed or ended, or the collective has failed.
             RankInterrupt: another rank was interrupted.
         """
         while host and not work.is_completed():
-            with suppress(RuntimeError):  # only this wait has ended, or the wait below raises the error
+            # The error means that this wait has timed out, or that the collective has failed. The wait below raises the latter.
+            with suppress(RuntimeError):
                 work.wait(_LOOK)
             if not work.is_completed() and (error := self._error(why)) is not None:
                 raise error
@@ -288,10 +320,14 @@ class Collectives:
             raise self._lost(why, failed) from failed
 
     def _lost(self, why: Wait | str, error: BaseException) -> BaseException:
-        """Returns the error to raise for a collective that has failed, or has waited too long.
+        """Returns the error to raise for a collective that has failed or timed out.
 
-        If another rank has failed, its own error is in the store within a moment. Otherwise all ranks are asked for their places,
-        and the error names those that do not answer.
+        If another rank has failed, its own error is in the store within a moment, so this waits up to a second for it. Otherwise
+        this rank asks all ranks for their places, and the error names the ranks that do not answer.
+
+        Args:
+            why: the purpose of the wait for the collective, for the message.
+            error: the error of the collective.
         """
         reads = self._failures is not None and self._failures.reads
         late = monotonic() + (1 if reads else 0.1)
@@ -312,5 +348,5 @@ class Collectives:
 
 
 def in_words(why: Wait | str) -> str:
-    """Returns the purpose of a wait, to stand after "waited for"."""
+    """Returns the purpose of a wait in words. Messages put it after "waited for"."""
     return f"this: {why.value}" if isinstance(why, Wait) else why

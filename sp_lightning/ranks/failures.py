@@ -1,8 +1,8 @@
 """Failures: errors that ranks report to each other outside of collectives, by the store of torch.distributed.
 
-A collective ends with an error when a process of it has ended, but that error does not have the reason. So a rank that fails
-writes its error to the store, and a thread of each rank reads the store. If ranks are missing in a collective, another rank asks
-all for their places: each process then writes where it is in the training.
+If a process ends, collectives with it raise errors on the other ranks. These errors do not contain the reason. So a rank that
+fails writes its error to the store, and a thread of each rank reads the store. If ranks do not reach a collective, a rank that
+waits in it asks all ranks for their places: each process then writes its place in the training to the store.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from sp_lightning.torch_compat.private import store_of_default_group
 
 
 class RankError(RuntimeError):
-    """Another rank has failed, or has reached another collective, so this one cannot continue."""
+    """Another rank has failed, or has reached another collective, so this rank cannot continue."""
 
 
 class RankInterrupt(KeyboardInterrupt):
-    """Another rank was interrupted, and this one ends like an interrupted one."""
+    """Another rank was interrupted (``KeyboardInterrupt``). This rank ends as if it had been interrupted itself."""
 
 
 LOST = RankError, RankInterrupt
-"""The errors that a wait for other ranks raises. An interrupt of this process is not one of them."""
+"""The errors that a wait for other ranks raises. A ``KeyboardInterrupt`` of this process is not among them."""
 
 
 class Failures:
-    """Reads and writes the store. A thread does it, because a store that cannot be reached may not answer for a long time.
+    """Reads and writes the store, in threads: if the store cannot be reached, calls of the store may block for a long time.
 
     Args:
-        run: a text that is the same on all ranks, and differs from that of other objects of this class.
+        run: a text that is the same on all ranks, and different in each object of this class in a process.
         rank: this rank's number.
         names: the names of all ranks.
-        place: returns where this rank is, in words.
+        place: returns the place of this rank in the training, as text.
 
     Attributes:
-        first: the name of the rank that failed first, and its error; None before a rank fails.
+        first: the name of the rank that failed first, and its error; None until this process has read an error.
     """
 
     def __init__(self, run: str, rank: int, names: Sequence[str], place: Callable[[], str]) -> None:
@@ -46,9 +46,9 @@ class Failures:
         self._rank = rank
         self._names = names
         self._place = place
-        self._pause = 0.1 * max(1, len(names) // 32)  # seconds between two looks: one process answers all ranks
+        self._pause = 0.1 * max(1, len(names) // 32)  # seconds between two reads: one process serves all ranks
         self.first: tuple[str, str] | None = None
-        # A separate connection: a wait on the process group's would block this one.
+        # A separate connection: a call that waits on the process group's connection would block calls on the same connection.
         self._store: Any = store_of_default_group().clone()
         self._over = Event()
         self._over.set()
@@ -65,6 +65,7 @@ class Failures:
         Thread(target=self._look, args=(self._over,), name="superpipeline-failures", daemon=True).start()
 
     def _look(self, over: Event) -> None:
+        """Reads the store until ``over`` is set: records the first error of any rank, and answers if places are wanted."""
         failure, wanted, mine = (self._prefix + key for key in ("failure", "places wanted", f"place {self._rank}"))
         answered = False
         with suppress(RuntimeError):  # the process with the store has ended: collectives with it raise errors
@@ -78,19 +79,19 @@ class Failures:
                     answered = True
 
     def report(self, error: BaseException) -> None:
-        """Writes an error of this rank, and waits until all ranks have had time to read it, because the process may end now.
+        """Writes an error of this rank to the store. If another rank has written an error before, does not replace that error.
 
-        Only the first error of all ranks counts.
+        Then waits until all ranks have had time to read the error, because this process may end afterwards.
         """
         kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else type(error)
         text = f"{self._names[self._rank]}\n{kind.__name__}: {error}"
         self._try(lambda: self._store.compare_set(f"{self._prefix}failure", "", text), 3 * self._pause)
 
     def error(self, waited: str) -> RankError | RankInterrupt | None:
-        """Returns the error to raise because another rank has failed; None if none has.
+        """Returns the error to raise if a rank has failed, as far as this process has read; None otherwise.
 
         Args:
-            waited: "while" and which rank waited for what, for the message.
+            waited: a clause for the message: "while", the name of this rank, and the purpose of its wait.
         """
         if self.first is None:
             return None
@@ -99,9 +100,10 @@ class Failures:
         return kind(f"{who} has failed {waited}: {error}")
 
     def places(self) -> dict[str, str]:
-        """Asks all ranks for their places in the training, and returns those by the ranks' names.
+        """Asks all ranks for their places in the training, and returns the places by the ranks' names.
 
-        The names of ranks whose process has ended, or is stopped, are missing.
+        Ranks that do not answer are missing: their process has ended or is stopped. If the store does not answer, all are
+        missing.
         """
         found: dict[str, str] = {}
 
@@ -117,7 +119,10 @@ class Failures:
         return found
 
     def _try(self, call: Callable[[], object], then: float) -> None:
-        """Calls the store in a thread, waits ``then`` seconds, and gives up after some seconds."""
+        """Calls the store in a thread, and then waits ``then`` seconds. Errors of the store are ignored.
+
+        Returns after ``3 + then`` seconds, even if the store has not answered.
+        """
 
         def run() -> None:
             with suppress(RuntimeError):
@@ -129,5 +134,8 @@ class Failures:
         thread.join(3.0 + then)
 
     def end(self) -> None:
-        """Ends the thread. Called before the process with the store ends, because torch prints an error if it cannot be read."""
+        """Ends the thread that reads the store.
+
+        Called before the process with the store ends, because torch prints an error if the store cannot be read.
+        """
         self._over.set()

@@ -30,15 +30,21 @@ class FolderFormat(CheckpointFormat):
     def save(
         self, strategy: Any, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, by_io: Callable[..., None]
     ) -> None:
-        """Writes the folder. Outside of a run, and after an error, rank 0 writes alone: the other ranks may not come."""
+        """Writes the folder. Collective, except after an error on this rank.
+
+        After an error rank 0 writes alone, because other ranks may not reach the collectives. On other ranks it then does
+        nothing. Outside of a run, all ranks take part, but only rank 0 writes tensors.
+        """
         folder, run, group = _folder_for(path, storage_options), strategy._run, strategy._group
         with nullcontext() if run is None else run.host_parameters():
             own = {} if run is None or group.alone else common_tensors(strategy.lightning_module, strategy.optimizers)
             if not group.failure:
                 try:
-                    strategy.barrier("save_checkpoint")  # a rank that has failed in a hook does not come, and is named
+                    # If another rank has failed in a hook, the barrier raises an error that names the failed rank.
+                    strategy.barrier("save_checkpoint")
                 except BaseException as error:
-                    group.fail(error)  # a rank that saves because of it waits for no other
+                    # If user code saves a checkpoint because of this error, rank 0 then does not wait for other ranks.
+                    group.fail(error)
                     raise
                 write(checkpoint, folder, own)
             elif group.first:
@@ -46,20 +52,20 @@ class FolderFormat(CheckpointFormat):
 
 
 def common_tensors(module: nn.Module, optimizers: Sequence[Any]) -> dict[str, Tensor]:
-    """Returns the tensors that are equal on several processes, by the names of their entries in a checkpoint folder.
+    """Returns the tensors that may be equal on several processes, by the names of their entries in a checkpoint folder.
 
-    These are the optimizers' state of this process, and the weights that it has not written privately since the last update.
+    These are the optimizers' state of this process, and the weights to which this process has not written since the last update.
     """
     weights = module.named_parameters(remove_duplicate=False)
     return {f"state_dict.{name}": each for name, each in weights if not was_written(each)} | own_state(optimizers)
 
 
 def _folder_for(path: Any, storage_options: Any | None) -> Path:
-    """Where all ranks write a checkpoint.
+    """Returns the folder to which all ranks write a checkpoint.
 
     Raises:
-        ValueError: it is not on a file system of this machine.
-        TypeError: there are options for storage elsewhere.
+        ValueError: the path is not on a file system of this machine.
+        TypeError: there are options for another storage.
     """
     if storage_options is not None:
         raise TypeError(

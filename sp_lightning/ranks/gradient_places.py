@@ -30,19 +30,21 @@ class Family:
 
     Attributes:
         owner: the layer.
-        begin: the offset of the layer's part of the shared memory.
-        places: the parameters, with the span of each gradient in that part.
-        view: this rank's private view of the part, which begins at ``offset`` in the view.
+        begin: the offset of the layer's part in the shared memory, in bytes.
+        places: the parameters, with the span of each gradient in the layer's part.
+        view: this rank's private view of the shared memory, or only of the layer's part.
+        offset: the offset of the layer's part in ``view``, in bytes.
         waiting: gradients on the device that are not summed yet.
         stashed: gradients in this rank's host memory that are not summed yet.
         came: the parameters that got a gradient in this backward.
-        reduced: whether the layer was summed in this backward.
-        slot: shared memory for gradients of a layer that is updated in this backward; else None.
-        landed: the event after this rank's part of the sum has been copied to ``slot``.
-        lent: the storage that was lent for each ``param.grad``.
-        overwritten: for parameters without a gradient on this rank, the former ``param.grad`` in this rank's part.
-        pages: size of the part in bytes, in whole pages.
-        locked: whether the part is page-locked.
+        reduced: True after the layer was summed in this backward.
+        slot: shared memory for the layer's gradients if the layer is updated in this backward; else None.
+        landed: the event after the copy of this rank's part of the sum to ``slot``.
+        lent: for each parameter, a weak reference to the storage under which ``param.grad`` was lent last.
+        overwritten: for each parameter that had a ``param.grad`` and got no gradient on this rank: the parameter, the memory that
+            this rank's part of the sum overwrites, and a copy of the former bytes.
+        pages: the size of the part in bytes, in whole pages.
+        locked: True if the part is page-locked.
     """
 
     owner: StreamedLayer
@@ -65,7 +67,7 @@ class Family:
         self.pages = whole_pages(total_bytes(tuple(self.places.values())))
 
     def end_backward(self) -> None:
-        """Resets what belongs to one backward."""
+        """Clears the records of one backward."""
         self.waiting.clear()
         self.stashed.clear()
         self.came.clear()
@@ -82,14 +84,14 @@ class Family:
         return part(self.view.bytes[self.offset :], self.places[place])
 
     def shows(self, place: Place) -> bool:
-        """Returns True if ``param.grad`` is this rank's view of the place."""
+        """Returns True if ``param.grad`` of a parameter is this rank's private view of the parameter's place."""
         gradient = gradient_of(place)
         at = self.view.bytes.data_ptr() + self.offset + self.places[place].offset
         return gradient is not None and gradient.layout is torch.strided and gradient.data_ptr() == at
 
 
 class GradientPlaces:
-    """The places of all gradients. A page takes memory once a gradient is written to it.
+    """The places of all gradients, in shared memory. A page of this memory is allocated when a gradient is first written to it.
 
     Args:
         ranks: the ranks that share the memory.
@@ -97,7 +99,8 @@ class GradientPlaces:
 
     Attributes:
         families: the gradients of each layer.
-        slots: the number of layers updated in backward that may have gradients at the same time; 0 if none is.
+        slots: the number of layers that may have gradients at the same time before they are updated in backward; 0 if no layer is
+            updated in backward.
     """
 
     def __init__(self, ranks: Ranks, layers: Sequence[StreamedLayer]) -> None:
@@ -144,7 +147,10 @@ class GradientPlaces:
         staging.lock(self._passing)
 
     def lock(self, staging: Staging) -> None:
-        """Page-locks the memory of gradients that is not locked yet. Frozen layers take no memory."""
+        """Page-locks the memory of gradients that is not locked yet, except that of frozen layers, which would take memory.
+
+        If layers are updated in backward, only residents are locked, because the gradients of other layers are usually in slots.
+        """
         for family in self.families.values():
             if (
                 not family.locked
@@ -155,7 +161,10 @@ class GradientPlaces:
                 staging.lock(self._memory.common[family.begin : family.begin + family.pages])
 
     def take_slot(self, family: Family) -> None:
-        """Gives a layer the next slot. The layer that used it before has been updated."""
+        """Gives a layer the next slot.
+
+        The layer that used the slot before has been updated: ``SharedUpdates.limit_pending`` has waited for its update.
+        """
         begin = self._taken % self.slots * self._slot_bytes
         self._taken += 1
         family.slot = self._passing[begin : begin + family.pages]
@@ -167,12 +176,18 @@ class GradientPlaces:
             family.end_backward()
 
     def keep_held(self, family: Family) -> None:
-        """If user code holds a gradient of an earlier step, leaves it the view, and makes a new one for this step."""
+        """If user code still holds a gradient and ``param.grad`` is None, makes a new view for the layer's gradients.
+
+        Otherwise the sum of this backward would overwrite the gradient that user code holds.
+        """
         if any(not lent.expired() and gradient_of(place) is None for place, lent in family.lent.items()):
             self._leave(family)
 
     def _leave(self, family: Family) -> None:
-        """Leaves a family's view to user code that holds gradients in it, and makes a new one."""
+        """Makes a new view for a family. The old view keeps its values for user code that holds gradients in it.
+
+        Gradients that are ``param.grad`` are copied to the new view, and their tensors become views of it.
+        """
         gradients = {place: gradient_of(place) for place in family.places if family.shows(place)}
         family.view.keep(family.offset, family.offset + family.pages)
         family.view, family.offset = self._memory.view_anew(family.begin, family.begin + family.pages), 0
@@ -184,7 +199,10 @@ class GradientPlaces:
                 gradient.data = self._lend(family, place)
 
     def keep_others(self, family: Family) -> None:
-        """Copies gradients of frozen parameters, which are not summed in this backward, out of the view."""
+        """Copies gradients of frozen parameters from the view to memory of their own.
+
+        These gradients are not summed in this backward, and :meth:`forget_writes` drops private writes to the layer's part.
+        """
         for place in family.places.keys() - family.trainable():
             gradient = gradient_of(place)
             if gradient is not None and family.shows(place):
@@ -192,11 +210,11 @@ class GradientPlaces:
                     gradient.data = gradient.clone()
 
     def forget_writes(self) -> None:
-        """Drops this rank's private writes to gradients, which new sums have replaced."""
+        """Drops this rank's private writes to the gradients of layers that were summed, so that the view shows the sums."""
         self._keep_writes([family for family in self.families.values() if family.reduced], False)
 
     def show(self, family: Family, place: Place) -> None:
-        """Makes ``param.grad`` a view of its place, or copies the sum to it."""
+        """Makes ``param.grad`` a view of its place if it is None. If it is another tensor, copies the sum to that tensor."""
         layer, index = place
         parameter = layer.block.parameters[index]
         with no_inference_mode(), torch.no_grad():
@@ -207,9 +225,10 @@ class GradientPlaces:
                 gradient.copy_(family.of(place))
 
     def merge(self) -> None:
-        """Shares what the primary's user code has written to gradients, and drops what another rank's has.
+        """Shares private writes of the primary's user code to gradients with all ranks. Drops those of other ranks.
 
-        A gradient that user code has assigned to ``param.grad`` is copied to its place first.
+        Before that, a gradient that user code has assigned to ``param.grad`` is copied to its place, and its tensor becomes a
+        view of the place.
         """
         for family in self.families.values():
             for place in family.places:
@@ -225,13 +244,16 @@ class GradientPlaces:
             return
         lent = family.lent.get(place)
         if lent is not None and not lent.expired():
-            self._leave(family)
+            self._leave(family)  # user code holds the former gradient, which the copy would overwrite
         with no_inference_mode(), torch.no_grad():
             family.of(place).copy_(gradient)
             gradient.data = self._lend(family, place)  # other references to the gradient see its new values
 
     def _lend(self, family: Family, place: Place) -> Tensor:
-        """Returns a view of a place. It has its own storage, whose references show whether a tensor holds it."""
+        """Returns a view of a place under a new storage, and records the storage in ``lent``.
+
+        As long as a tensor holds the view, the storage exists.
+        """
         span = family.places[place]
         memory = lend(family.view.bytes[family.offset + span.offset :][: span.nbytes])
         family.lent[place] = StorageWeakRef(memory.untyped_storage())
@@ -239,7 +261,7 @@ class GradientPlaces:
 
     @contextmanager
     def written_in_common(self, owners: Iterable[StreamedLayer]) -> Iterator[None]:
-        """A context in which writes to ``param.grad`` of these layers go to shared memory."""
+        """A context in which ``param.grad`` of these layers is shared memory. Afterwards it is this rank's private view again."""
         families = [self.families[owner] for owner in owners if owner in self.families]
         shown = [(family, place) for family in families for place in family.places if family.shows(place)]
         gradients = [gradient_of(place) for _, place in shown]
@@ -253,7 +275,16 @@ class GradientPlaces:
                 self._show_again(family, place, gradient)
 
     def _show_again(self, family: Family, place: Place, gradient: Tensor | None) -> None:
-        """Ends a turn: copies a gradient that an optimizer has assigned to ``param.grad`` to shared memory."""
+        """At the end of a turn, sets ``param.grad`` to this rank's view again. If it is None now, it stays None.
+
+        If an optimizer has assigned another tensor to ``param.grad``, its values are copied to shared memory before. A tensor
+        of another dtype or layout does not fit there, and stays ``param.grad``.
+
+        Args:
+            family: the layer's gradients.
+            place: the parameter.
+            gradient: this rank's view, which was ``param.grad`` before the turn.
+        """
         now = gradient_of(place)
         if now is None:
             return
@@ -281,19 +312,29 @@ def gradient_of(place: Place) -> Tensor | None:
 
 
 def present(family: Family, place: Place, begin: int, nbytes: int) -> Tensor:
-    """Returns a copy of a part of ``param.grad``, to restore it if no rank has a gradient for it."""
+    """Returns a copy of a part of ``param.grad``, flat ``uint8``. It is restored if no rank gets a gradient for the parameter.
+
+    Args:
+        family: the layer's gradients.
+        place: the parameter. It has a ``param.grad``.
+        begin, nbytes: the offset and the size of the part in the gradient, in bytes.
+    """
     gradient, shown = family.of(place), gradient_of(place)
     if shown is not None and shown.data_ptr() != gradient.data_ptr():
+        # With the strides of the place, because the bytes are copied flat.
         gradient = torch.empty_like(gradient).copy_(shown)
     flat = gradient.as_strided((gradient.numel(),), (1,)).view(torch.uint8)
     return flat[begin : begin + nbytes].clone()
 
 
 def compare_trained(ranks: Ranks, families: Collection[Family]) -> None:
-    """Raises a ValueError if ranks disagree which parameters require gradients. Called when the backward of a loss begins.
+    """Checks that all ranks train the same parameters. Called when the backward of a loss begins. Collective.
 
     Ranks sum gradients in transfers that are matched by their order and size only. If one rank sent fewer or other gradients,
     gradients of different parameters would be added up.
+
+    Raises:
+        ValueError: ``requires_grad`` of a parameter differs between ranks.
     """
     trained = [layer.block.parameters[index].requires_grad for family in families for layer, index in family.places]
     if not ranks.same(crc32(bytes(trained)), "backward"):

@@ -1,4 +1,4 @@
-"""The group of several devices: what a run and a strategy ask of the ranks."""
+"""The group of several devices: implements the interface of ``trainer.group`` with :class:`~sp_lightning.ranks.ranks.Ranks`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankGroup(Group):
     """The processes of several devices.
 
     Args:
-        ranks: the processes, connected.
+        ranks: the connected processes.
     """
 
     alone = False

@@ -1,4 +1,4 @@
-"""The parts of the engine of one of several devices, each of which has its own process."""
+"""Makes the parts of the engine for training on several devices, with one process per device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankPlacement(Placement):
         return self._gradients
 
     def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
-        if not device.computes_on_host:  # otherwise the models of other ranks compute on these processors
+        if not device.computes_on_host:  # if models compute on the CPU, other ranks need the processors
             device.background_threads = update_threads(self._ranks.size)
         return SharedUpdates(layers, device, self._ranks, self._gradients)
 
@@ -62,15 +62,19 @@ class RankPlacement(Placement):
     ) -> RankTurns:
         turns = RankTurns(lock, self._ranks, layers, source, step, self._gradients)
         if self._ranks.primary:
-            turns.cast()
+            turns.cast()  # the casts are in shared memory, so only the primary computes them
         self._ranks.barrier("the first casts", why=Wait.READ_AFTER_FILL)
         return turns
 
 
 def update_threads(processes: int) -> int:
-    """Returns the number of threads for the primary's updates: those of all ranks, except one of each rank for Python.
+    """Returns the number of threads for the primary's updates: the threads of all ranks, less one thread per rank for Python.
 
-    Lightning gives each process its share of the processors, and torchrun gives it one.
+    The number is at most the number of processors less one per rank, but never less than this rank's own threads less one.
+    Lightning gives each process its share of the processors, and torchrun gives each process one thread.
+
+    Args:
+        processes: the number of ranks of the node.
     """
     own = max(1, torch.get_num_threads() - 1)
     return max(own, min(own * processes, len(os.sched_getaffinity(0)) - processes))

@@ -1,11 +1,12 @@
 """Means over ranks whose bits depend only on the order of ranks.
 
-In a library's sum, the order of addition depends on the position of an element in the buffer, so from three ranks on the bits
-depend on the size of the buffer (``bucket_cap_mb``). Here each rank receives one part of every rank's tensor, and adds in the
-order of ranks: on several nodes first the ranks of each node, then the nodes.
+In the sum of a communication library, the order of addition depends on the position of an element in the buffer. So with three or
+more ranks the bits of the sum depend on the size of the buffer (``bucket_cap_mb``). In this file each rank receives one part of
+every rank's tensor, and adds the parts in the order of ranks: on several nodes first the ranks of each node, then the nodes.
 """
 
-# Annotations are evaluated in this file, because DistributedDataParallel checks those of a hook.
+# This file evaluates its annotations (no `from __future__ import annotations`), because DistributedDataParallel checks the
+# annotations of a hook.
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,18 +15,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The all-gather of flat tensors. Newer versions of torch have renamed it."""
+"""The all-gather of flat tensors. Newer versions of torch have renamed the function."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def added_in(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which tensors of a dtype are added: float32 for half precision."""
+    """Returns the dtype in which tensors of ``dtype`` are added: float32 for half precision, otherwise ``dtype``."""
     return torch.float32 if dtype in _HALF else dtype
 
 
 def sum_in_order(parts: Iterable[Tensor], out: Tensor) -> None:
-    """Writes the sum of tensors, added one after the other. A sum in half precision is rounded once, at the end."""
+    """Writes the sum of tensors to ``out``. Half precision is added in float32, and rounded once, at the end.
+
+    Args:
+        parts: the tensors, in the order in which they are added. At least one.
+        out: the memory for the sum. Its dtype is the dtype of the sum.
+    """
     others = iter(parts)
     first = next(others)
     total = out.copy_(first) if added_in(out.dtype) is out.dtype else first.to(torch.float32, copy=True)
@@ -36,21 +42,21 @@ def sum_in_order(parts: Iterable[Tensor], out: Tensor) -> None:
 
 
 def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """A communication hook with which PyTorch's DistributedDataParallel has the bits of superpipeline.
+    """A communication hook for PyTorch's DistributedDataParallel. Its gradients are then bit-identical to superpipeline's.
 
-    Each rank multiplies its gradients by 1 / ranks, as DistributedDataParallel does, and they are added in the order of ranks. It
-    works with each backend that has ``all_to_all_single``, also on the CPU::
+    Each rank multiplies its gradients by 1 / ranks, as DistributedDataParallel does. The products are added in rank order.
+    The hook works with each backend that has ``all_to_all_single``, also on the CPU::
 
         ddp_model.register_comm_hook(None, sp_lightning.rank_order_hook)
 
-    On several nodes superpipeline adds up the ranks of each node and then the nodes. The hook does so if it is given the number
-    of ranks of each node (``trainer.num_devices``)::
+    On several nodes superpipeline adds the gradients of the ranks of each node, and then the sums of the nodes. To make the hook
+    add in this order, pass the number of ranks of each node (``trainer.num_devices``)::
 
         ddp_model.register_comm_hook(trainer.num_devices, sp_lightning.rank_order_hook)
 
     Args:
-        state: the process group; None for the default group; or the number of ranks of each node in the default group.
-        bucket: the gradients.
+        state: the process group; None for the default group; or the number of ranks of each node, with the default group.
+        bucket: the gradients. They are overwritten with the result.
 
     Raises:
         ValueError: the number of ranks is not a multiple of the ranks per node.
@@ -81,5 +87,5 @@ def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBuck
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Returns the tensor's memory. gloo does not support all dtypes, and this data is only copied."""
+    """Returns a view of the tensor as ``uint8``, because gloo does not support all dtypes. The data is only copied."""
     return tensor.view(torch.uint8)

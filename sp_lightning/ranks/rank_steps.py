@@ -1,4 +1,4 @@
-"""Optimizer steps of several ranks: the primary's optimizers step and hold the state; those of other ranks follow them."""
+"""Optimizer steps of several ranks: only the primary's optimizers step and have state. Other ranks wait for their steps."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Closure = Callable[[], Any]
 class RankSteps(WholeSteps):
     """Runs each optimizer step, unscaling and clipping once for all ranks.
 
-    The method ``step`` is replaced on the optimizer, so schedulers, hooks and Lightning see the same object. On the primary it
-    runs with the parameters that all ranks see. On other ranks it only runs the closure, as often as the primary's, and the
-    hooks; their optimizers have no state.
+    The method ``step`` is replaced on the optimizer, so schedulers, hooks and Lightning see the same object. On the primary the
+    step writes the weights that all ranks share. On other ranks the step only runs the hooks, and the closure as often as the
+    primary does. The optimizers of other ranks have no state.
 
     Args:
-        engine: returns the engine whose weights are stepped. It may be built anew while the run lasts.
+        engine: returns the engine whose weights are stepped. The engine may be built again during a run.
     """
 
     def __init__(self, engine: Callable[[], Streamer]) -> None:
         self._engine = engine
-        self._own: dict[Optimizer, Any] = {}  # the attribute ``step`` that an optimizer object had before
+        self._own: dict[Optimizer, Any] = {}  # the attribute ``step`` of an optimizer object before it was replaced
         self._attached = ExitStack()
 
     @property
@@ -46,7 +46,15 @@ class RankSteps(WholeSteps):
         return turns
 
     def attach(self, optimizers: list[Optimizer], scaler: Any) -> None:
-        """Replaces the steps of these optimizers, and the unscaling of a gradient scaler (None without one)."""
+        """Replaces the steps of these optimizers and the unscaling of a gradient scaler. On other ranks, drops optimizer state.
+
+        Args:
+            optimizers: the optimizers whose steps are not split by layers.
+            scaler: the gradient scaler; None without one.
+
+        Raises:
+            ValueError: an optimizer has no attribute ``state`` of its own, which could be replaced.
+        """
         self.detach()
         if isinstance(scaler, HostGradScaler):
             self._attached.enter_context(in_place_of(scaler, {"run_on_one_rank": self._unscale}))
@@ -64,7 +72,7 @@ class RankSteps(WholeSteps):
                 optimizer.state = _StateOnOtherRank()
 
     def detach(self) -> None:
-        """Puts the optimizers' own steps back."""
+        """Restores the optimizers' own steps. On other ranks the optimizers get empty states, which can be read again."""
         self._attached.close()
         for optimizer in self._own:
             if isinstance(optimizer.state, _StateOnOtherRank):
@@ -76,13 +84,22 @@ class RankSteps(WholeSteps):
     def _lead_step(
         self, step: Callable[..., Any], optimizer: Any, closure: Closure | None = None, **kwargs: Any
     ) -> Any:
-        """Runs a step on the primary. Whenever it calls its closure, the other ranks call theirs, with the present weights."""
-        optimizer._opt_called = True  # for schedulers, which otherwise warn that they come before the optimizer
+        """Runs a step on the primary, in turns. Whenever the step calls its closure, the other ranks call their closures.
+
+        Before a closure runs, the turn ends, so that all ranks have the present weights.
+
+        Args:
+            step: the optimizer's own step.
+            optimizer: the optimizer.
+            closure: the closure of this rank.
+            kwargs: further arguments of the step.
+        """
+        optimizer._opt_called = True  # otherwise schedulers warn that they were stepped before the optimizer
         turns = self._turns
         results: list[Any] = []
         with ExitStack() as turn:
-            # If the step calls its closure first, the turn begins after it. A rank's writes are private until then, so its
-            # forward and backward use the same weights.
+            # If the step calls its closure first, the turn begins after the closure. Until then a rank's writes are private, so
+            # that forward and backward of a rank use the same weights.
             begun = closure is None or self._turn_comes_first(optimizer)
 
             def begin() -> None:
@@ -107,8 +124,11 @@ class RankSteps(WholeSteps):
         return result
 
     def _follow_step(self, optimizer: Any, closure: Closure | None = None, **_: Any) -> Any:
-        """Follows a step of the primary. If that returns the result of its nth closure call, returns this rank's nth result."""
-        optimizer._opt_called = True
+        """Waits for a step of the primary, and calls this rank's closure whenever the primary calls its own.
+
+        If the primary's step returns the result of its nth closure call, returns the result of this rank's nth call.
+        """
+        optimizer._opt_called = True  # as in `_lead_step`
         results: list[Any] = []
         if closure is not None and not self._turn_comes_first(optimizer):
             results.append(closure())
@@ -122,10 +142,12 @@ class RankSteps(WholeSteps):
         return self._engine().updating.step_of(optimizer)
 
     def _turn_comes_first(self, optimizer: Optimizer) -> bool:
-        """Returns True if the turn begins before the closure is called.
+        """Returns True if the turn begins before the closure is called, because the step may write weights before that.
+
+        In this case, checks that all ranks have written the same weights (collective): all closures then use rank 0's weights.
 
         Raises:
-            RuntimeError: it does, and ranks have written different weights.
+            RuntimeError: the turn begins first, and ranks have written different weights.
         """
         if calls_closure_first(optimizer, self._own.get(optimizer)):
             return False
@@ -135,10 +157,12 @@ class RankSteps(WholeSteps):
         return True
 
     def _refuse_others(self, optimizer: Any) -> None:
-        """Raises an error for parameters that the module does not have: only the primary has stepped them.
+        """Checks that the optimizer has not stepped parameters that the module does not have.
+
+        Ranks do not share such parameters, so only the primary has stepped them.
 
         Raises:
-            RuntimeError: such a parameter has a gradient.
+            RuntimeError: a parameter that the module does not have has a gradient.
         """
         updating = self._engine().updating
         for number, group in enumerate(optimizer.param_groups):
@@ -155,27 +179,38 @@ class RankSteps(WholeSteps):
 
     @property
     def primary(self) -> bool:
-        """Whether this rank's optimizers step."""
+        """True if this rank's optimizers step."""
         return self._turns.ranks.primary
 
     def clipping(
         self, methods: dict[str, Callable[..., None]], plugin: Any, *, in_updates: bool
     ) -> dict[str, Callable[..., None]]:
-        """Returns methods that clip the gradients of all ranks once, on the primary."""
+        """Returns methods that clip the gradients of all ranks once, on the primary, by name.
+
+        If updates clip in the background, the methods of other ranks do nothing. Otherwise the other ranks wait for the primary.
+        """
         if in_updates:
             return methods if self.primary else dict.fromkeys(methods, lambda *_, **__: None)
         return {name: self._on_primary_alone(methods.get(name, getattr(plugin, name))) for name in CLIPPING}
 
     def _on_primary_alone(self, action: Callable[..., Any]) -> Callable[..., Any]:
-        within = getattr(action, "func", None) == self.once  # an optimizer steps inside another one's closure
+        # If an optimizer steps inside the closure of another optimizer, the method is wrapped already.
+        within = getattr(action, "func", None) == self.once
         return action if within else partial(self.once, action)
 
     def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs an action on the gradients of all ranks, on the primary. The other ranks wait for it."""
+        """Runs an action on the gradients of all ranks, on the primary. The other ranks wait for the primary, and return None."""
         return self._on_primary(partial(action, *args, **kwargs), lambda result: 0.0)[0]
 
     def _unscale(self, action: Callable[[], Found]) -> Found:
-        """Divides the gradients of all ranks by the scale. Returns on every rank whether some are not finite."""
+        """Divides the gradients of all ranks by the scale.
+
+        Args:
+            action: divides this rank's gradients, and returns by device a tensor that is not 0 if a gradient is not finite.
+
+        Returns:
+            The result of ``action`` on the primary. On other ranks, the largest of these values; empty if there is none.
+        """
         nothing = -1.0
         found, largest = self._on_primary(
             action, lambda found: max((float(each) for each in found.values()), default=nothing)
@@ -185,10 +220,14 @@ class RankSteps(WholeSteps):
         return found
 
     def _on_primary(self, action: Callable[[], Any], value: Callable[[Any], float]) -> tuple[Any, float]:
-        """Runs an action on the gradients of all ranks, on the primary.
+        """Runs an action on the gradients of all ranks, on the primary. The other ranks wait for the primary.
+
+        Args:
+            action: the action.
+            value: returns a number for the result of the action. The number is sent to all ranks.
 
         Returns:
-            The result, which is None on other ranks; and on all ranks the number ``value(result)``.
+            The result, which is None on other ranks; and on all ranks the number ``value(result)`` of the primary.
         """
         turns = self._turns
         if not turns.ranks.primary:
@@ -199,35 +238,44 @@ class RankSteps(WholeSteps):
 
 
 _NOTHING, _CLOSURE = -1, -2
-"""Numbers with which the primary ends its turn. Others are the index of the closure's result that the step returns.
+"""Numbers with which the primary ends its turn in a step.
 
-``_NOTHING``: the step returns None. ``_CLOSURE``: all ranks run the closure, and another turn follows.
+``_NOTHING``: the step returns None. ``_CLOSURE``: all ranks run the closure, and another turn follows. A number of at least 0 is
+the index of the closure's result that the step returns.
 """
 
 _CLIPPING = "clipping or unscaling of gradients"
 
 
 def _which(result: Any, results: list[Any]) -> int:
-    """Returns the index of the closure's result that a step returns; of the last one for any other value."""
+    """Returns the index in ``results`` of the value that a step returns. For a value that is not there, returns the last index.
+
+    Args:
+        result: the value that the step returns. For None, returns ``_NOTHING``.
+        results: the results of the closure's calls. If the closure was not called, returns ``_NOTHING``.
+    """
     if result is None or not results:
         return _NOTHING
     return next((index for index, each in enumerate(results) if each is result), len(results) - 1)
 
 
 def _with_hooks(step: Callable[..., Any]) -> Any:
-    """Returns a step with torch's hooks around it. They run on all ranks, outside of the primary's turn."""
+    """Returns a step with torch's step hooks around it. The hooks run on all ranks, outside of the primary's turn."""
     hooked = Optimizer.profile_hook_step(step)
     vars(hooked).update(_wrapped_by_lr_sched=True, _with_counter=True)  # so that schedulers do not wrap it
     return hooked
 
 
 class _StateOnOtherRank(defaultdict[Any, Any]):
-    """The state of an optimizer on a rank without state. It can be saved and loaded; reading it raises an error."""
+    """The state of an optimizer on a rank that is not the primary. It is empty.
+
+    It can be saved, and loading a state replaces it. Reading an entry raises an error.
+    """
 
     def __init__(self) -> None:
         super().__init__(dict)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # pickled and copied as an ordinary empty state
         return defaultdict, (dict,)
 
     def _refuse(self, *_: Any) -> Any:

@@ -1,8 +1,8 @@
 """Sums one layer's gradients over the ranks: each rank sends a part to each other rank, and adds up the parts that it receives.
 
-The gradients are sent as one flat tensor, cut into equal parts, one for each rank of the node. So each rank has one part of the
-sum, which may begin and end within a gradient. On several nodes, the peers, which have the same part, then sum it in the same
-way, and gather the result.
+The gradients are sent as one flat tensor, which is cut into equal parts, one for each rank of the node. So each rank has one part
+of the sum, which may begin and end within a gradient. On several nodes, peers have the same part. They then sum their parts over
+the nodes in the same way, and gather the result.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 
 @dataclass
 class _Run:
-    """Adjacent gradients of one dtype in the flat tensor.
+    """Adjacent gradients in the flat tensor that have the same two dtypes.
 
     Attributes:
-        begin, end: their first and last byte (exclusive) there; once they are summed, those of this rank's part.
-        sent: the dtype in which they are sent.
-        summed: the dtype in which they are scaled and added: that of their parameters.
+        begin, end: the first and last byte (exclusive) of the gradients in the flat tensor. After :func:`_own_part`, only of the
+            bytes that are in this rank's part.
+        sent: the dtype in which the gradients are sent.
+        summed: the dtype of the sum, which is the dtype of the parameters. Gradients are scaled in this dtype. Half precision is
+            added in float32.
         total: this rank's part of the sum, flat. With several nodes, half precision is in float32 until all nodes are added.
     """
 
@@ -44,12 +46,15 @@ RankSum = tuple[list[tuple[Place, int, Tensor]], list[Tensor]]
 """This rank's part of the sum of one layer's gradients, on the device.
 
 - For each gradient in the part: the place, the offset in the gradient in bytes, and the bytes.
-- The memory that was used. It must stay until the part has been offloaded.
+- The device memory that the sum has used. It must not be freed until the part has been offloaded.
 """
 
 
 def is_narrow(family: Family) -> bool:
-    """Returns True if this rank adds at most one tensor to each master's gradient, in the dtype of the casts."""
+    """Returns True if this rank adds at most one tensor to each master's gradient, and the tensor has the dtype of the casts.
+
+    If this holds on all ranks, gradients can be sent in the dtype of the casts without loss.
+    """
     narrow = True
     for place in family.trainable():
         cast, found = place[0].parameters.autocast, _found(family, place)
@@ -58,13 +63,14 @@ def is_narrow(family: Family) -> bool:
 
 
 def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool) -> RankSum:
-    """Sums a layer's gradients over the ranks on a separate stream. Collective; the host does not wait for the device.
+    """Sums a layer's gradients over the ranks on the stream ``REDUCE``. Collective. The host does not wait for an accelerator.
 
     Args:
         device: the device of the gradients.
         ranks: the ranks to sum over.
-        family: the gradients. They are added to ``param.grad``; this rank adds zeros for a gradient that it does not have.
-        narrow: gradients of masters are sent in the dtype of the casts, because :func:`is_narrow` holds on all ranks.
+        family: the layer's gradients. An earlier ``param.grad`` is part of the sum. If this rank has no gradient for a parameter,
+            it sends zeros.
+        narrow: True to send gradients of masters in the dtype of the casts, because :func:`is_narrow` holds on all ranks.
     """
     places = family.trainable()
     own = [layer.block.parameters[index].dtype for layer, index in places]
@@ -93,6 +99,7 @@ def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool
 
 
 def _parts(spans: Mapping[Place, Span], runs: Sequence[_Run]) -> Iterator[tuple[Place, int, Tensor]]:
+    """Yields this rank's part of the sum, gradient by gradient, as in :data:`RankSum`."""
     for place, span in spans.items():
         for run in runs:
             begin, end = max(span.offset, run.begin), min(span.offset + span.nbytes, run.end)
@@ -104,7 +111,10 @@ def _parts(spans: Mapping[Place, Span], runs: Sequence[_Run]) -> Iterator[tuple[
 
 
 def _found(family: Family, place: Place) -> list[Tensor]:
-    """Returns what this rank adds to a gradient, in order: ``param.grad``, the part on the host, the part on the device."""
+    """Returns the tensors whose sum this rank sends, in order: ``param.grad``, the gradient on the host, that on the device.
+
+    Each of them may be missing.
+    """
     return [
         each for each in (gradient_of(place), family.stashed.get(place), family.waiting.get(place)) if each is not None
     ]
@@ -125,16 +135,18 @@ def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Ten
 
 
 def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor) -> tuple[list[_Run], Tensor]:
-    """Adds the parts of all ranks, in their order, each multiplied by 1 / ranks, as DistributedDataParallel does.
+    """Adds this rank's part of the gradients of all ranks of the node, in rank order.
+
+    Each gradient is multiplied by 1 / (number of all ranks), as DistributedDataParallel does.
 
     Args:
         device: allocates memory.
         ranks: the ranks to sum over.
         runs: the gradients in the flat tensor.
-        received: a row of bytes from each rank of the node.
+        received: the bytes from each rank of the node, one row per rank.
 
     Returns:
-        The runs of this rank's part with their sums, and the memory of these sums, padded to equal parts for all nodes.
+        The runs of this rank's part with their sums, and the memory of these sums. Its size is a multiple of the number of nodes.
     """
     nbytes = received.shape[1]
     first = ranks.rank * nbytes
@@ -153,19 +165,19 @@ def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tens
 
 
 def _over_nodes(device: Device, ranks: Ranks, runs: Sequence[_Run], own: Tensor, what: str) -> list[Tensor]:
-    """Adds the sums of all nodes, in their order: each peer adds one part, and then gathers those of the other peers.
+    """Adds the sums of all nodes, in the order of nodes: each peer adds one part, and then gathers the parts of the other peers.
 
     Args:
         device: allocates memory.
         ranks: the ranks to sum over.
-        runs: this node's sums, which are replaced.
-        own: the memory of these sums, which is overwritten.
+        runs: this node's sums. The sums of all nodes replace them.
+        own: the memory of these sums. It is overwritten.
         what: the name of the data, for errors.
 
     Returns:
-        The memory that was used beside ``own``.
+        The further device memory that was used.
     """
-    if not runs:  # then the peers have none either
+    if not runs:  # this rank's part has no gradients, and neither have the peers' parts, so no peer is in a collective
         return []
     received = device.empty(own.nbytes)
     nbytes = own.nbytes // ranks.nodes
@@ -187,7 +199,12 @@ def _over_nodes(device: Device, ranks: Ranks, runs: Sequence[_Run], own: Tensor,
 
 
 def _runs(spans: Iterable[Span], summed: Iterable[torch.dtype]) -> list[_Run]:
-    """Joins adjacent gradients of the same dtypes, with the padding between them."""
+    """Joins adjacent gradients of the same dtypes to runs, with the padding between them.
+
+    Args:
+        spans: the places of the gradients in the flat tensor, with the dtypes in which they are sent.
+        summed: the dtype of each parameter.
+    """
     runs: list[_Run] = []
     for span, dtype in zip(spans, summed, strict=True):
         end = span.offset + aligned(span.nbytes)

@@ -1,7 +1,7 @@
-"""The ranks: the processes that train one model together. Each has its own device; those of a node share one host store.
+"""The ranks: the processes that train one model together. Each rank has its own device. The ranks of a node share one host store.
 
-All communication goes through torch.distributed: tensors and barriers through collectives (``collectives``), failures through its
-store (``failures``). Nodes are replicas: each has its own host store, and a primary that updates its weights.
+All communication goes through torch.distributed: tensors and barriers through collectives (``collectives``), errors through its
+store (``failures``). Nodes are replicas: each node has its own host store, and a primary that updates the node's weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from sp_lightning.ranks.shared_memory import SharedMemory, hand_out, receive
 class Ranks(Collectives):
     """The processes of this node, and their collectives with those of other nodes.
 
-    Every process of every node makes one of these, and calls its collective methods in the same order.
+    Every process of every node makes an object of this class at the same time, and calls its collective methods in the same
+    order. The new object closes earlier objects whose run has ended.
 
     Args:
         device: the device on which this rank computes.
@@ -36,8 +37,8 @@ class Ranks(Collectives):
         RuntimeError: memory cannot be shared on this system.
 
     Attributes:
-        over: whether the last run has ended. The next object of this class then closes this one.
-        closed: whether this object is closed.
+        over: True if the last run has ended. The next object of this class then closes this object.
+        closed: True if this object is closed.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
@@ -48,13 +49,15 @@ class Ranks(Collectives):
                 "Pass Trainer(devices=1)."
             )
         former = [each for each in _open if each.over]
-        for each in former:  # in all processes at the same time, and not when Python collects them
+        for each in former:  # here, in all processes at the same time, and not when Python's garbage collector runs
             each.close()
         super().__init__(device, per_node)
         locks = ProcessLocks(self._file(PAGE, "locks"), self.rank, self.size)
         self.barrier("the locks of all processes")
-        self._locks = locks  # not before: a process that has no lock yet would be taken for one that has ended
-        for each in former:
+        self._locks = (
+            locks  # only now: a process without its lock counts as ended, so waits check locks after the barrier
+        )
+        for each in former:  # of failed runs: now all processes have connected anew, so none is in a collective of them
             each.end_groups()
         self.over: bool = False
         self.closed = False
@@ -66,8 +69,8 @@ class Ranks(Collectives):
         """Makes memory that all ranks of the node share, filled with zeros. Collective.
 
         Args:
-            nbytes: its size.
-            name: its purpose, for errors.
+            nbytes: the size in bytes. It is rounded up to whole pages.
+            name: the purpose of the memory, for errors.
 
         Raises:
             RuntimeError: the system has not enough memory.
@@ -81,7 +84,7 @@ class Ranks(Collectives):
             os.close(descriptor)
 
     def _file(self, nbytes: int, name: str) -> int:
-        """Returns a descriptor of a file in memory, the same on all ranks of the node. Collective."""
+        """Makes a file in memory that all ranks of the node share, and returns a descriptor of it. Collective."""
         with self._for_memory(nbytes, name):
             made = create(nbytes, f"superpipeline {name}") if self.primary else None
         if made is None:
@@ -103,16 +106,16 @@ class Ranks(Collectives):
     # ------------------------------------------------------------------ comparisons
 
     def must_agree(self, what: str, mine: Mapping[str, Any], remedy: str, *, primaries: bool = False) -> None:
-        """Compares values that should be the same on all ranks. Collective; all ranks raise the same error.
+        """Checks that values, and their order, are the same on all ranks. Collective. If not, all ranks raise the same error.
 
         Args:
             what: the name of the values, for the error.
-            mine: this rank's values by name, in order.
+            mine: this rank's values by name.
             remedy: a sentence for the error.
-            primaries: compare only the values of the primaries.
+            primaries: True to compare only the values of the primaries.
 
         Raises:
-            ValueError: a rank has other values than rank 0.
+            ValueError: the values of a rank, or their order, differ from those of rank 0.
         """
         everybody = self._gather_objects(
             dict(mine) if self.primary or not primaries else None, f"a comparison of {what}"
@@ -127,7 +130,7 @@ class Ranks(Collectives):
                 )
 
     def of_node(self, number: int, what: str) -> list[int]:
-        """Returns the numbers of all ranks of this node. Collective; the arguments are those of :meth:`same`."""
+        """Returns the numbers that this node's ranks pass. Collective on all nodes. The arguments are those of :meth:`same`."""
         first = self.node * self.size
         return [int(each) for each in self.barrier(what, number)[first : first + self.size]]
 
@@ -141,7 +144,7 @@ class Ranks(Collectives):
         return len(set(self.barrier(what, number))) == 1
 
     def all_have(self, bits: int, what: str) -> int:
-        """Returns the bits that all ranks have in common. Collective; the arguments are those of :meth:`same`."""
+        """Returns the bits that are set on all ranks. Collective. The arguments are those of :meth:`same`."""
         return reduce(and_, map(int, self.barrier(what, bits)))
 
     # ------------------------------------------------------------------ the primary's turn
@@ -155,25 +158,32 @@ class Ranks(Collectives):
         self.barrier(what, why=Wait.STEP_AFTER_ARRIVAL)
 
     def end_turn(self, number: float = 0.0) -> float:
-        """Ends the primary's turn, and returns the number that the primary of this node has given. All ranks wait for it."""
+        """Ends the primary's turn. All ranks wait for each other.
+
+        Args:
+            number: the number that the primary sends to the other ranks of its node.
+
+        Returns:
+            The number of the primary of this node.
+        """
         return self.barrier("the end of the primary's turn", number, why=Wait.USE_AFTER_TURN)[self.node * self.size]
 
     # ------------------------------------------------------------------ runs and failures
 
     def fail(self, error: BaseException) -> None:
-        """Reports an error of this rank to all ranks. Only the first error counts."""
+        """Records an error of this rank, and reports it to all ranks. Does nothing after the first error of this rank."""
         if self.failure:
             return
         self.failure = f"{type(error).__name__}: {error}"
         self.failures.report(error)
 
     def run_begins(self) -> None:
-        """Called when a run of these processes begins."""
+        """Called when a run begins. Starts the thread that reads errors of other ranks."""
         self.over = False
         self.failures.begin()
 
     def run_ends(self) -> None:
-        """Called when this rank's run ends. All ranks that have not failed wait for each other."""
+        """Called when this rank's run ends. If this rank has not failed, waits for all ranks. Then ends the reading thread."""
         self.over = True
         self.place = ""
         try:
@@ -183,9 +193,10 @@ class Ranks(Collectives):
             self.failures.end()
 
     def close(self) -> None:
-        """Closes groups, files and threads. Not collective, but all ranks call it.
+        """Releases this process's lock, and ends the thread and the process groups. Not collective, but all ranks call it.
 
-        After a failure, other ranks may still be in a collective. The groups then end when all ranks have connected anew.
+        After an error of this rank, other ranks may still be in a collective. In this case the groups end later, when all ranks
+        have connected anew.
         """
         self.closed = True
         _open.remove(self)
@@ -197,11 +208,14 @@ class Ranks(Collectives):
 
 
 _open: list[Ranks] = []
-"""The objects of this process that are not closed: usually one, because each new one closes those whose run is over."""
+"""The objects of this process that are not closed: usually one, because a new object closes those whose run has ended."""
 
 
 def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Returns the first name whose values differ, with both values."""
+    """Returns the first name whose values differ, with both values; None if values and order are the same.
+
+    If only the order differs, the two values state which name is before which.
+    """
     for name in dict.fromkeys([*first, *other]):
         values = first.get(name, "not there"), other.get(name, "not there")
         if values[0] != values[1]:

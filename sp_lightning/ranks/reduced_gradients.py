@@ -1,9 +1,10 @@
-"""Gradients of several ranks: each layer's are summed once per backward, and each rank offloads its part of the sum.
+"""Gradients of several ranks: each layer's gradients are summed once per backward. Each rank offloads its part of the sum.
 
-Collectives match by their order alone, so all ranks sum the layers in one agreed order: the order in which rank 0's were complete
-in the last backward. A layer that is complete before its turn waits on the device. If more than ``in_flight`` layers wait, the
-oldest is moved to this rank's host memory until its turn. At the end of backward every rank sums the remaining layers, with zeros
-for gradients that it does not have. So ranks may take different paths through the model.
+Collectives match by their order alone, so all ranks sum the layers in one agreed order. It is the order in which the layers'
+gradients were complete on rank 0 in the last backward, with experts last. If a layer is complete before its turn, its gradients
+wait on the device. If more than ``in_flight`` layers wait, the gradients of the oldest are moved to this rank's host memory until
+its turn. At the end of backward every rank sums the remaining layers, with zeros for gradients that the rank does not have. So
+ranks may take different paths through the model.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from sp_lightning.store.block_memory import Staging
 from sp_lightning.torch_compat.modes import no_inference_mode
 
 _NARROW, _EARLY = 1, 2
-"""Bits that ranks agree on for a layer's gradients.
+"""Bits on which the ranks agree before they sum a layer's gradients.
 
-``_NARROW``: they can be sent in the dtype of the casts. ``_EARLY``: they are complete, and an optimizer step waits for them.
+``_NARROW``: the gradients can be sent in the dtype of the casts. ``_EARLY``: they are complete, and an optimizer step waits for
+them.
 """
 
 
@@ -55,20 +57,20 @@ class ReducedGradients(GradientSink[None]):
         self._families = self.places.families
         self._order = sorted(self._families, key=lambda owner: (owner.kind is Kind.RESIDENTS, -owner.index))
         self._turn = 0
-        # The layers that are complete in this backward, in order.
+        # The layers whose gradients are complete in this backward, in the order of completion.
         self._completed: dict[StreamedLayer, None] = {}
-        # Complete layers whose gradients wait on the device for their turn. Layers in ``arriving`` are not complete yet.
+        # Complete layers whose gradients wait on the device for the layers' turns. Layers in ``arriving`` are not complete yet.
         self._ready: dict[Family, None] = {}
-        self._begun = False  # whether gradients have arrived in this backward
-        self._wanted: Wanted | None = None  # in this backward
+        self._begun = False  # True after `expect`, until the backward ends
+        self._wanted: Wanted | None = None  # of this backward
 
     # ------------------------------------------------------------------ gradients arrive
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
-        """Takes a gradient from autograd. Returns True if all gradients of its layer have arrived.
+        """Takes a gradient from autograd. Returns True if it is certain that all gradients of its layer have arrived.
 
         Raises:
-            RuntimeError: it cannot be summed over ranks, or its layer has been summed already.
+            RuntimeError: the gradient is sparse and cannot be summed over ranks, or its layer has been summed already.
         """
         name = layer.planned.spans[index].name
         self.expect()
@@ -89,12 +91,16 @@ class ReducedGradients(GradientSink[None]):
         family.came.add(place)
         self.device.access(gradient, Stream.COMPUTE, write=True)
         self.device_bytes += gradient.nbytes
-        # If forward has called a layer several times, its gradients may come in parts, and the last one is not known.
+        # If forward has called a layer several times, each gradient may arrive in parts, and the number of parts is not known.
         once = all(member.visits <= 1 for member in layer.owner.family)
         return once and len(family.waiting) == len(family.trainable()) and layer.owner.kind is not Kind.RESIDENTS
 
     def _to_dense(self, layer: StreamedLayer, name: str, gradient: Tensor) -> Tensor:
-        """Returns a table's sparse gradient as a dense one on the device. The host sums rows in the order of their uses."""
+        """Converts the sparse gradient of an embedding table to a dense one on the device.
+
+        The host sums the rows in the order in which autograd adds dense gradients, and waits for the device. Gradients that are
+        sparse for another reason raise a RuntimeError.
+        """
         if not layer.rows.sparse_on_device:
             raise RuntimeError(
                 f"The gradient of {name!r} is sparse, and those of several devices are not summed. Use sparse=False, or "
@@ -104,7 +110,10 @@ class ReducedGradients(GradientSink[None]):
         return each_row_once(gradient.to("cpu")).to_dense().to(self.device.device)
 
     def drain(self, layer: StreamedLayer) -> None:
-        """Notes that a layer's gradients are complete, and sums all layers whose turn it is."""
+        """Records that a layer's gradients are complete, and sums the layers whose turn has come.
+
+        If more than ``in_flight`` complete layers wait for their turns, the oldest are moved to the host.
+        """
         owner = layer.owner
         family = self._families.get(owner)
         if family is None or family.reduced or not (family.waiting or family.stashed):
@@ -121,23 +130,26 @@ class ReducedGradients(GradientSink[None]):
         self._make_way()
 
     def _make_way(self) -> None:
-        """Waits for transfers until these and the waiting layers use no more memory than the plan counts."""
+        """Waits for transfers until transfers and waiting layers together use at most the memory that the plan counts."""
         self.retire(max(0, self.in_flight - 1 - len(self._ready)))
         self.finish()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
-        """Moves gradients of other layers to the host, because the backward of ``layers`` begins."""
+        """Moves incomplete gradients of other layers to the host, because the backward of ``layers`` begins."""
         owners = [layer.owner for layer in layers]
         for family in list(self.arriving):
             if family.owner not in owners and family.owner.kind is not Kind.RESIDENTS:
                 self._stash(family)
 
     def _stash(self, family: Family) -> None:
-        """Moves gradients to this rank's host memory until their turn. The host waits for the copy."""
+        """Moves a layer's gradients from the device to this rank's host memory until their turn. The host waits for the copies.
+
+        Gradients that were moved before are added.
+        """
         for place, gradient in family.waiting.items():
             there = self.device.receive(gradient)
             with no_inference_mode(), torch.no_grad():
-                if place in family.stashed:  # a sum is one in the parameter's own dtype
+                if place in family.stashed:  # parts are added in the parameter's own dtype, even if each part is narrow
                     there = family.stashed[place].to(family.places[place].dtype).add_(there)
                 family.stashed[place] = there
             self.device_bytes -= gradient.nbytes
@@ -145,6 +157,7 @@ class ReducedGradients(GradientSink[None]):
         self._gone(family)
 
     def _gone(self, family: Family) -> None:
+        """Records that a layer's gradients are no longer on the device."""
         family.waiting.clear()
         self.arriving.pop(family, None)
         self._ready.pop(family, None)
@@ -152,19 +165,26 @@ class ReducedGradients(GradientSink[None]):
     # ------------------------------------------------------------------ a layer is summed
 
     def expect(self, wanted: Wanted | None = None) -> None:
-        """Called when the backward of a loss begins. All ranks sum gradients in it, even those without any."""
+        """Called when the backward of a loss begins, on all ranks. A rank that gets no gradients takes part in the sums as well.
+
+        Checks that ranks train the same parameters (collective), and makes and page-locks memory for the gradients. Only the
+        first call in a backward has an effect.
+        """
         if self._begun:
             return
         self._wanted = wanted
         compare_trained(self._ranks, self._families.values())
         if wanted is not None and not self.places.slots:
-            # For k' + 1 transfers, one layer whose gradients have landed, and one whose update runs.
+            # One slot for each of k' + 1 transfers, one for a layer whose gradients have landed, and one for a running update.
             self.places.make_slots(self.in_flight + 2, self._staging)
         self.places.lock(self._staging)
         self._begun = True
 
     def _next(self) -> None:
-        """Sums the gradients of the next layer over all ranks, and offloads this rank's part of the sum."""
+        """Sums the gradients of the next layer in the agreed order over all ranks, and offloads this rank's part of the sum.
+
+        If an optimizer step waits for the layer, its update is submitted.
+        """
         family = self._families[self._order[self._turn]]
         self._turn += 1
         if not family.trainable():
@@ -184,15 +204,15 @@ class ReducedGradients(GradientSink[None]):
             self._hand_over(family)
 
     def _agree_on(self, family: Family) -> int:
-        """Returns the bits ``_NARROW`` and ``_EARLY`` that hold on all ranks. Asks only if a bit may hold."""
-        casts = family.owner.masters is not None  # such a layer's gradients usually have 16 bits
+        """Returns the bits ``_NARROW`` and ``_EARLY`` that are set on all ranks. Collective, if a bit may be set on any rank."""
+        casts = family.owner.masters is not None  # if so, the layer's gradients usually have 16 bits
         if not casts and self._wanted is None:
             return 0
         mine = _NARROW * (casts and is_narrow(family)) | _EARLY * self._may_be_early(family)
         return self._ranks.all_have(mine, "what holds of a layer's gradients")
 
     def _may_be_early(self, family: Family) -> bool:
-        """Returns True if a step waits for the layer, and all its gradients are here and not added to earlier ones."""
+        """Returns True if a step waits for the layer, and all its gradients have arrived and are not added to earlier ones."""
         if self._wanted is None or family.owner.kind is Kind.RESIDENTS:
             return False
         places = family.trainable()
@@ -200,7 +220,10 @@ class ReducedGradients(GradientSink[None]):
         return there and self._wanted(family.owner)
 
     def _hand_over(self, family: Family) -> None:
-        """Hands a layer to the optimizer step, which waits until the parts of all ranks have landed."""
+        """Passes a layer to the optimizer step, which waits until the parts of all ranks have landed.
+
+        On the primary, ``param.grad`` becomes the shared memory with the sum.
+        """
         family.landed = self.device.record(Stream.DOWNLOAD)
         if self._ranks.primary:
             with no_inference_mode():
@@ -209,9 +232,9 @@ class ReducedGradients(GradientSink[None]):
         family.owner.parameters.engine.gradients_complete(family.owner)
 
     def landing(self, owner: StreamedLayer) -> Callable[[], None] | None:
-        """Returns a function that waits until this rank's part of the gradients has landed.
+        """Returns a function that waits until this rank's part of the sum of a layer's gradients has landed.
 
-        Returns None for a layer that is not updated in backward: its gradients have landed already.
+        Returns None for a layer that is not updated in backward: the gradients have landed before its update.
         """
         family = self._families.get(owner)
         if family is None or family.slot is None:
@@ -219,7 +242,14 @@ class ReducedGradients(GradientSink[None]):
         return partial(self.device.synchronize, family.landed, Wait.APPLY_AFTER_DRAIN)
 
     def _drain(self, family: Family, parts: list[tuple[Place, int, Tensor]], used: list[Tensor]) -> None:
-        """Copies this rank's part of a sum to shared memory. ``used`` is the memory to keep until then."""
+        """Issues the copy of this rank's part of a sum to shared memory.
+
+        If this rank has no gradient for a ``param.grad``, saves its bytes: perhaps no other rank has a gradient for it either.
+
+        Args:
+            family: the layer's gradients.
+            parts, used: as in :data:`~sp_lightning.ranks.rank_sum.RankSum`.
+        """
         self.device_bytes += sum(each.nbytes for each in used)
         targets, sources = [], []
         for place, begin, source in parts:
@@ -233,7 +263,10 @@ class ReducedGradients(GradientSink[None]):
     # ------------------------------------------------------------------ backward ends
 
     def end(self, *, last: bool) -> None:
-        """Sums the remaining layers, and sets ``param.grad`` once the parts of all ranks have landed."""
+        """Sums the remaining layers, waits until the parts of all ranks have landed, and sets ``param.grad``.
+
+        Does nothing if a graph task inside another one ends (``last`` is False), or if :meth:`expect` was not called.
+        """
         if not (self._begun and last):
             return
         try:
@@ -258,10 +291,15 @@ class ReducedGradients(GradientSink[None]):
     def _agree_at_end(self, places: list[tuple[Family, Place]]) -> list[list[int]]:
         """At the end of backward, finds the parameters with a gradient on any rank, and adopts rank 0's order. Collective.
 
-        If no rank has added to a ``param.grad``, its former bytes are restored, because the sum has added zeros to it.
+        If no rank has a gradient for a parameter, the former bytes of its ``param.grad`` are restored, because the ranks have
+        written a sum to its place.
+
+        Args:
+            places: the parameters of all layers that were not updated in this backward.
 
         Returns:
-            For each place, whether any rank has a gradient, and whether any had a ``param.grad`` before.
+            For each parameter two numbers, 0 or 1: whether a rank has a gradient for it, and whether a rank had a ``param.grad``
+            before.
         """
         count = len(places)
         indices = {owner: index for index, owner in enumerate(self._families)}
@@ -269,7 +307,7 @@ class ReducedGradients(GradientSink[None]):
         before = [gradient_of(place) is not None for _, place in places]
         order = [0] * len(indices)
         if self._ranks.first:
-            # In the order of completion. Experts come last: which of them get tokens differs from rank to rank.
+            # In the order of completion. Experts are last, because each rank routes tokens to different experts.
             complete = dict.fromkeys([*self._completed, *self._order])
             order = [indices[owner] for owner in sorted(complete, key=lambda owner: owner.expert)]
         words = torch.tensor([*came, *before, *order], dtype=torch.int32)
@@ -287,7 +325,7 @@ class ReducedGradients(GradientSink[None]):
         return bits
 
     def drop(self) -> None:
-        """Drops gradients that have not reached ``param.grad``, and resets what belongs to one backward."""
+        """Drops gradients that have not reached ``param.grad``, and clears the records of one backward."""
         self.drop_drains()
         self._turn = 0
         self._begun = False

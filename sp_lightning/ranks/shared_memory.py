@@ -1,9 +1,9 @@
 """Host memory that all processes of a node share, and of which each process has a private view.
 
-Each process maps the same memory twice. Writes through :attr:`SharedMemory.common` are seen by all processes.
-:attr:`SharedMemory.own` shows the same values, but writes to it are private: the system copies a page when it is first written
-(copy on write). User code sees weights through the private view, so each process has a replica, and only pages that it writes
-take memory.
+Each process maps the same memory twice. All processes see writes to :attr:`SharedMemory.common`. :attr:`SharedMemory.own` shows
+the same values, but writes to it are private: the system copies a page when it is first written (copy on write). User code sees
+weights through the private view. So each process has a replica of the weights, but only the pages that it writes take further
+memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class SharedMemory:
     """Memory that the processes of a node share.
 
     Attributes:
-        nbytes: its size in bytes, a multiple of the page size.
-        common: all of it, flat ``uint8``. All processes see writes to it.
-        own: this process's private view of all of it.
+        nbytes: the size in bytes, a multiple of the page size.
+        bytes: the mapping of the memory.
+        common: the whole memory, flat ``uint8``. All processes see writes to it.
+        own: this process's private view of the whole memory.
 
     Args:
-        descriptor: the descriptor of the memory. The caller may close it afterwards.
-        nbytes: its size in bytes, a multiple of the page size.
+        descriptor: the descriptor of the memory. The caller may close it afterwards, because this object duplicates it.
+        nbytes: the size in bytes, a multiple of the page size.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
@@ -41,7 +42,7 @@ class SharedMemory:
         self._descriptor = os.dup(descriptor)
         self.bytes = mmap.mmap(descriptor, nbytes)
         with suppress(OSError):
-            self.bytes.madvise(mmap.MADV_DONTFORK)  # workers of a DataLoader do not write it
+            self.bytes.madvise(mmap.MADV_DONTFORK)  # forked workers of a DataLoader do not write the memory
         self.common = _tensor(self.bytes)
         self.own = OwnView(self._descriptor, self.common)
 
@@ -50,7 +51,7 @@ class SharedMemory:
         return memoryview(self.bytes).cast(kind)  # type: ignore[call-overload]
 
     def view_anew(self, begin: int, end: int) -> OwnView:
-        """Returns another private view, of a part of the memory."""
+        """Returns a new private view of a part of the memory, which shows the shared values. ``begin`` is a multiple of pages."""
         return OwnView(self._descriptor, self.common[begin:end], begin)
 
     def __del__(self) -> None:
@@ -66,8 +67,8 @@ class OwnView:
 
     Args:
         descriptor: the descriptor of the memory.
-        common: the part of the shared memory.
-        begin: the offset of the part, a multiple of the page size.
+        common: the part of the shared memory that the view shows.
+        begin: the offset of this part in the memory, a multiple of the page size.
     """
 
     def __init__(self, descriptor: int, common: Tensor, begin: int = 0) -> None:
@@ -77,18 +78,19 @@ class OwnView:
         self.bytes = _tensor(self._memory)
 
     def written(self, begin: int = 0, end: int | None = None) -> list[Page]:
-        """Returns the pages that this process has written since they were last dropped."""
+        """Returns the pages of a part of the view that this process has written since they were last dropped."""
         return [(begin + first, begin + last) for first, last in written_pages(self.bytes[begin:end])]
 
     def drop(self, *parts: Page, commit: bool = False) -> int:
-        """Drops this process's private pages, so that the view shows the shared values again. Returns their bytes.
+        """Drops this process's private pages, so that the view shows the shared values again. Returns the bytes of these pages.
 
         Args:
-            parts: parts of the view that do not overlap; none for all of it.
-            commit: copy the pages to shared memory first.
+            parts: parts of the view that do not overlap. Without parts, all of the view.
+            commit: True to copy the pages to shared memory first.
         """
         areas: list[Page] = [] if parts else [(0, self.bytes.nbytes)]
         for begin, end in sorted(parts):
+            # Adjacent parts are joined, because each call of `written` reads pages with a system call.
             neighbour = bool(areas) and areas[-1][1] == begin
             areas.append((areas.pop()[0] if neighbour else begin, end))
         pages = [run for area in areas for run in self.written(*area)]
@@ -103,13 +105,21 @@ class OwnView:
         return crc32(memoryview(self._memory)[begin : begin + nbytes], before)
 
     def keep(self, begin: int, end: int) -> None:
-        """Makes all pages of a part private, so that tensors in it keep their values when other processes write."""
+        """Makes all pages of a part private, so that tensors in the part keep their values when other processes write."""
         held = self.bytes[begin:end]
-        held.copy_(held.clone())
+        held.copy_(held.clone())  # a write of the same values is enough: the system copies each page that is written
 
 
 def commit_or_drop(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> int:
-    """Commits or drops private pages in parts of several views, with one pass over each view. Returns the bytes."""
+    """Drops private pages in parts of several views, as :meth:`OwnView.drop` does, with one call for each view.
+
+    Args:
+        parts: the views, and the first and last byte (exclusive) of each part.
+        commit: True to copy the pages to shared memory first.
+
+    Returns:
+        The bytes of the private pages.
+    """
     by_view: dict[OwnView, list[Page]] = {}
     for view, part in parts:
         by_view.setdefault(view, []).append(part)
@@ -129,8 +139,11 @@ def hand_out(descriptor: int, number: int, announce: Callable[[str], object]) ->
 
     Args:
         descriptor: the descriptor.
-        number: the number of processes to send it to.
-        announce: sends them the token for :func:`receive`.
+        number: the number of processes that receive it.
+        announce: sends the token for :func:`receive` to these processes.
+
+    Raises:
+        OSError: a process has not connected within 60 seconds.
     """
     sent = 0
     with socket.socket(socket.AF_UNIX) as server:
@@ -142,7 +155,7 @@ def hand_out(descriptor: int, number: int, announce: Callable[[str], object]) ->
         while sent < number:
             connection, _ = server.accept()
             with connection:
-                if _user_of(connection) == os.getuid():
+                if _user_of(connection) == os.getuid():  # any process of the machine may connect to an abstract address
                     socket.send_fds(connection, [b"."], [descriptor])
                     sent += 1
 
@@ -152,6 +165,12 @@ def receive(token: str) -> int:
 
     Args:
         token: the token that the sender has announced.
+
+    Returns:
+        The descriptor, which the caller has to close.
+
+    Raises:
+        OSError: the sender has not answered within 60 seconds.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(_PATIENCE)
@@ -160,7 +179,7 @@ def receive(token: str) -> int:
 
 
 _PATIENCE = 60.0
-"""Seconds that a rank has to send or receive a descriptor."""
+"""How many seconds a rank waits for another rank to send or receive a descriptor."""
 
 
 def _user_of(connection: socket.socket) -> int:

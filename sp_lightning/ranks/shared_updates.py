@@ -1,4 +1,4 @@
-"""Background updates of several ranks: the primary updates each layer, and the other ranks wait for it."""
+"""Background updates of several ranks: the primary updates each layer, and the other ranks wait for the update."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sp_lightning.updates.background import BackgroundUpdates
 
 
 class SharedUpdates(BackgroundUpdates):
-    """Updates in the background, of several ranks.
+    """Updates of several ranks in the background.
 
-    On every rank a layer's parameters wait until the primary has updated the layer: a barrier follows each update. A layer that
-    is updated in backward is submitted as soon as its gradients are summed. Another barrier then precedes the update: the parts
-    of the sum of all ranks have landed, and no rank reads the layer's weights any more.
+    A barrier follows each update, so on every rank a layer's parameters wait until the primary has updated the layer. A layer
+    that is updated in backward is submitted as soon as its gradients are summed. In this case another barrier precedes the
+    update. After it, the parts of the sum of all ranks have landed, and no rank reads the layer's weights any more.
 
     The barriers of the background threads have their own process group. All ranks submit the same layers in the same order.
 
@@ -45,7 +45,7 @@ class SharedUpdates(BackgroundUpdates):
             self._finish(layer, Wait.READ_AFTER_UPDATE)
             update = partial(self._update, layer, self._gradients.landing(layer), work)
             if self._ranks.primary:
-                # Until the update has been waited for, the layer's parameters and gradients are the shared ones.
+                # From now on until the run has waited for the update, the layer's parameters and gradients are the shared memory.
                 for member in layer.family:
                     common.enter_context(member.block.written_in_common())
                 common.enter_context(self._gradients.places.written_in_common([layer]))
@@ -58,11 +58,12 @@ class SharedUpdates(BackgroundUpdates):
             super().submit(layer, update, after)
 
     def _update(self, layer: StreamedLayer, landing: Callable[[], None] | None, work: Callable[[], None]) -> None:
-        """Updates a layer on the primary. Other ranks wait for it.
+        """Updates a layer on the primary. The other ranks wait for the update. Runs in the background thread.
 
         Args:
             layer: the layer.
-            landing: waits for the parts of the gradients' sum, if the layer is updated in backward; otherwise None.
+            landing: if the layer is updated in backward, waits until this rank's part of the gradients' sum has landed; otherwise
+                None.
             work: the update.
         """
         ranks = self._ranks
@@ -72,19 +73,22 @@ class SharedUpdates(BackgroundUpdates):
                 ranks.barrier(f"an update of {layer.name!r}", why=Wait.UPDATE_AFTER_LANDING, group=self._group)
             if ranks.primary:
                 if landing is not None:
-                    # User code of the primary may have written to its private pages of the layer. From now on all ranks have
-                    # them. Outside of backward, `RankTurns.begin` has merged before the step, on all ranks.
+                    # User code of the primary may have written to private pages of the layer. These writes are shared with all
+                    # ranks. Outside of backward, `RankTurns.begin` has done so before the step.
                     merge(member.block.memory for member in layer.family)
                 work()
             ranks.barrier(
                 f"the end of an update of {layer.name!r}", why=Wait.READ_AFTER_SHARED_UPDATE, group=self._group
             )
-        except LOST:
+        except LOST:  # the error of another rank, which has reported it
             raise
         except BaseException as error:
             ranks.fail(error)
             raise
 
     def limit_pending(self, most: int) -> None:
-        """Waits for updates until a slot is free for the next layer's gradients. All other slots may be in use."""
+        """Waits for updates until one slot is free for the next layer's gradients, or until at most ``most`` are under way.
+
+        So gradients use all slots, and fewer waits are needed than on one device.
+        """
         super().limit_pending(max(most, self._gradients.places.slots - 1))

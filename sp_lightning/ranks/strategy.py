@@ -1,4 +1,4 @@
-"""The strategy's part for several devices: it starts and connects processes, and lets none wait for one that has failed."""
+"""The strategy's part for several devices: starts and connects processes, and ends waits for processes that have failed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sp_lightning.trainer.group import Group
 if TYPE_CHECKING:
     _Base = DDPStrategy
 else:
-    _Base = object  # the class of an object has the DDPStrategy of its Lightning behind this one
+    _Base = object  # each object's class adds the DDPStrategy of its package (lightning or pytorch_lightning) as a base
 
 
 class RankStrategy(_Base):
@@ -47,14 +47,22 @@ class RankStrategy(_Base):
 
     @property
     def _ranks(self) -> Ranks | None:
-        """The connected processes; None before they are connected, and after another strategy has trained."""
+        """The connected processes; None before they are connected, and after another object has closed them."""
         group = self._group
         return group.ranks if isinstance(group, RankGroup) else None
 
     # ------------------------------------------------------------------ a run begins and ends
 
     def setup_environment(self) -> None:
-        """Connects the processes, before user code can fail in one of them."""
+        """Connects the processes, before user code can fail in one of them. Reads errors of other ranks from now on.
+
+        From now on each training batch also begins with a barrier.
+
+        Raises:
+            RuntimeError: torchrun has started the processes again, with the store of the earlier processes.
+            ValueError: the number or the order of the processes is not the trainer's.
+            RankError: the other ranks cannot be reached.
+        """
         refuse_restart_with_old_store()
         if self._nodes > 1:
             assert self.cluster_environment is not None
@@ -68,7 +76,10 @@ class RankStrategy(_Base):
             )
 
     def _connect(self) -> Ranks:
-        """Returns the connected processes. They are connected anew after a run that failed."""
+        """Returns the connected processes. Connects them in the first run, and again after a run that failed.
+
+        If this rank is connected for the first time and is not rank 0 of all, limits its log to warnings.
+        """
         if (former := self._ranks) is not None:
             if not former.failure:
                 return former
@@ -83,9 +94,8 @@ class RankStrategy(_Base):
                 "last run. All ranks must call trainer.fit and the like in the same order."
             ) from error
         self._connected = RankGroup(ranks)
-        if (
-            not ranks.first and not again
-        ):  # the first rank's messages are true of all; warnings may be of one rank alone
+        # Messages of rank 0 hold for all ranks, but a warning may concern only one rank.
+        if not ranks.first and not again:
             self.log = self.log.getChild(f"rank{self.global_rank}")
             self.log.setLevel(logging.WARNING)
         return ranks
@@ -102,7 +112,7 @@ class RankStrategy(_Base):
     # ------------------------------------------------------------------ collectives
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Waits for the other processes. After an error it does not: they may never come."""
+        """Waits for the other processes. After an error of this rank, returns at once: other ranks may never call the barrier."""
         if self._ranks is None:
             super().barrier(name, *args, **kwargs)
         elif not self._ranks.failure:
@@ -121,7 +131,14 @@ class RankStrategy(_Base):
             return super().all_gather(tensor, group, *args, **kwargs)
 
     def _together(self, what: str, group: Any = None) -> AbstractContextManager[None]:
-        """Returns a context for a collective. It begins once all processes have reached it."""
+        """Returns a context for a collective. It begins once all processes have reached it.
+
+        The context does nothing before processes are connected, after an error of this rank, and for groups of user code.
+
+        Args:
+            what: the name of the collective, for errors.
+            group: the process group of the collective; None for the default group.
+        """
         ranks = self._ranks
         if ranks is None or ranks.failure or group not in (None, dist.group.WORLD):
             return nullcontext()

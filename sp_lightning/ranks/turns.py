@@ -1,6 +1,6 @@
 """The turns of ranks: the primary changes the shared weights while the other ranks wait.
 
-Between two turns, what a rank's own user code writes to a weight is private to that rank.
+Between two turns, writes of user code to weights are private to their rank.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ class RankTurns(Turns):
 
     @contextmanager
     def primary(self, what: str, *, weights: bool) -> Iterator[None]:
-        """A context for the primary's turn, in which ``param.grad`` is what all ranks see. It begins once all ranks are here.
+        """A context for the primary's turn, in which ``param.grad`` is shared memory. It begins once all ranks have reached it.
 
         Args:
-            what: the purpose of the turn. A rank that is here for another one raises an error.
-            weights: the turn changes weights: the parameters are what all ranks see as well, and private writes end.
+            what: the purpose of the turn. If another rank has reached a turn for another purpose, an error is raised.
+            weights: True if the turn changes weights. In this case the parameters are shared memory as well, private writes end
+                before the turn, and casts are computed after it.
         """
         self.begin(what, weights=weights)
         with ExitStack() as stack:
@@ -69,15 +70,20 @@ class RankTurns(Turns):
             self.cast()
 
     def begin(self, what: str, *, weights: bool) -> bool:
-        """Begins the primary's turn, on any rank. Returns True on the primary if it has shared writes that need new casts."""
+        """Begins the primary's turn, on any rank: the primary shares its private writes, and the other ranks drop theirs.
+
+        Returns:
+            True on the primary if it has shared writes to weights, so that their casts are out of date.
+        """
         self._prepare()
         if not self.ranks.primary:
+            # The primary merges only after the barrier, when no other rank reads the shared weights any more.
             self._merge(weights)
         self.ranks.begin_turn(what)
         return self.ranks.primary and self._merge(weights)
 
     def gather(self, what: Callable[[], str]) -> None:
-        """Waits for all ranks, and shares what the primary's user code has written."""
+        """Waits for updates and for all ranks. Shares private writes of the primary's user code, with new casts."""
         self._step.updates.finish()
         if self.begin(what(), weights=True):
             self.cast()
@@ -102,12 +108,12 @@ class RankTurns(Turns):
             )
 
     def follow(self, what: str, *, weights: bool) -> float:
-        """Waits for the primary's turn, on another rank. Returns the number with which the primary has ended it."""
+        """Waits for the primary's turn, on another rank. Returns the number with which the primary has ended the turn."""
         self.begin(what, weights=weights)
         return self.ranks.end_turn()
 
     def merge(self) -> None:
-        """Shares the primary's weights with all ranks, without a turn. Collective."""
+        """Shares the primary's private writes to weights with all ranks, and drops those of other ranks. Collective."""
         self._prepare()
         self.ranks.begin_turn("an exchange of weights")
         if self._merge_weights() and self.ranks.primary:
@@ -116,7 +122,10 @@ class RankTurns(Turns):
 
     @contextmanager
     def loading(self, module: nn.Module) -> Iterator[None]:
-        """A context for loading a state: the primary's values count, and the other ranks keep no copy of theirs."""
+        """A context for loading a state into a module. Afterwards all ranks have the primary's values. Collective at its end.
+
+        Other ranks drop their private pages after each submodule is loaded, so that they do not keep a whole copy of the weights.
+        """
         forget = [] if self.ranks.primary else [m for m in module.modules() if m._parameters]
         handles = [m.register_load_state_dict_post_hook(self._forget) for m in forget]
         try:
@@ -137,12 +146,13 @@ class RankTurns(Turns):
         return merge(layer.block.memory for layer in self._layers)
 
     def cast(self) -> None:
-        """Renews the casts of all weights, for all ranks."""
+        """Computes all casts again, in the shared memory. Called on the primary."""
         for layer in self._layers:
             layer.casts.invalidate()
             layer.casts.refresh()
 
     def _prepare(self) -> None:
+        """Copies weights that user code has written on the device to the host, adopts new memory, and waits for uploads."""
         with self._lock:
             self._step.take_back_writes()
             self._source.adopt()
@@ -152,17 +162,22 @@ class RankTurns(Turns):
 class SharedSource(HostSource):
     """The :class:`~sp_lightning.layers.slots.BlockSource` of several ranks.
 
-    The primary keeps the casts in shared memory up to date. If this rank's user code has written a layer since the last update,
-    the layer is uploaded from this rank's private view, with its own casts. That memory is not page-locked.
+    The primary keeps the casts in shared memory up to date. If this rank's user code has written to a layer since the last
+    update, the layer is uploaded from this rank's private view, with casts of its own. Private pages are not page-locked.
     """
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns the layer's bytes as this rank's user code sees them, in shared memory or in the private view."""
+        """Returns the layer's bytes as this rank's user code sees them, in shared memory or in the private view.
+
+        Waits for the layer's update. If this rank has written to a layer with casts, computes its casts in the private view.
+        """
         self.wait(layer)
         for member in layer.family:
             if displaced := member.block.displaced:
                 self._adopt(member, displaced)
-        written = [memory_of(member).look() for member in layer.family]  # of all members: each notes what it sees
+        written = [
+            memory_of(member).look() for member in layer.family
+        ]  # a list, because each `look` also records its result
         if layer.masters is not None and any(written):
             memory_of(layer).written = True
             layer.casts.invalidate()

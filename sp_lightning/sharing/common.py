@@ -1,8 +1,8 @@
 """Weights that trials have in common: one copy on the host, and a few layers on the device.
 
-Each trial sees a block of weights through a private view, in which a page is copied when it is written: by training, by weights
-that differ from those of other trials, or by user code. All other pages are shared. The system reports which pages were written,
-so users declare nothing.
+Each trial sees a block of weights through a private view. In this view a page is copied when it is first written: by training, by
+user code, or at set-up by weights that differ from those of other trials. All other pages are shared. The system reports which
+pages were written, so users need not declare which weights are common.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 R = TypeVar("R")
 
 ON_DEVICE = 2
-"""Common layers on the device beside the trials' windows, by default."""
+"""The default number of common layers on the device, in addition to the trials' windows."""
 
 
 class SharedLayer:
-    """The frozen weights of a layer that trials have in common, on the host. They are written once.
+    """Host memory with the frozen weights of a layer that trials have in common. The first trial writes the weights.
 
     Args:
         device: page-locks the memory.
-        nbytes: bytes of the frozen weights, which lie first.
-        most: most bytes of all weights of a trial. Pages that are never written take no memory.
-        pin: whether to page-lock the memory.
+        nbytes: the bytes of the frozen weights, which are at the start of the memory.
+        most: the most bytes of all weights of this layer in a trial. Pages that are never written take no memory.
+        pin: True to page-lock the frozen weights.
 
     Attributes:
-        nbytes: bytes of the pages.
+        nbytes: the size of the memory in bytes, in whole pages.
         bytes: the frozen weights, flat ``uint8``.
-        pinned: whether they are page-locked.
-        filled: whether the first trial has written them.
+        pinned: True if the frozen weights are page-locked.
+        filled: True after the first trial has written the frozen weights.
     """
 
     def __init__(self, device: Device, nbytes: int, most: int, *, pin: bool) -> None:
@@ -61,17 +61,17 @@ class SharedLayer:
         self.filled = False
 
     def view(self, nbytes: int) -> Tensor:
-        """Returns a private view of the first ``nbytes``, in whole pages. A page of it is copied when it is written."""
+        """Returns a private view of the first ``nbytes`` bytes, in whole pages. Its pages are copied when they are written."""
         return self._map(whole_pages(nbytes), shared=False)
 
     def _map(self, nbytes: int, *, shared: bool) -> Tensor:
-        # torch's map keeps no descriptor, unlike Python's: the layer needs one, for any number of trials.
+        # Python's mmap would keep a descriptor for each mapping. torch's keeps none: one descriptor per layer serves all trials.
         file = f"/proc/self/fd/{self._file}"
         return _with_descriptor(torch.from_file, file, shared=shared, size=nbytes, dtype=torch.uint8)
 
 
 def _with_descriptor(opens: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Calls a function that opens a file. Raises an OSError with a remedy if the process may open no more."""
+    """Calls a function that opens a file. If the process has too many open files, raises an OSError with a remedy."""
     try:
         return opens(*args, **kwargs)
     except (OSError, RuntimeError) as error:
@@ -84,16 +84,16 @@ def _with_descriptor(opens: Callable[..., R], *args: Any, **kwargs: Any) -> R:
 
 
 class TrialMemory(BlockMemory):
-    """The memory of a block, as one trial sees it. No trial writes the shared pages.
+    """The memory of a block, as one trial sees it: a private view, so the trial's writes do not change the shared pages.
 
     Args:
-        device: allocates other memory, if user code asks for it.
-        shared: has the pages that this trial does not write.
-        nbytes: bytes of the block.
+        device: allocates other memory after user code has given weights other memory (:meth:`reallocate`).
+        shared: the shared memory. Pages that this trial does not write are read from it.
+        nbytes: the size of the block in bytes.
 
     Attributes:
-        shared: as the argument; None once the block has other memory.
-        own_from: offset of the first page that always belongs to this trial: it has the first byte behind the frozen weights.
+        shared: the argument; None after :meth:`reallocate`.
+        own_from: the offset of the page with the first byte behind the frozen weights. From there on pages belong to this trial.
     """
 
     def __init__(self, device: Device, shared: SharedLayer, nbytes: int) -> None:
@@ -102,12 +102,13 @@ class TrialMemory(BlockMemory):
         self.own_from = shared.bytes.nbytes // PAGE * PAGE
         self._view = shared.view(nbytes)
         self.common = self._view[: self._nbytes]
-        self.pinned = shared.pinned  # nearly all bytes are uploaded from there
+        self.pinned = shared.pinned  # nearly all bytes are uploaded from the shared memory
 
     def lock(self) -> None:
-        """Page-locks trained weights and casts, once they have their values: copies from pageable memory block the host.
+        """Page-locks trained weights and casts, because copies from pageable memory block the host.
 
-        Pages of frozen weights are not locked: that would copy them. Those that user code has written are uploaded pageable.
+        Called when they have their values. Pages of frozen weights are not locked, because locking would copy them. So pages of
+        frozen weights that user code has written are uploaded from pageable memory.
         """
         self._pin = True
         if self.shared is not None and aligned(self.shared.bytes.nbytes) < self._nbytes:
@@ -119,20 +120,24 @@ class TrialMemory(BlockMemory):
         super().reallocate()
 
     def own(self, end: int) -> list[tuple[int, int]]:
-        """Returns where this trial's own pages begin and end before ``end``, in order."""
+        """Returns the offsets between which pages belong to this trial, because it has written them, in order.
+
+        Args:
+            end: the offset at which the search ends. The last pages are cut there.
+        """
         return [(begin, min(last, end)) for begin, last in written_pages(self._view[: whole_pages(end)])]
 
 
 class TrialBlock(HostBlock):
-    """A layer's weights of one trial. Common weights are not written, and the trial's copy of them is freed.
+    """A layer's weights of one trial. Weights that equal the common ones become views of shared pages. Their originals are freed.
 
     Args:
         shared: the common weights of this layer.
-        arguments, options: those of :class:`~sp_lightning.store.block.HostBlock`.
+        arguments, options: the arguments of :class:`~sp_lightning.store.block.HostBlock`.
 
     Attributes:
-        common_bytes: bytes of weights that equalled the common ones at first.
-        travels: whether the layer is uploaded as a whole in each step.
+        common_bytes: the bytes of weights that were equal to the common weights at set-up.
+        travels: True if the layer is uploaded as a whole in each step.
     """
 
     memory: TrialMemory
@@ -157,21 +162,23 @@ class TrialBlock(HostBlock):
                     common.copy_(value)
                 if torch.equal(value, common):
                     self.common_bytes += common.nbytes
-                if torch.equal(value, self.weight_bytes(index)):  # a page of this trial may have another value
+                # Compared with the trial's view and not with `common`: the trial may have written the page before, for example if
+                # user code puts a weight back. If the view shows the value already, nothing is written.
+                if torch.equal(value, self.weight_bytes(index)):
                     into = None
         super()._absorb(index, into)
 
 
 @dataclass(eq=False)
 class _OnDevice:
-    """Device memory with a common layer.
+    """Device memory with a copy of a common layer.
 
     Attributes:
-        memory: as large as the largest common layer when it was allocated.
-        device: copies to it.
-        layer: the layer; None at first.
-        filled: the event after its upload.
-        read: the events after trials have copied it.
+        memory: the memory. It has the size of the largest common layer at the time of its allocation.
+        device: copies to and from the memory.
+        layer: the layer in the memory; None before the first upload.
+        filled: the event after the upload of the layer.
+        read: the events after the copies of the layer to trials' slots.
     """
 
     memory: Tensor
@@ -188,27 +195,35 @@ class _OnDevice:
 
 
 class SharedLayers:
-    """The layers that trials have in common: all of them on the host, and those that were uploaded last on the device.
+    """The layers that trials have in common: all of them on the host, and the most recently uploaded ones on the device.
 
     Args:
-        layers: how many are on the device at once.
+        layers: the number of layers on the device at once.
 
     Attributes:
-        fetched_bytes: bytes that were copied to the device for all trials together.
+        fetched_bytes: the bytes that were uploaded to the device for all trials together.
     """
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._host: dict[Hashable, SharedLayer] = {}  # by name and spans in the modules
+        self._host: dict[Hashable, SharedLayer] = {}  # by the layer's name and the spans of its frozen weights
         self._device: list[_OnDevice] = []  # in the order of their uploads
         self.fetched_bytes = 0
 
     def layer(self, planned: PlannedLayer, frozen: int, device: Device, *, pin: bool) -> SharedLayer:
-        """Returns the common layer for a planned one, whose first ``frozen`` weights are frozen. The first trial fills it."""
+        """Returns the common layer for a planned layer. Makes a new one if there is none, or if it is too small.
+
+        Args:
+            planned: the layer of a trial.
+            frozen: the number of frozen weights, which are the first ones.
+            device: page-locks the memory.
+            pin: True to page-lock the memory.
+        """
         spans = planned.spans[:frozen]
         place, nbytes = (planned.name, spans), max(span.offset + span.nbytes for span in spans)
         found = self._host.get(place)
         if found is None or found.nbytes < planned.nbytes:
+            # Twice the size, because later trials may have larger adapters. Pages that are not written take no memory.
             found = self._host[place] = SharedLayer(device, nbytes, 2 * planned.nbytes, pin=pin)
         return found
 
@@ -217,7 +232,10 @@ class SharedLayers:
         return any(each.layer is layer for each in self._device)
 
     def bring(self, layer: SharedLayer, device: Device) -> _OnDevice:
-        """Returns device memory that has a layer after :attr:`_OnDevice.filled`. Uploads it if it is not on the device."""
+        """Returns device memory with a layer, which may be read after the event :attr:`_OnDevice.filled`.
+
+        If the layer is not on the device, issues its upload, which replaces the layer that was uploaded first.
+        """
         for each in self._device:
             if each.layer is layer:
                 return each
@@ -227,7 +245,7 @@ class SharedLayers:
             there = None
         if there is None:
             there = _OnDevice(device.upload_target(max(each.bytes.nbytes for each in self._host.values())), device)
-        # If a trial has failed, no event in ``read`` may follow the upload: only ``filled`` marks its end.
+        # A trial that failed after the upload has recorded no event in `read`. Then only `filled` marks the end of the upload.
         for event in (there.filled, *there.read):
             device.wait(Stream.UPLOAD, event, Wait.BRING_AFTER_SHARE)
         device.copy([there.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)
@@ -237,7 +255,7 @@ class SharedLayers:
         return there
 
     def free(self) -> None:
-        """Frees the device's memory, when no trial is under way."""
+        """Frees the device memory. Called when no trial is under way. Waits for copies from and to the memory."""
         while self._device:
             self._device.pop().close()
 
@@ -246,10 +264,11 @@ class SharedUploads(Uploads):
     """Fills a trial's slots with common weights from the device, and with the trial's own weights from the host.
 
     Args:
-        device: copies.
+        device: copies the weights.
         common: the common layers.
-        pass_on: called with a layer before it is uploaded. Other trials may have their turns in the call.
-        alone: returns True if no other trial is under way. Common weights are then uploaded into the slot directly.
+        pass_on: called before a layer is uploaded, with the :class:`SharedLayer` that the trial needs, or None. Other trials may
+            have their turns during the call.
+        alone: returns True if no other trial is under way. In this case common weights are uploaded directly into the slot.
     """
 
     def __init__(
@@ -259,8 +278,8 @@ class SharedUploads(Uploads):
         self._common = common
         self._pass_on = pass_on
         self._alone = alone
-        self._unused = set[StreamedLayer]()  # layers that were fetched
-        self._passed = False  # other trials may have had turns since compute used one of them
+        self._unused = set[StreamedLayer]()  # layers that were uploaded and not used since then
+        self._passed = False  # True after `send`, until an uploaded layer is used for the first time
 
     def send(self, layer: StreamedLayer, target: Tensor, source: Tensor) -> None:
         memory: Any = layer.block.memory
@@ -275,7 +294,8 @@ class SharedUploads(Uploads):
         own = memory.own(end)
         edges = [0, *(edge for run in own for edge in run), end]
         common = [slice(*run) for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
-        # CUDA refuses a copy from memory that is page-locked in part.
+        # Copies are cut at `own_from`: in the trial's view only the pages behind it are page-locked, and CUDA refuses a copy from
+        # memory of which only a part is page-locked.
         edge = memory.own_from
         before = [(begin, min(last, edge)) for begin, last in own]
         behind = [(max(begin, edge), last) for begin, last in (*own, (end, source.nbytes))]
@@ -291,8 +311,9 @@ class SharedUploads(Uploads):
             on_device.read.append(self.device.record(Stream.UPLOAD))
 
     def before_use(self, layer: StreamedLayer) -> None:
-        # If nothing is left to fetch at the end of a forward, the kernels of this trial would wait for uploads, and those of all
-        # other trials behind them: the device has one stream for kernels.
+        # At the end of a forward no further upload may follow, so `send` lets no other trial have a turn. The kernels of this
+        # trial wait for its last uploads. Without a change of turns, kernels of other trials would wait behind them, because the
+        # device has one stream for kernels.
         if layer in self._unused:
             self._unused.remove(layer)
             if not self._passed:

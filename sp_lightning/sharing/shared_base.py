@@ -42,20 +42,21 @@ class SharedBase:
     """Several trainings share the uploads of one frozen base, in threads of one process: learning rates, adapters, seeds.
 
     Each *trial* is a function that makes a module and a Trainer with the strategy ``"superpipeline"`` and one device, and fits,
-    validates or predicts. Its results are bitwise those of a run alone: one trial computes at a time, and turns change, with the
-    random state of the process, when layers are uploaded. A trial begins with the random state and the settings that the process
-    has outside of trials. ``seed_everything`` in a trial affects only that trial.
+    validates or predicts. The results of a trial are bit-identical to those of the same run alone, because one trial computes at
+    a time. Turns change at uploads of layers and at the beginning of steps, and the random state and settings of the process
+    change with them. A trial begins with the random state and the settings that the process has outside of trials.
+    ``seed_everything`` in a trial affects only that trial.
 
-    Common weights are found by comparing bytes. The host has one copy of them, which is uploaded once for all trials. Weights
-    that a trial trains or writes are its own.
+    Common weights are found by comparing bytes. The host has one copy of them. While a layer is on the device, one upload serves
+    all trials. Weights that a trial trains or writes belong to the trial alone.
 
     While trials run, no other code of the process may train, draw random numbers or change settings. A trial must not wait for
-    code that needs a turn, for example for trials that it starts in a thread: both wait forever, and a warning is logged after a
-    minute.
+    code that needs a turn, for example for trials that it starts in a thread: both would wait forever. A warning is logged after
+    a minute.
 
     Args:
-        max_trials: most trials that run at once; others wait. None for no limit.
-        layers: how many layers of the base are on the device at once, beside the trials' own windows.
+        max_trials: the maximum number of trials that run at the same time; further trials wait. None for no limit.
+        layers: the number of layers of the base that are on the device at once, in addition to the trials' own windows.
 
     Raises:
         RuntimeError: this system cannot share memory between trials.
@@ -82,7 +83,8 @@ class SharedBase:
         self._places = nullcontext() if max_trials is None else threading.BoundedSemaphore(max_trials)
         self._under_way = set[Trial]()
         self._computes_on: torch.device | None = None
-        self._free: int | None = None  # bytes of device memory before the first of the trials under way
+        # Bytes of free device memory, read once for all trials under way, so that their parts are equal.
+        self._free: int | None = None
 
     @property
     def fetched_bytes(self) -> int:
@@ -90,9 +92,10 @@ class SharedBase:
         return self._common.fetched_bytes
 
     def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Makes a function a trial, for threads of other libraries: ``study.optimize(base.wrap(objective), n_jobs=4)``.
+        """Returns a function that runs ``function`` as a trial, for other libraries' threads.
 
-        A trial that returns a generator or a coroutine raises a TypeError: its code would run outside of its turn.
+        Example: ``study.optimize(base.wrap(objective), n_jobs=4)``. If a trial returns a generator or a coroutine, a TypeError is
+        raised, because the code of the generator would run outside of the trial's turns.
         """
 
         @wraps(function)
@@ -103,14 +106,15 @@ class SharedBase:
         return run
 
     def _run(self, trial: Trial, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._places, ExitStack() as ends:  # all run, the last one first, even if one raises
+        with self._places, ExitStack() as ends:  # runs all callbacks, in reverse order, even if one of them raises
             TURNS.begin(trial.turn)
             ends.callback(TURNS.end, trial.turn)
             self._under_way.add(trial)
             ends.callback(self._leave, trial)
             ends.callback(scope.reset, scope.set(trial))
             ends.callback(trial.close)
-            # Else one thread of autograd would run the backward of all trials on an accelerator, and could not change turns.
+            # So the trial's thread runs its backward. Otherwise one thread of autograd would run the backward of all trials on an
+            # accelerator, and could not change turns.
             with torch.autograd.set_multithreading_enabled(False):
                 result = function(*args, **kwargs)
             if isinstance(result, (GeneratorType, AsyncGeneratorType, CoroutineType)):
@@ -118,6 +122,7 @@ class SharedBase:
             return result
 
     def _leave(self, trial: Trial) -> None:
+        """Ends a trial. After the last one, frees the common layers' device memory."""
         self._under_way.remove(trial)
         if not self._under_way:
             self._free = None
@@ -130,20 +135,21 @@ class SharedBase:
         max_trials: int | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
-        """Calls a function with each of some arguments, as the builtin ``map``, in trials that run at once.
+        """Calls a function with each of some arguments, as the builtin ``map`` does. Each call is a trial in a thread.
 
         Args:
-            function: a trial.
-            arguments: one iterable for each of its arguments, all of one length.
-            max_trials: most trials that run at once, within the limit of the base; None for all.
-            return_exceptions: whether errors are returned in place of results. Otherwise the first error is raised once all
-                trials have ended.
+            function: the function to run as trials.
+            arguments: an iterable for each argument of the function. All iterables have the same length.
+            max_trials: the maximum number of trials that run at the same time, within the limit of the base; None for all.
+            return_exceptions: True to return errors in place of results. Otherwise the first error is raised after all trials
+                have ended.
 
         Returns:
             The results, in the order of the arguments.
 
         Raises:
             ValueError: ``max_trials`` is not an integer of at least 1, or the iterables differ in length.
+            RuntimeError: called inside a trial.
         """
         _refuse_inside()
         _check_counts(max_trials=max_trials)
@@ -155,7 +161,8 @@ class SharedBase:
             futures = [pool.submit(self._run, trial, function, *call) for trial, call in each_with]
             try:
                 errors = [each.exception() for each in futures]
-            except BaseException:  # Ctrl-C: each trial ends at its next layer, or before it begins
+            # Ctrl-C: a running trial ends at its next upload or step, and other trials do not begin.
+            except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for trial in trials:
                     trial.turn.error = CancelledError("The trials are ended: who waits for them was interrupted.")
@@ -171,7 +178,7 @@ class SharedBase:
 def _shown(argument: Any) -> str:
     try:
         return repr(argument)
-    except Exception:  # it must not hide the trial's error
+    except Exception:  # an error of the argument's `__repr__` must not hide the trial's error
         return f"a {type(argument).__name__}"
 
 
@@ -193,14 +200,14 @@ def _refuse_inside() -> None:
 
 
 class Trial(Placement, RunScope):
-    """One trial: the scope of its runs, one after the other, and the parts of their engines.
+    """One trial: the scope of its runs, which follow one another, and the placement that makes the parts of their engines.
 
     Args:
         base: the base.
-        at_once: how many trials may be under way at once; None if it is not known.
+        at_once: the maximum number of trials that are under way at the same time; None if the number is not known.
 
     Attributes:
-        turn: its turn.
+        turn: the trial's turn.
         own: the objects that no other trial may have.
     """
 
@@ -216,7 +223,7 @@ class Trial(Placement, RunScope):
         self._runs = WeakSet[Any]()
         self._blocks: list[TrialBlock] = []
         self._travels = 0  # bytes of frozen weights or their casts that are uploaded in each step
-        self._shares = False
+        self._shares = False  # True after a run of the trial had weights in common with the base
 
     def check_devices(self) -> None:
         raise ValueError(f"A SharedBase is for devices=1 and num_nodes=1, and this trainer has more. {_APART}")
@@ -233,7 +240,14 @@ class Trial(Placement, RunScope):
         self.own.note_trainer(trainer, module)
 
     def begin(self, run: Any, options: Options, device: torch.device) -> int | float | None:
-        """Begins a run. Without ``gpu_memory`` it gets an equal part of the device's memory."""
+        """Begins a run. If the user has not set ``gpu_memory``, returns an equal part of the free device memory for each trial.
+
+        Also turns the progress bar off, and records the data loaders when they are iterated.
+
+        Raises:
+            ValueError: an option is not supported in trials, trials use different devices, or a part of the device memory has to
+                be chosen and the number of trials is not known.
+        """
         base = self._base
         if base._computes_on not in (None, device):
             raise ValueError(
@@ -249,9 +263,9 @@ class Trial(Placement, RunScope):
                 "leave it out."
             )
         trainer = run.module.trainer
-        if trainer.progress_bar_callback is not None:  # several bars in one terminal cannot be read, and Rich raises
+        if trainer.progress_bar_callback is not None:  # several bars in one terminal are unreadable, and Rich raises
             trainer.progress_bar_callback.disable()
-        self._runs.add(run)  # the end of the trial closes it, if it is still open
+        self._runs.add(run)  # if an error leaves the run open, `close` closes it at the end of the trial
         budget = options.gpu_memory
         if budget is None and device.type != "cpu":
             budget = self._share(device)
@@ -259,6 +273,7 @@ class Trial(Placement, RunScope):
         return budget
 
     def _share(self, device: torch.device) -> int | None:
+        """Returns the bytes of device memory for this trial; None for a trial that runs alone, which may use all free memory."""
         if self._at_once is None:
             raise ValueError(
                 "Trials share the device's memory, and it is not known how many there will be. Say how many run at once, "
@@ -267,21 +282,32 @@ class Trial(Placement, RunScope):
         if self._base._free is None:
             self._base._free = device_for(device).free_bytes()
         free = self._base._free
-        return (
-            None if free is None or self._at_once == 1 else free // (1 + self._at_once)
-        )  # the base takes a part as well
+        # 1 + …: the layers of the base get a part as well.
+        return None if free is None or self._at_once == 1 else free // (1 + self._at_once)
 
     def take(self, things: Iterable[tuple[str, Any]]) -> None:
-        """Notes objects of this trial, each with its place for messages. Raises a RuntimeError if another trial has one."""
+        """Records objects of this trial.
+
+        Args:
+            things: the objects, each with its place in words, for messages.
+
+        Raises:
+            RuntimeError: another trial that is under way has one of the objects.
+        """
         self.own.take(things, [each.own for each in self._base._under_way if each is not self])
 
     def take_loaders(self, name: str, loaders: Any) -> None:
-        """Notes the parts with a state of the loaders that a hook returns, before they are iterated. ``name`` is the hook's."""
+        """Records the parts of loaders that have a state, before the loaders are iterated.
+
+        Args:
+            name: the name of the hook that has returned the loaders.
+            loaders: the loaders, possibly nested.
+        """
         self.take((f"a part of {name}", each) for loader in tree_leaves(loaders) for each in with_state(loader))
 
     def step_begins(self) -> None:
-        """Lets other trials have their turns, also if all layers of this trial stay on the device."""
-        TURNS.pass_on(self.turn, self)  # the trial itself is not a layer, so it is never on the device
+        """Lets other trials have their turns. Without this, a trial whose layers are all on the device would keep its turn."""
+        TURNS.pass_on(self.turn, self)  # waits as if for a layer that is not on the device: the trial is not a layer
 
     def close(self) -> None:
         """Closes runs that an error left open."""
@@ -290,7 +316,10 @@ class Trial(Placement, RunScope):
                 run.close()
 
     def finds(self, module: nn.Module, find: Callable[..., Found]) -> Callable[..., Found]:
-        """Finds layers with their frozen weights first: their layout is then the same with any adapters of a trial.
+        """Returns a function that finds the layers, and puts the frozen weights of each layer first.
+
+        The layout of the frozen weights is then the same for all trials, whatever adapters they train. Also records the modules,
+        parameters and buffers of the module.
 
         Raises:
             RuntimeError: another trial has a module, a parameter or a buffer of the module.
@@ -319,7 +348,8 @@ class Trial(Placement, RunScope):
     def uploads(self, device: Device, log: logging.Logger | None) -> Uploads:
         blocks, self._blocks = self._blocks, []
         travels, self._travels = self._travels, 0
-        self._shares = self._shares or any(block.common_bytes for block in blocks)  # all weights may be unfrozen later
+        # A later run of the trial may train all weights, which is not an error.
+        self._shares = self._shares or any(block.common_bytes for block in blocks)
         if not self._shares:
             what = "its frozen weights are others than those of the trial before it" if blocks else "it has none"
             raise ValueError(
@@ -340,7 +370,7 @@ class Trial(Placement, RunScope):
 
 
 class OutsideTrials(RunScope):
-    """The scope of all other threads, in which no trainer may be used while trials are under way."""
+    """The scope of all threads without a trial. While trials are under way, no trainer may be used in it."""
 
     def take_trainer(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         TURNS.refuse_beside(trainer)
@@ -350,6 +380,7 @@ set_outside(OutsideTrials())
 
 
 def _frozen_first(layer: Layer) -> Layer:
+    """Returns a layer with its frozen parameters first, otherwise in the same order."""
     first: Any = partial(sorted, key=lambda named: named[1].requires_grad)
     return replace(layer, parameters=tuple(first(layer.parameters)), lowered=tuple(first(layer.lowered)))
 

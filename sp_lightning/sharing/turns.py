@@ -1,11 +1,12 @@
-"""Turns: one trial of a process computes at a time, with the state of the process that it had at the end of its last turn.
+"""Turns: one trial of a process computes at a time, with the state that the process had at the end of the trial's last turn.
 
-A turn may end before a layer is uploaded. The next turn goes to a trial whose next layer is on the device already; if there is
-none, to the trial that has waited longest. So one upload serves all trials, as several queries of a database share one scan.
+A turn may end before a layer is uploaded, before an uploaded layer is used, and when a step begins. The next turn goes to a trial
+that can continue without an upload: among several, to the one that has waited longest. If all trials need an upload, the trial
+that has waited longest is next. So one upload serves all trials, as several queries of a database share one scan.
 
-Inside ``torch.autocast`` with its cache a trial keeps its turn. The process has one cache of casts, and any thread that leaves
-its own outermost autocast clears it. The trial would then cast a weight a second time, and the gradient of a weight with two
-casts is added up in another order.
+Inside ``torch.autocast`` with its cache, a trial keeps its turn. The process has only one cache of casts, and each thread that
+leaves its outermost autocast clears the cache. The trial would then cast a weight a second time. With two casts of a weight, the
+parts of the weight's gradient are added in another order.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from sp_lightning.torch_compat.private import (
 from sp_lightning.trainer.run_scope import TRAINERS
 
 LONG = 60.0
-"""Seconds without a change of turns after which the log shows the stack of the trial that has the turn."""
+"""After this many seconds without a change of turns, a warning shows the stack of the trial that has the turn."""
 PATIENCE = 64
-"""Turns of others after which a waiting trial is next, whatever layer it needs."""
+"""After this many turns of other trials, a waiting trial gets the next turn, even if its layer is not on the device."""
 
 _BESIDE = (
     "A trainer with this strategy is used outside of the trials of a SharedBase while they run, in another thread or around "
@@ -47,10 +48,12 @@ Access = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 def _attribute(owner: Any, name: str) -> Access:
+    """Returns functions that read and write an attribute."""
     return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
 
 
 def _pairs(owner: Any, read: str, write: str, names: str) -> list[Access]:
+    """Returns an owner's functions that read and write settings. ``read`` and ``write`` are formats of their names."""
     return [(getattr(owner, read.format(name)), getattr(owner, write.format(name))) for name in names.split()]
 
 
@@ -70,7 +73,13 @@ _anomalies: Access = (
 
 
 def _reductions(name: str) -> Access:
-    """The settings that let products in few bits be reduced in as few bits, and in parts."""
+    """Returns functions that read and write whether matrix products in float16 or bfloat16 may add in that dtype.
+
+    Newer versions of torch have a second setting for sums of parts (split-k).
+
+    Args:
+        name: "fp16" or "bf16".
+    """
     products = torch.backends.cuda.matmul
     name = f"allow_{name}_reduced_precision_reduction"
     parts = f"{name}_split_k" if hasattr(products, f"{name}_split_k") else name
@@ -108,11 +117,11 @@ _SETTINGS: tuple[Access, ...] = (
     *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
     _environment("CUBLAS_WORKSPACE_CONFIG"),  # of its Trainer(deterministic=True)
 )
-"""Functions that read and write the settings that a process has once. Grad mode, autocast and dispatch modes are per thread."""
+"""Functions that read and write the settings of the process. Grad mode, autocast and dispatch modes are settings of threads."""
 
 
 class ProcessState:
-    """A snapshot of the state that torch, NumPy, Python and Lightning keep once for a process."""
+    """A snapshot of the state of the process: random generators, number of threads, and the settings in :data:`_SETTINGS`."""
 
     def __init__(self) -> None:
         self._torch = generator_states()
@@ -124,23 +133,25 @@ class ProcessState:
         """Restores the state.
 
         Args:
-            now: the present state; None to read it, which takes longer than all else.
+            now: the present state. Settings that are equal in it are not written. None to read the state, which takes longer than
+                everything else in this method.
         """
         for (_, write), value, found in zip(_SETTINGS, self._settings, (now or ProcessState())._settings, strict=True):
             if found != value:
                 write(value)
-        torch.set_num_threads(self._threads)  # each thread has its own number, too
+        torch.set_num_threads(self._threads)  # always, because each thread has its own number as well
         set_generator_states(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
 
 
 _casts = threading.local()
-"""``kept``, for each thread: whether autocast's cache was on since the thread entered its outermost autocast."""
+"""The attribute ``kept`` of each thread: True if autocast's cache was on since the thread entered its outermost autocast."""
 
 
 def _autocast_depth() -> int:
-    """Returns how many contexts of autocast this thread is in."""
+    """Returns the number of nested autocast contexts of this thread."""
+    # torch has no function that only reads the number.
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth
@@ -149,7 +160,12 @@ def _autocast_depth() -> int:
 def _note_cache(set_enabled: Callable[[bool], None], enabled: bool) -> None:
     """Runs in place of ``torch.set_autocast_cache_enabled``, which autocast calls whenever it is entered or left.
 
-    A cast stays in the cache after an inner autocast, although the outer one has its cache off, as that of ``bf16-mixed`` has.
+    Records in ``_casts`` whether the cache may have casts. A cast stays in the cache until the outermost autocast ends, even if
+    only an inner autocast had its cache on (the autocast of ``bf16-mixed`` has its cache off).
+
+    Args:
+        set_enabled: torch's function.
+        enabled: its argument.
     """
     set_enabled(enabled)
     depth = _autocast_depth()
@@ -166,16 +182,16 @@ class TrialTurn:
     """The turn of one trial.
 
     Args:
-        is_on_device: returns True if a layer is on the device.
+        is_on_device: returns True if a layer is on the device, or its upload is in flight.
 
     Attributes:
-        state: the state of the process at the end of its last turn; at first, the state outside of trials.
-        wants: the layer that it needs next; None if it waits for no layer.
-        waited: how many turns others have had since its last one.
-        error: raised at the end of its next turn; None for none.
+        state: the state of the process at the end of the trial's last turn; before its first turn, the state outside of trials.
+        wants: the layer that the trial needs next; None if it waits for no layer.
+        waited: the number of turns that other trials have had since the trial's last turn.
+        error: an error to raise in the trial's thread, when it next ends a turn; None without an error.
         log: the logger for warnings.
-        device: that of its run; None before the run.
-        begun: notified when its turn begins. Its thread waits for this.
+        device: the device of the trial's run; None before the run.
+        begun: notified when the trial's turn begins. The trial's thread waits for this condition.
     """
 
     state: ProcessState
@@ -191,37 +207,38 @@ class TrialTurn:
 
     @property
     def ready(self) -> bool:
-        """True if the trial can continue: the layer that it needs is on the device, or it needs none."""
+        """True if the trial can continue without an upload: its next layer is on the device, or it waits for no layer."""
         return self.wants is None or self._is_on_device(self.wants)
 
     def fail(self) -> None:
-        """Raises :attr:`error` once."""
+        """If :attr:`error` is set, raises it, and sets it to None."""
         error, self.error = self.error, None
         if error is not None:
             raise error
 
 
 class TrialTurns:
-    """The trials of this process that are under way, each in a thread of its own."""
+    """Gives turns to the trials of this process that are under way, each in its own thread."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._waiting: list[TrialTurn] = []  # the trial that has waited longest is first
-        self._running: TrialTurn | None = None  # None if there is no trial
-        self._thread = 0  # the identifier of its thread
-        self._given = 0  # how often a turn has begun
+        self._running: TrialTurn | None = None  # the trial that has the turn; None if there is no trial
+        self._thread = 0  # the identifier of the thread that has the turn
+        self._given = 0  # how many turns have begun
         # The state of the process before the first trial. Each trial begins with it. The end of the last trial restores it.
         self._outside: ProcessState
         # The state of the process at the end of the last turn, so that the next turn need not read it again, which is slow. None
         # if it was not read: at the first turn, and after the end of a trial.
         self._left: ProcessState | None
-        # While there are trials: notes for each thread whether autocast may have cached casts in it.
+        # Installed while there are trials. It records for each thread whether autocast may have cached casts.
         self._cache_notes = Patch(torch, "set_autocast_cache_enabled", _note_cache)
 
     def refuse_beside(self, trainer: Any) -> None:
-        """Notes a trainer outside of trials. Raises a RuntimeError if trials are under way.
+        """Records a trainer outside of trials. While the trainer runs, :meth:`begin` raises an error.
 
-        While it runs, :meth:`begin` raises one.
+        Raises:
+            RuntimeError: trials are under way.
         """
         with self._lock:
             if self._running is not None:
@@ -233,7 +250,8 @@ class TrialTurns:
 
         Raises:
             Exception: the turn's :attr:`~TrialTurn.error`.
-            RuntimeError: a run outside of trials is under way.
+            RuntimeError: a trainer outside of trials is running.
+            BaseException: an interrupt during the wait.
         """
         turn.begun = threading.Condition(self._lock)
         with self._lock:
@@ -243,7 +261,8 @@ class TrialTurns:
                 self._outside = ProcessState()
                 self._cache_notes.install()
             turn.state = self._outside
-            _casts.kept = _autocast_depth() > 0  # the cache may have been on before
+            # If the thread is in autocast already, its cache may have been on before `_note_cache` was installed.
+            _casts.kept = _autocast_depth() > 0
             self._waiting.append(turn)
             try:
                 if self._running is None:
@@ -255,18 +274,24 @@ class TrialTurns:
                 raise
 
     def pass_on(self, turn: TrialTurn, wants: Hashable = None) -> None:
-        """Ends a turn because the trial needs a layer or begins a step. Returns when its next turn begins.
+        """Called when a turn may end: before a layer is uploaded or used, and when a step begins.
 
-        If autocast has cached casts for the trial, it returns immediately.
+        If another trial is to have the next turn, ends this turn, and returns when the next turn of this trial begins. If
+        autocast may have cached casts for this trial, its turn does not end.
+
+        Args:
+            turn: the turn, of the calling thread.
+            wants: the layer that the trial needs next; None if it needs no layer.
 
         Raises:
             Exception: the turn's :attr:`~TrialTurn.error`, once.
         """
-        if self._waiting and not _keeps_casts():  # a trial that begins at this moment has a turn at the next layer
+        # Read without the lock: a trial that begins at this moment gets a turn at the next call.
+        if self._waiting and not _keeps_casts():
             with self._lock:
                 turn.wants, turn.waited = wants, 0
                 if self._chosen(turn) is not turn:
-                    # If this fails, the trial still has the turn, and does not wait.
+                    # First, because it may raise an error. The trial then still has the turn.
                     turn.state = ProcessState()
                     if turn.device is not None:
                         turn.device.end_turn()
@@ -276,7 +301,7 @@ class TrialTurns:
         turn.fail()
 
     def end(self, turn: TrialTurn) -> None:
-        """Ends a trial, in its turn. After the last trial the process has the state from before the first."""
+        """Ends a trial, which has the turn. If no trial waits, restores the state of the process from before the first trial."""
         with self._lock:
             self._running = None
             if self._waiting:
@@ -286,11 +311,16 @@ class TrialTurns:
                 self._outside.restore()
 
     def _chosen(self, *last: TrialTurn) -> TrialTurn:
+        """Returns the trial that gets the next turn, among the waiting trials and ``last``, which has waited least.
+
+        The first trial that has waited for :data:`PATIENCE` turns; else the first that is ready; else the first of all.
+        """
         waiting = [*self._waiting, *last]
         patient = next((each for each in waiting if each.waited >= PATIENCE), None)
         return patient or next((each for each in waiting if each.ready), waiting[0])
 
     def _give(self, left: ProcessState | None = None) -> None:
+        """Gives the turn to the next trial. ``left``: the present state of the process; None if it was not read."""
         self._running = chosen = self._chosen()
         self._left = left
         self._waiting.remove(chosen)
@@ -300,13 +330,17 @@ class TrialTurns:
         chosen.begun.notify()
 
     def _await(self, turn: TrialTurn) -> None:
+        """Waits for the turn of a trial, and restores its state of the process.
+
+        Raises:
+            BaseException: an interrupt during the wait. It is raised after the turn has begun.
+        """
         interrupt, given = None, self._given
         while self._running is not turn:
             try:
                 in_time = turn.begun.wait(LONG)
-            except (
-                BaseException
-            ) as error:  # Ctrl-C in the main thread: the trial ends in its turn, because others compute now
+            # Ctrl-C in the main thread: raised when the turn has begun, because another trial computes now.
+            except BaseException as error:
                 interrupt, in_time = error, True
             if not in_time and given == self._given:
                 self._say_who_runs(turn.log)
@@ -328,4 +362,4 @@ class TrialTurns:
 
 
 TURNS = TrialTurns()
-"""The turns of this process: random state and settings belong to the process."""
+"""The turns of all trials of this process, of every ``SharedBase``, because random state and settings belong to the process."""

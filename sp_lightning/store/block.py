@@ -46,11 +46,11 @@ class HostBlock:
 
     Args:
         layer: the parameters to absorb.
-        planned: the place of each of them.
+        planned: the place of each parameter in the block.
         device: records reads and writes.
         staging: lends the memory for gradients.
         allocate: allocates the memory for weights.
-        pin: True to page-lock the memory of gradients and, unless ``fetched_seldom``, of weights.
+        pin: True to page-lock the memory for weights. Without effect if ``fetched_seldom`` is True.
         fetched_seldom: True for blocks that are rarely uploaded as a whole: masters and embedding tables.
     """
 
@@ -72,7 +72,8 @@ class HostBlock:
         self.retyped: set[int] = set()
         self._storages: list[StorageWeakRef | None] = [None] * len(planned.spans)
         self.gradients = GradientMemory([span.name for span in planned.spans], self.parameters, staging)
-        self._own_spans = [replace(span, offset=0) for span in planned.spans]  # the place of each in its own storage
+        # The place of each parameter in its own storage.
+        self._own_spans = [replace(span, offset=0) for span in planned.spans]
         self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
         # Each original is freed when it is absorbed, so that set-up takes the memory of the model and of one layer.
         for index in range(len(self.parameters)):
@@ -95,9 +96,9 @@ class HostBlock:
         return [index for index, (at, before) in pairs if at != before and index not in self.retyped]
 
     def hide(self) -> None:
-        """Takes the memory from the parameters, and returns its pages to the system. Called while only the device has the values.
+        """Frees the memory of the parameters, and releases the block's page lock. Called while only the device has valid values.
 
-        Code that reads the memory without torch's dispatch gets an error, not stale values.
+        Code that reads the memory without torch's dispatch gets an error instead of stale values.
         """
         for parameter, span in zip(self.parameters, self.planned.spans, strict=True):
             hide(parameter, span, HIDDEN_ON_GPU.format(name=span.name))
@@ -105,7 +106,7 @@ class HostBlock:
         self.memory.release_pages()
 
     def show(self) -> None:
-        """Gives the parameters memory again after :meth:`hide`. Its contents are undefined: the caller writes them at once."""
+        """Makes the parameters views of the block again after :meth:`hide`. Values are undefined until the caller writes them."""
         if self.hidden:
             self.hidden = False
             for index, parameter in enumerate(self.parameters):
@@ -117,16 +118,17 @@ class HostBlock:
         return bytes_of(self.memory.seen, self.planned.spans[index])
 
     def write(self, index: int, value: Tensor) -> bool:
-        """Copies the device's value of a weight to the host if it differs. Autograd sees a write in place.
+        """Copies the device's value of a weight to the host if its bytes differ. Autograd sees a write in place.
 
-        Called for weights that user code has written on the device (``layers.write_back``).
+        Called for weights that user code has written on the device (``layers.write_back``). If the value has another dtype, the
+        parameter gets memory of its own and is added to :attr:`retyped`.
 
         Args:
             index: the index of the parameter.
             value: the device's value.
 
         Returns:
-            True if the bytes of the value differed from the host's.
+            True if the host's weight was changed.
 
         Raises:
             RuntimeError: the value has another shape; or it has another dtype, and the weight is uploaded as a cast or by rows.
@@ -136,7 +138,7 @@ class HostBlock:
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
                 self.retyped.add(index)
-                with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # on the parameter itself, see below
+                with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # without its role, as below
                     target.data = value.to("cpu", copy=True)
                 return True
             raise RuntimeError(
@@ -157,19 +159,19 @@ class HostBlock:
                 if torch.equal(written, self.weight_bytes(index)):
                     return False
                 self._device.access(self.memory.seen, None, write=True)
-            # Write the parameter itself, even if it has a class meanwhile whose operators wait (``layers.roles``).
+            # The parameter may have a role by now, whose operators wait for an update (``layers.roles``). This writes without it.
             with torch.DisableTorchFunctionSubclass():
                 target.copy_(value)
         return True
 
     def reabsorb(self) -> None:
-        """Absorbs the memory that parameters got (``param.data = other``) since they were absorbed.
+        """Absorbs parameters again that got other memory (``param.data = other``) since they were absorbed.
 
         Other tensors may still view the old memory: another parameter after a swap, or a ``state_dict()``. They keep the old
         values, in one of two ways:
 
-        - If tensors also view weights of the layer that were not displaced, the old values move to memory of their own.
-        - Otherwise the block gets new memory, and the old block belongs to those tensors. This copies nothing for them.
+        - If tensors also view weights of the layer that were not displaced, the old values are copied to memory of their own.
+        - Otherwise the block gets new memory, and the old block belongs to the viewing tensors. Their values are not copied.
 
         The caller has waited for uploads that read the old memory.
 
@@ -191,15 +193,15 @@ class HostBlock:
             self.memory.reallocate()
             for cast in self.planned.casts:  # not parameters, so the loop below does not copy them
                 bytes_of(self.memory.seen, cast).copy_(bytes_of(before, cast))
-            displaced = in_block  # all of them have to be copied to the new memory
+            displaced = in_block  # all parameters of the block have to be copied to the new memory
         for index in displaced:
             self._absorb(index, self.memory.seen)
         self.addresses = addresses(self.parameters)
 
     def detach_views(self, index: int) -> None:
-        """Moves tensors that view a weight to memory of their own.
+        """Moves other tensors that view a weight to memory of their own. The parameter gets a new storage in the block.
 
-        Called before the weight gets values that those tensors must not see (``param.data = other`` on the device).
+        Called before the weight gets values that these tensors must not see (``param.data = other`` on the device).
         """
         if index not in self.retyped and self._is_viewed(index):
             self._move_old_values(index)
@@ -234,7 +236,7 @@ class HostBlock:
             index: the index of the parameter.
             into: the memory to write; None if another process writes the same value.
         """
-        # Without dispatch: within a step, operators on the host parameter would use the device's.
+        # Without dispatch: within a step, operators on the host parameter would use the device parameter.
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             if into is not None:
                 self._device.access(self.weights, None, write=True)
@@ -250,9 +252,9 @@ class HostBlock:
 
     @contextmanager
     def written_in_common(self) -> Iterator[None]:
-        """A context in which parameters are views of the memory that all processes share. The optimizer's step runs in it.
+        """A context for an optimizer's step: the parameters that it may write are views of the memory that all processes share.
 
-        Outside of it, user code of each process writes to its own view of that memory.
+        Outside of the context, user code of each process writes to its own view of that memory.
 
         Raises:
             RuntimeError: the optimizer has given a parameter another dtype or shape, which does not fit its place in the block.
@@ -281,7 +283,7 @@ class HostBlock:
 
         Args:
             index: the index of the parameter.
-            when: the time at which it got that memory, for the message.
+            when: the time at which the parameter got the memory, as the message says it.
         """
         parameter = self.parameters[index]
         span = self.planned.spans[index]

@@ -20,13 +20,13 @@ class BlockMemory:
     """Host memory for the weights or the gradients of a layer.
 
     By default :attr:`seen`, :attr:`fetched` and :attr:`common` are the same memory. They differ in subclasses that share memory
-    with other processes (``ranks``) or other trials (``sharing``): there user code writes to a private view. Subclasses in
-    ``disk`` write the memory to a file between its uses (*page it out*).
+    with other processes (``ranks``) or other trials (``sharing``). In these subclasses user code writes to a private view.
+    Subclasses in ``disk`` write the memory to a file between its uses (*page it out*).
 
     Args:
         device: allocates the memory.
-        nbytes: its size.
-        pin: True to page-lock it.
+        nbytes: the size of the memory in bytes.
+        pin: True to page-lock the memory.
 
     Attributes:
         common: the memory that optimizers write and all processes see, flat ``uint8``, of ``nbytes`` bytes.
@@ -68,14 +68,17 @@ class BlockMemory:
         """Called before all of the memory is read or written. Subclasses read pages that were paged out.
 
         Raises:
-            OSError: they could not be read.
+            OSError: the pages could not be read.
         """
 
     def renew(self) -> None:
-        """Called if the caller is about to overwrite all of the memory. Subclasses need not read the old contents."""
+        """Called before all of the memory is overwritten. Subclasses need not read the old contents of pages."""
 
     def release_pages(self) -> None:
-        """Returns the pages to the system, and loses their contents. The caller writes them before they are read again."""
+        """Releases the page lock, and returns the pages to the system. Their contents are lost.
+
+        The memory stays usable. The caller writes it before it is read again.
+        """
         if self._memory is not None:
             self.unpin()
             return_pages(self._memory.bytes)
@@ -88,7 +91,7 @@ class BlockMemory:
 
 
 Allocate = Callable[[int, bool], BlockMemory]
-"""Returns memory for a block, given its bytes and whether it is to be page-locked."""
+"""Returns memory for a block. The arguments are the size in bytes, and True to page-lock the memory."""
 
 
 # ---------------------------------------------------------------------- gradients
@@ -97,8 +100,9 @@ Allocate = Callable[[int, bool], BlockMemory]
 class GradientMemory:
     """Memory for the gradients of one layer, in the dtypes in which they are offloaded.
 
-    It is taken when the first gradient is offloaded: for all trainable parameters at once, in their own dtypes or, if that is
-    narrower, in the dtype of the first gradient. A later gradient of another dtype gets memory of its own.
+    The memory is taken from the staging when the first gradient is offloaded, for all trainable parameters at once. Parameters
+    of the same dtype as the first gradient's parameter get memory in the dtype of that gradient, other parameters in their own
+    dtype. A later gradient of another dtype gets memory of its own.
 
     Args:
         names: the names of the parameters.
@@ -114,16 +118,16 @@ class GradientMemory:
         self._places: dict[tuple[int, torch.dtype], tuple[Lease, Tensor]] = {}
 
     def target(self, index: int, dtype: torch.dtype) -> Tensor | None:
-        """Returns memory of a parameter's shape, to which its gradient is offloaded.
+        """Returns memory of a parameter's shape, to which its gradient is offloaded. Takes the memory if there is none yet.
 
         Args:
             index: the index of the parameter.
-            dtype: the dtype of its gradient.
+            dtype: the dtype of the gradient.
 
         Returns:
-            The memory; None if a tensor still holds an earlier gradient in it (gradient accumulation, or user code).
+            The memory; None if a tensor still holds an earlier gradient in that memory (gradient accumulation, or user code).
         """
-        if self._staging.paged and not self._is_held():  # the layer's first gradient of this backward
+        if self._staging.paged and not self._is_held():  # the layer's first gradient, so nobody reads the old contents
             for memory in self._memory:
                 memory.renew()
         place = self._places.get((index, dtype))
@@ -134,7 +138,7 @@ class GradientMemory:
         return None if lease.in_use else gradient.data
 
     def _allocate(self, index: int, dtype: torch.dtype) -> None:
-        """Allocates a place for a gradient, and, if it is the layer's first, for those of all trainable parameters."""
+        """Allocates memory for a gradient. If it is the layer's first, allocates memory for all trainable parameters."""
         dtypes = {index: dtype}
         if not self._places:
             weight_dtype = self._parameters[index].dtype
@@ -151,7 +155,7 @@ class GradientMemory:
             self._places[key] = lease, lease.views(None, [replace(span, offset=0)])[0]
 
     def release(self) -> None:
-        """Returns the memory to the staging, unless a tensor still holds one of the gradients."""
+        """Returns the memory to the staging. Does nothing if a tensor still holds one of the gradients."""
         if not self._is_held():
             self._places.clear()
             while self._memory:
@@ -161,10 +165,11 @@ class GradientMemory:
         return any(lease.in_use for lease, _ in self._places.values())
 
     def use(self) -> bool:
-        """Called before the gradients are read: reads those that were paged out.
+        """Called before the gradients are read. Loads gradients that were paged out.
 
         Returns:
-            True if gradients are paged out at all. Then the next layer's may evict them: read them layer by layer.
+            True if the layer has gradients in memory that can be paged out. The next layer's :meth:`use` may page them out
+            again, so the caller has to read the gradients layer by layer.
         """
         for memory in self._memory:
             memory.use()
@@ -180,8 +185,8 @@ class Staging:
     """A pool of host memory for gradients, so that layers use the same memory one after another.
 
     Args:
-        device: allocates the memory, unless ``allocate`` does.
-        pin: True to page-lock it.
+        device: allocates the memory if ``allocate`` is None.
+        pin: True to page-lock the memory.
         allocate: allocates memory that is paged out between its uses; None for ordinary host memory.
 
     Attributes:

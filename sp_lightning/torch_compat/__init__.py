@@ -6,7 +6,7 @@
 - ``metadata``: the functions of a tensor that read its metadata only.
 - ``patched``: patches a function of torch and restores it; detects methods of an optimizer that users have replaced.
 - ``around_calls``: runs code around calls of modules, without hooks that users would see.
-- ``cast_gradient``: the gradient of a cast weight, a tensor subclass for autograd.
+- ``cast_gradient``: a tensor subclass for the gradient of a cast weight.
 
 This folder imports torch only.
 """

@@ -1,8 +1,8 @@
 """Runs the package's code around calls of modules without a trace in the modules.
 
-It adds no hook and no attribute, and does not change their class. Libraries choose their algorithms by a module's hooks and its
-``__dict__`` (``nn.MultiheadAttention``, RF-DETR), and a pickle of a module contains its ``__dict__``. So during a run, a patch of
-``nn.Module.__call__`` looks modules up by their identity.
+It adds no hook and no attribute, and does not change a module's class. Libraries choose their algorithms by a module's hooks and
+its ``__dict__`` (``nn.MultiheadAttention``, RF-DETR), and a pickle of a module contains its ``__dict__``. So during a run, a
+patch of ``nn.Module.__call__`` looks modules up by their identity.
 
 A call that bypasses ``nn.Module.__call__`` bypasses this code, as it bypasses hooks: ``module.forward(x)``, or a reference to
 ``nn.Module.__call__`` that was taken before the patch.
@@ -40,7 +40,7 @@ _References = tuple[Callable[[], Around | None], ...]
 _around: dict[int, _References] = {}
 """The functions around a module's calls, by the module's ``id``; the outermost is last. The caller of :func:`surround` keeps
 the module and the function alive."""
-_lock = threading.RLock()  # reentrant: garbage collection may remove an entry while another one is added
+_lock = threading.RLock()  # reentrant: garbage collection may call `_forget` in the thread that holds the lock
 
 
 class _ModuleCall(Patch):
@@ -71,13 +71,13 @@ class _ModuleCall(Patch):
 
 
 def _begin_call(context: Any) -> None:
-    """Breaks the graph if the module is surrounded. Otherwise Dynamo traces only ``forward`` where it would without the patch.
+    """Breaks the graph if the module is surrounded. Otherwise lets Dynamo trace only ``forward``, if it would without the patch.
 
-    Runs while Dynamo traces the call. A graph from before the run does not test ``_around`` when it runs again, and need not:
-    during a run the weights have other types, and every graph has guards on the types of its weights.
+    Runs while Dynamo traces the call. A graph from before the run does not test ``_around`` when it runs again. This test is not
+    needed: during a run the weights have other types, and every graph has guards on the types of its weights.
 
-    Since torch 2.14, Dynamo skips ``nn.Module._call_impl`` for modules without hooks. If it was traced, graphs would have guards
-    on hooks, which they do not have without the patch. A hook that is added later would then take effect only in a run.
+    Since torch 2.14, Dynamo skips ``nn.Module._call_impl`` for modules without hooks. If ``_call_impl`` was traced, graphs would
+    have guards on hooks, which they do not have without the patch. So a hook that is added later would take effect only in a run.
     """
     module = first_traced(context, "args")
     if id(module) in _around:
@@ -98,7 +98,10 @@ def _run(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any)
 
 @trace_only_inlined
 def _with_hook(call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls a module with a hook. With a hook, Dynamo resumes the graph inside a torch module after a break at its call."""
+    """Calls a module with a temporary hook that does nothing.
+
+    With a hook, Dynamo starts a graph inside a torch module after a break at the module's call.
+    """
     handle = module.register_forward_hook(_no_hook)
     try:
         return call(module, *args, **kwargs)
@@ -112,7 +115,7 @@ def _no_hook(*_: Any) -> None: ...
 
 def _refuse_scripted(script: Callable[..., Any], module: nn.Module, *args: Any, **options: Any) -> Any:
     streamed = any(id(child) in _around for child in module.modules())
-    if streamed and not options.get("is_tracing"):  # a trace calls the module
+    if streamed and not options.get("is_tracing"):  # torch.jit.trace is allowed, because it calls the module
         raise RuntimeError(
             f"torch.jit.script was called during a run for {type(module).__name__!r}, which the run streams. Script a deep "
             "copy, torch.jit.script(copy.deepcopy(module)), or the module after the run."
@@ -124,7 +127,10 @@ _patches = (_ModuleCall(nn.Module, "__call__", _run), Patch(*SCRIPTING, _refuse_
 
 
 def surround(module: nn.Module, around: Around) -> None:
-    """Runs a module's calls through ``around``, until :func:`release`, or until ``around`` has no other references."""
+    """Runs a module's calls through ``around`` until :func:`release`. Keeps only a weak reference to ``around``.
+
+    Installs the patches, which stay until no module is surrounded.
+    """
     with _lock:
         key = id(module)
         _around[key] = (*_around.get(key, ()), weakref.ref(around, partial(_forget, key)))
@@ -133,7 +139,7 @@ def surround(module: nn.Module, around: Around) -> None:
 
 
 def release(module: nn.Module, around: Around) -> None:
-    """Ends :func:`surround`."""
+    """Ends :func:`surround` for one function. Removes the patches if no module is surrounded any more."""
     with _lock:
         key = id(module)
         _keep(key, tuple(each for each in _around.get(key, ()) if each() is not around))

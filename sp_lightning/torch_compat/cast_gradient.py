@@ -17,8 +17,8 @@ _AS_ITS_OWN = torch.ops.aten.detach.default
 class CastGradient(Tensor):
     """The gradient that a cast passes to the master weight. Plain autograd would have converted it to float32.
 
-    If nothing is added to it, autograd stores it in ``param.grad`` unconverted. The first computation with it (a sum of
-    autograd's and a hook on a node of the graph included) converts it: it then holds a plain float32 tensor.
+    If no other gradient is added to it, autograd stores it in ``param.grad`` unconverted. The first computation with it, also by
+    autograd or by a hook on a node of the graph, converts it: ``inner_tensor`` is a plain float32 tensor from then on.
 
     Args:
         inner_tensor: the gradient in the cast's dtype, strided. No other code uses its memory.
@@ -38,8 +38,8 @@ class CastGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Widened here and not in __torch_dispatch__ alone: user code may ask for memory (data_ptr), which is not an operator.
-        # A dispatch mode calls autograd's operator again, through this function.
+        # The gradient is widened in this method as well as in __torch_dispatch__: user code may call functions that are not
+        # operators (data_ptr). A dispatch mode calls autograd's operator again, through this method.
         if func not in METADATA and func is not _AS_ITS_OWN:
             args, kwargs = tree_map_only(cls, cls.wide, (args, kwargs or {}))
         with torch.DisableTorchFunctionSubclass():
@@ -53,12 +53,12 @@ class CastGradient(Tensor):
         return func(*args, **kwargs)
 
     def wide(self) -> Tensor:
-        """Returns the gradient as a plain float32 tensor, and keeps that."""
+        """Returns the gradient as a plain float32 tensor, and keeps this tensor in place of the 16-bit one."""
         with torch.DisableTorchFunctionSubclass():
             self.inner_tensor = self.inner_tensor.to(torch.float32)
         return self.inner_tensor
 
 
 def plain(gradients: Any) -> Any:
-    """Returns the result of a call of autograd's engine with plain tensors."""
+    """Converts the result of a call of autograd's engine to plain tensors. The result is a tuple, or empty, or None."""
     return gradients and tuple(each.wide() if type(each) is CastGradient else each for each in gradients)

@@ -1,6 +1,6 @@
 """The functions of a tensor that read its metadata (shape, dtype, device, hooks) and never its values.
 
-They work on a weight that is not on the GPU; every other function uploads the weight first.
+These functions work on a weight that is not on the GPU. Every other function uploads the weight first.
 """
 
 from __future__ import annotations

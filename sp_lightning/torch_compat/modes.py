@@ -32,7 +32,7 @@ NOT_IN_GRAPHS = (
 
 
 def no_inference_mode() -> AbstractContextManager[None]:
-    """Leaves inference mode, because its tensors cannot be saved for a backward. No-op outside inference mode."""
+    """Leaves inference mode, because inference tensors cannot be saved for a backward. No-op outside inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING
 
 
@@ -75,7 +75,7 @@ def _unseen() -> Iterator[None]:
 def held(lock: AbstractContextManager[Any], *, leaves_inference_mode: bool = False) -> AbstractContextManager[Any]:
     """Holds a lock outside dispatch modes and transforms, and outside inference mode if ``leaves_inference_mode``.
 
-    Nearly always no mode or transform is active. Then this returns the lock itself, because another context would cost host time.
+    If no mode or transform is active, as nearly always, returns the lock itself: another context would cost host time.
     """
     if count_dispatch_modes() or transforms_active() or (leaves_inference_mode and torch.is_inference_mode_enabled()):
         return _held(lock, no_inference_mode() if leaves_inference_mode else _NOTHING)

@@ -1,4 +1,4 @@
-"""Patched methods: detects those that users set on an optimizer, and patches functions and methods of others for a while."""
+"""Patched methods: detects a ``step`` that users set on an optimizer, and patches functions of other code for some time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from sp_lightning.torch_compat.private import ENGINE_CALL, frame_compiler, leave
 
 
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Returns an optimizer's step without its hooks, and without the wrapper in which schedulers count its calls."""
+    """Returns an optimizer's step without its hooks, and without the wrapper in which schedulers count its calls.
+
+    If user code has set a step on the optimizer itself, returns that step unchanged.
+    """
     step: Any = vars(optimizer).get("step")
     if not is_patched(optimizer, step):
         step = type(optimizer).step
-        while getattr(step, "hooked", False):
+        while getattr(step, "hooked", False):  # torch's wrapper, which runs hooks
             step = step.__wrapped__
         step = MethodType(step, optimizer)
     return step
@@ -34,16 +37,18 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any]:
 def state_of(optimizer: Any) -> Any:
     """Returns an optimizer's state by parameter, without waiting for updates in the background.
 
-    A wrapper of another optimizer (Opacus' ``DPOptimizer``, accelerate's) has no state itself: a property returns the other's.
+    A wrapper of an optimizer (Opacus' ``DPOptimizer``, accelerate's) has no state itself. Its property returns the state of the
+    wrapped optimizer.
     """
     own = vars(optimizer).get("state")  # not optimizer.state: a property may wait for updates
     return optimizer.state if own is None else own
 
 
 def is_patched(optimizer: Any, step: Any) -> bool:
-    """Returns True if ``step``, set on the optimizer itself, is other code than its class's step and torch's wrappers of it.
+    """Returns True if ``step``, set on the optimizer itself, is code of neither torch nor this package.
 
-    It compares code objects, because ``functools.wraps`` copies names and attributes.
+    Wrappers are examined down to the step of the optimizer's class. The file of each code object decides, because
+    ``functools.wraps`` copies names and attributes.
     """
     function = getattr(step, "__func__", step)
     while function is not None and function is not type(optimizer).step:
@@ -58,9 +63,9 @@ def is_patched(optimizer: Any, step: Any) -> bool:
 
 @contextmanager
 def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
-    """Sets methods on an object, and restores on exit the ones that the object had itself.
+    """Sets methods on an object, and on exit restores the methods that were set on the object itself before.
 
-    If user code wraps one of them in the meantime, its wrapper stays, and calls the method of before from then on.
+    If user code wraps one of the new methods in the meantime, the wrapper stays. After the exit it calls the former method.
     """
     own = vars(owner)
     before = {name: own[name] for name in methods if name in own}
@@ -112,12 +117,12 @@ _lock = threading.Lock()
 _calling: set[int] = set()
 """The threads in which a call of autograd's engine runs."""
 scope: ContextVar[Any] = ContextVar("scope", default=None)
-"""The run that the current code belongs to, if several runs are active in threads. Patches and hooks of the process are called
-in all of them."""
+"""The run that the current code belongs to, if several runs are active in threads. Patches and hooks are shared by all runs of
+the process."""
 
 
 def elsewhere(other: Any) -> bool:
-    """Returns True if the current code certainly belongs to another run than the scope ``other``. A scope of None is unknown."""
+    """Returns True if the current code certainly belongs to another run than ``other``. Returns False if one scope is None."""
     current = scope.get()
     return current is not None and other is not None and current is not other
 
@@ -126,8 +131,8 @@ class Patch:
     """Wraps a function of a module or a class while it is installed.
 
     Other code may wrap this wrapper for good, or restore the original function. Therefore each :meth:`install` makes a new
-    wrapper around the current function. If other code has wrapped it, :meth:`remove` cannot take it out; the wrapper then only
-    forwards calls.
+    wrapper around the current function. If other code has wrapped this wrapper, :meth:`remove` cannot remove it. In this case the
+    wrapper only forwards calls from then on.
 
     Args:
         owner: the module or class.
@@ -143,18 +148,18 @@ class Patch:
 
     @property
     def installed(self) -> bool:
-        """True if the outermost function is this wrapper. Inside another wrapper it may still run."""
+        """True if the outermost function is this wrapper. If it is False, the wrapper may still run inside another one."""
         return self._wrapper is not None and getattr(self._owner, self._name) is self._wrapper
 
     def install(self) -> None:
-        """Wraps the current function. Does nothing if this wrapper is the outermost already."""
+        """Wraps the current function. Does nothing if this wrapper is the outermost already. Removes a former wrapper first."""
         if not self.installed:
             self.remove()
             self._wrapper = self.wrap(getattr(self._owner, self._name))
             setattr(self._owner, self._name, self._wrapper)
 
     def remove(self) -> None:
-        """Removes the wrapper. Does nothing if it is not installed."""
+        """Removes the wrapper, or stops it if other code has wrapped it. Does nothing if there is no wrapper."""
         wrapper = self._wrapper
         if wrapper is not None:
             wrapper.stop()
@@ -184,9 +189,10 @@ class Patch:
 def watch(watcher: Any) -> None:
     """Notifies a :class:`~sp_lightning.engine.backward.Backward` of each failed call of autograd's engine.
 
-    Calls come from ``backward``, ``autograd.grad`` and checkpoints, in any thread. The watcher's ``failed`` is called in the
+    ``backward``, ``autograd.grad`` and checkpoints call the engine, in any thread. The watcher's ``failed`` is called in the
     thread of the call, with the graph tasks that were running when the call began. While the watcher's own thread is in a
-    call, failures in other threads are not reported: the running graph tasks belong to the watcher's call.
+    call, failures in other threads are not reported: the running graph tasks belong to the watcher's call. Keeps only a weak
+    reference to the watcher.
     """
     global _watchers
     with _lock:
@@ -195,7 +201,7 @@ def watch(watcher: Any) -> None:
 
 
 def unwatch(watcher: Any) -> None:
-    """Ends :func:`watch`. Does nothing if it has ended already."""
+    """Ends :func:`watch`. Does nothing if the watcher is not watching. Without watchers, removes the patch of the engine."""
     global _watchers
     with _lock:
         _watchers = _others(watcher)
@@ -208,6 +214,7 @@ def _others(watcher: Any) -> tuple[_Watcher, ...]:
 
 
 def _report_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Runs a call of autograd's engine. Returns plain tensors. If the call raises, notifies the watchers."""
     before = [
         (watcher, each.thread, list(watcher.tasks))
         for each in _watchers

@@ -73,7 +73,7 @@ def checkpoint_hook() -> Callable[..., Any] | None:
 
 
 TORCHSCRIPT: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
-"""The classes of TorchScript callables: functions and methods, scripted and traced. One of them has no public name."""
+"""The classes of TorchScript callables: functions and methods, scripted and traced. One of the classes has no public name."""
 
 preserve_version_counter: Callable[[Tensor | tuple[Tensor, ...]], Any] = autograd._unsafe_preserve_version_counter
 """A context that restores the version counters of tensors on exit. The public API only increments them."""
@@ -87,10 +87,10 @@ def forward_mode_level() -> int:
 # ------------------------------------------------------------------------------------------------ transforms and modes
 
 interpreter_stack: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
-"""Returns the active ``torch.func`` transforms, outermost first, or None. The public API cannot tell that one is active."""
+"""Returns the active ``torch.func`` transforms, outermost first, or None. The public API cannot tell whether one is active."""
 
 DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-"""The values of ``key()`` of an entry of :data:`interpreter_stack` for transforms that differentiate."""
+"""The results of ``key()`` of entries of :data:`interpreter_stack` for transforms that differentiate."""
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Returns True if a ``torch.func`` transform is active. As :data:`interpreter_stack`, but makes no list."""
@@ -123,7 +123,7 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """The base class of modes that see every operator. torch documents it, but only a private module has it."""
 
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
-"""Returns True if a tensor wraps others (``__tensor_flatten__``), for example a quantised one. Only a private module has it."""
+"""Returns True if a tensor wraps other tensors (``__tensor_flatten__``), as quantised ones do. Only a private module has it."""
 
 # ------------------------------------------------------------------------------------------------------- nested values
 
@@ -156,7 +156,8 @@ _FLOAT32 = [
 def float32_precisions() -> tuple[Any, ...]:
     """Returns the precisions of float32 operations: the legacy settings, and the new ones per backend and operation.
 
-    The public getters return inherited values and raise errors if both kinds were used; the setters cannot set mkldnn's.
+    While the legacy settings are read, the new settings are "none"; they are restored afterwards. The public getters return
+    inherited values, and raise errors if both kinds of settings were used. The public setters cannot set mkldnn's.
     """
     new = []
     for place in _FLOAT32:
@@ -165,7 +166,7 @@ def float32_precisions() -> tuple[Any, ...]:
     products = torch.get_float32_matmul_precision()
     try:
         convolutions = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # while the new settings are "none", it can be read only if it is False
+    except RuntimeError:  # while the new settings are "none", reading raises an error if the setting is True
         convolutions = True
     _set_new_precisions(new)
     return products, convolutions, *new
@@ -184,7 +185,7 @@ def _set_new_precisions(found: Sequence[str]) -> None:
 
 
 def product_precisions() -> tuple[Any, ...]:
-    """Returns the precisions of matrix products. As :func:`float32_precisions`, but it sets nothing to read them."""
+    """Returns the precisions of matrix products. Unlike :func:`float32_precisions`, it changes no settings to read them."""
     places = [place for place in _FLOAT32 if place[1] in ("all", "matmul")]
     backend: Any = torch.backends.cuda.matmul
     names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -192,8 +193,8 @@ def product_precisions() -> tuple[Any, ...]:
 
 
 attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
-"""Returns the order in which ``scaled_dot_product_attention`` tries its kernels. The public ``sdpa_kernel`` only sets it, as a
-context."""
+"""Returns the order in which ``scaled_dot_product_attention`` tries its kernels. The public context ``sdpa_kernel`` only sets the
+order."""
 
 set_attention_order: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
 """Restores the order that :data:`attention_order` returned."""
@@ -201,8 +202,8 @@ set_attention_order: Callable[[list[int]], None] = torch._C._set_sdp_priority_or
 # -------------------------------------------------------------------------------------------------- storages, operators
 
 no_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
-"""A context in which torch calls ``__torch_function__`` of neither Tensor subclasses nor function modes. The public context
-does not disable modes."""
+"""A context in which torch does not call ``__torch_function__`` of Tensor subclasses and function modes. The public context does
+not disable modes."""
 
 subclasses_are_asked: Callable[[], bool] = torch._C._is_torch_function_enabled
 """Returns True if torch calls ``__torch_function__`` of subclasses, False in ``torch.DisableTorchFunctionSubclass``."""
@@ -215,8 +216,8 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 resize."""
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""Returns the number of a storage's owners in C++, given its :data:`storage_id`: tensors, graphs, and one for all its Python
-objects. There is no public way to ask."""
+"""Returns the number of a storage's owners in C++, given its :data:`storage_id`: tensors and graphs, and the storage's Python
+object as one more owner. There is no public way to ask."""
 
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 """Returns True if a tensor is a view of another one for autograd. There is no public way to ask."""
@@ -232,7 +233,7 @@ _swap_memory: Callable[..., None] | None = getattr(torch.UntypedStorage, "_swap_
 
 
 def move_storage(storage: torch.UntypedStorage) -> None:
-    """Copies a storage on the host to other memory, and lets the storage and all of its tensors use that.
+    """Copies a storage on the host to other memory. The storage and all of its tensors use the other memory from then on.
 
     In torch 2.11 only ``share_memory_`` can do so: it moves a storage to memory that processes can share.
     """
@@ -248,9 +249,9 @@ null_storage: Callable[[int, torch.device, int], Any] = torch._C._construct_stor
 refuse_access: Callable[[int, str], None] = getattr(
     torch._C, "_set_storage_data_ptr_access_error_msg", lambda storage, why: None
 )
-"""Makes a RuntimeError with this message of each access to a storage's memory, given its :data:`storage_id`.
+"""Makes each access to a storage's memory raise a RuntimeError with a message. Arguments: the :data:`storage_id`, the message.
 
-Before 2.14, CPU-only builds lack this function: reading such memory is another error of torch's, or crashes the process."""
+Before 2.14, CPU-only builds lack this function: reading such memory raises another error of torch's, or crashes the process."""
 
 exchange_memory: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
 """Exchanges the contents of two tensors; the Python objects keep their identity and attributes. It works across devices, which
@@ -277,7 +278,7 @@ sparse_values: Callable[[Tensor], Tensor] = Tensor._values
 def sparse_rows(numbers: Tensor, rows: Tensor, shape: torch.Size, *, once: bool = True) -> Tensor:
     """Returns a sparse tensor with ``rows`` ``(n, *shape[1:])`` at the row indices ``numbers`` ``(1, n)``, ``int64``.
 
-    It reads the values of neither. ``once`` promises that ``numbers`` ascend without duplicates. The public
+    It does not read the values of the two. ``once`` promises that ``numbers`` ascend without duplicates. The public
     ``torch.sparse_coo_tensor`` warns about checks of invariants that nobody requested (torch 2.11).
     """
     return torch.ops.aten._sparse_coo_tensor_unsafe(numbers, rows, shape, is_coalesced=once)
@@ -344,15 +345,17 @@ def step_as_torch(
 
     Args:
         kind, form: the optimizer and its implementation.
-        weight, gradient, state: on one device. The state is in the order of :data:`FUSED_STEPS`, without the number of steps.
+        weight, gradient, state: tensors on one device. The state has the order of the arguments of :data:`FUSED_STEPS`, without
+            the number of steps.
         steps: the number of this step, from 1.
         settings: the settings of the fused operator.
 
     Returns:
-        The state after the step.
+        The state after the step. The first step of SGD with momentum makes the state.
     """
     given: Any = {name: value for name, value in settings.items() if name != "is_first_step"}
     given |= {"foreach": form == "foreach", "fused": form == "fused"}
+    # torch's functions count this step themselves.
     counted = [torch.tensor(steps - 1, dtype=torch.float32, device=weight.device if form == "fused" else "cpu")]
     columns: Any = [[] if each is None else [each] for each in state]
     if kind == "sgd":
@@ -374,9 +377,9 @@ def foreach_norm(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def store_of_default_group() -> Any:
-    """Returns the store of the default process group, which several devices need. No public function returns it.
+    """Returns the store of the default process group, which runs on several devices need. No public function returns it.
 
-    The environment need not name it: user code may have made the group by ``init_method=`` or ``store=``.
+    Environment variables need not name the store: user code may have made the group by ``init_method=`` or ``store=``.
     """
     return torch.distributed.distributed_c10d._get_default_store()
 
@@ -422,7 +425,8 @@ forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter
 global_forward_hooks: dict[int, Callable[..., Any]] = module_globals._global_forward_hooks
 forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
 global_forward_pre_hooks: dict[int, Callable[..., Any]] = module_globals._global_forward_pre_hooks
-"""The hooks of ``module.register_forward_pre_hook`` and of ``register_module_forward_pre_hook`` (all modules), by number."""
+"""The hooks of ``module.register_forward_hook``, of ``register_module_forward_hook`` (all modules), and of the same two functions
+for hooks before forward (``…_forward_pre_hook``), by number."""
 
 
 def loads_in_its_own_way(module: nn.Module) -> bool:
@@ -439,7 +443,7 @@ def step_pre_hooks(optimizer: Any) -> list[Callable[..., Any]] | None:
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Returns the hooks before and after an optimizer's step. A wrapper of an optimizer may lack the attributes."""
+    """Returns the optimizer's own hooks before and after its step. A wrapper of an optimizer may lack the attributes."""
     found = (getattr(optimizer, f"_optimizer_step_{when}_hooks", {}) for when in ("pre", "post"))
     return [hook for hooks in found for hook in hooks.values()]
 
@@ -474,7 +478,7 @@ def run_first_after_step(optimizer: Optimizer, handle: RemovableHandle) -> None:
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute in which ``module.compile()`` stores the compiled call. It has no public name."""
 compiled_call: Callable[[nn.Module], object] = attrgetter(COMPILED_CALL)
-"""Returns that call; None if the module is not compiled."""
+"""Returns the compiled call of a module; None if the module is not compiled."""
 
 SCRIPTING = (jit._recursive, "create_script_module")
 """The function with which ``torch.jit.script`` converts a module. torch has no hook that runs before it."""
@@ -490,7 +494,7 @@ COMPILE_LOCK: Any = convert_frame.compile_lock
 
 
 def compiled_graphs() -> int:
-    """Returns how many graphs ``torch.compile`` has made in this process. The public log names them, and has no count."""
+    """Returns how many graphs ``torch.compile`` has made in this process. The public log names them, but does not count them."""
     return int(dynamo_utils.counters["stats"]["unique_graphs"])
 
 
@@ -521,23 +525,29 @@ leave_frame_out: Callable[[Callable[..., Any]], Callable[..., Any]] = decorators
 
 
 def trace_only_inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function that ``torch.compile`` inlines into the graph of its caller, and starts no graph in. No public way."""
+    """Marks a function, and returns it: ``torch.compile`` inlines it into its caller's graph, but starts no graph in it.
+
+    There is no public way.
+    """
     eval_frame.skip_code(function.__code__)
     return function
 
 
 comptime: Any = compile_time.comptime
-"""Calls a function with a context while ``torch.compile`` traces; no-op otherwise. Only a private module has it."""
+"""Calls a function, with a context as its argument, while ``torch.compile`` traces. No-op otherwise. No public module has it."""
 
 
 def first_traced(context: Any, name: str) -> Any:
-    """Returns the first object of a tuple, a local of the frame that called :data:`comptime`; None if only the graph has it."""
+    """Returns the first object of the tuple ``name``, a local variable of the frame that called :data:`comptime`.
+
+    Returns None if the object exists only in the graph.
+    """
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
     return getattr(variable.items[0], "value", None)
 
 
 def set_traced(context: Any, name: str, value: bool) -> None:
-    """Sets a local of the frame that called :data:`comptime`. The graph gets no guard on it."""
+    """Sets a local variable of the frame that called :data:`comptime`. The graph gets no guard on the variable."""
     translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     translator.symbolic_locals[name] = ConstantVariable.create(value)
 
@@ -548,8 +558,8 @@ _HOOKS = ("backward_hooks", "backward_pre_hooks", "forward_hooks", "forward_pre_
 def traces_only_forward(module: nn.Module) -> bool:
     """Returns True if ``torch.compile`` traces only ``forward`` at a call of the module, and puts no guard on its hooks.
 
-    It does so since torch 2.14, if the module has no hooks, if ``__call__`` is torch's own, and if ``skip_nnmodule_hook_guards``
-    (the default) omits guards on hooks.
+    torch does so since 2.14 if all conditions are met: no hooks, of the module or of all modules; torch's own ``__call__``; no
+    ``forward`` that was set on the module itself; and ``skip_nnmodule_hook_guards`` (the default), which omits guards on hooks.
     """
     hooked = any(getattr(module, f"_{kind}") or getattr(module_globals, f"_global_{kind}") for kind in _HOOKS)
     unchanged = type(module).__call__ is nn.Module.__call__ and type(module)._call_impl is nn.Module._call_impl
@@ -557,20 +567,20 @@ def traces_only_forward(module: nn.Module) -> bool:
 
 
 def traced_tensor(context: Any, name: str) -> Tensor:
-    """Returns the tensor of a local of the frame that called :data:`comptime`, which ``torch.compile`` traces as an input."""
+    """Returns the tensor in a local variable of the frame that called :data:`comptime`. It must be an input of the graph."""
     variable = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
     tensor: Tensor = variable.proxy.node.meta["grapharg"].example
     return tensor
 
 
 def trace_of(context: Any) -> Any:
-    """Returns an object that identifies this attempt of ``torch.compile`` to trace a graph: a new attempt has another one."""
+    """Returns an object that identifies this attempt of ``torch.compile`` to trace a graph: a new attempt has another object."""
     return context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
 
 
 def restart_trace(why: str) -> NoReturn:
-    """Makes ``torch.compile`` drop the running trace, and trace the same call again. Only its own code has a way."""
-    raise exc.UnspecializeRestartAnalysis(restart_reason=why)  # it also clears the log of what the former attempt did
+    """Makes ``torch.compile`` drop the running trace, and trace the same call again. No public way."""
+    raise exc.UnspecializeRestartAnalysis(restart_reason=why)  # this error also clears the log of the former attempt
 
 
 def original_module(module: nn.Module) -> nn.Module:
@@ -607,7 +617,7 @@ pruned_attribute: Callable[[Any], str] = attrgetter("_tensor_name")
 
 
 def take_for_parameter(tensor: Tensor) -> None:
-    """Makes ``isinstance(tensor, nn.Parameter)`` True for a tensor of another class. The public way makes another tensor."""
+    """Makes ``isinstance(tensor, nn.Parameter)`` True for a tensor of another class. The public way creates another tensor."""
     vars(tensor)["_is_param"] = True
 
 
@@ -616,7 +626,7 @@ scaler_device: Callable[[torch.amp.GradScaler], str] = attrgetter("_device")
 
 
 def unscales_by_itself(optimizer: Any) -> bool:
-    """Returns True if an optimizer's step unscales gradients itself, so that the scaler does not: it was constructed fused."""
+    """Returns True if an optimizer was constructed fused: its step unscales gradients itself, so the scaler does not."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
@@ -632,7 +642,10 @@ def part_of_file(stream: Any, offset: int, nbytes: int) -> Any:
 
 
 def save_by_way_of(value: Callable[[Any], Any], content: Any, stream: Any) -> None:
-    """As ``torch.save``, but writes ``value(storage)`` for each storage, one at a time. The public one needs all in memory."""
+    """As ``torch.save``, but writes ``value(storage)`` for each storage, one at a time.
+
+    The public function needs the values of all storages in memory.
+    """
     with serialization._open_zipfile_writer_buffer(stream) as file:
 
         def write(name: str, data: Any, nbytes: int) -> None:
@@ -759,7 +772,7 @@ FEATURES = {
         "SCRIPTING": "torch.jit.script during a run",
     },
 }
-"""The feature that fails if a name is missing, by name; grouped by how common the feature is.
+"""The feature that fails if torch lacks a name, by the name of this file. Groups by how common the feature is.
 
 ``python -m tests.torch_compat.test_torch_names`` lists the names that the installed torch lacks.
 """

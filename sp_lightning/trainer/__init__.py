@@ -11,11 +11,12 @@ the closure:
 ==  ===========================  ===========================================================================================
     Lightning or torch calls     what happens
 ==  ===========================  ===========================================================================================
-1   on_train_batch_start         ``loops._batch_starts``: runs deferred signals, ``Run.renew`` adapts the engine to a changed
-                                 module, ``Streamer.invalidate`` if a hook may have written weights, the tuner may change k and
-                                 k'. Then ``Streamer.prefetch_for``, if no code can write weights before row 4.
+1   on_train_batch_start         ``loops._batch_starts``: runs deferred signals. ``Run.renew`` adapts the engine to a changed
+                                 module. If a hook may have written weights: ``Streamer.invalidate``. The tuner may change k, k'
+                                 and modes of activations. If no code can write weights before row 4:
+                                 ``Streamer.prefetch_for``.
 2   optimizer_step               ``OptimizerSteps.run``: replaces the precision plugin's clipping, and calls Lightning's step with
-                                 a closure of its own around Lightning's.
+                                 a closure that calls Lightning's closure.
 3   torch's hooks before a step  ``StepHooks.before``, then the user's hooks, then ``StepHooks._enter``. ``before`` and ``_enter``
                                  prepare the engine with ``Updating.before``: it copies weights that were written on the device to
                                  the host, and waits for updates if torch's code will write weights itself. ``before`` also wraps
@@ -23,26 +24,28 @@ the closure:
                                  ``Updating.before``.
 4   training_step                ``loops._step``: ``Streamer.begin`` puts device parameters into the modules, the forward runs in
                                  ``Streamer.saving``, and ``Streamer.await_backward`` makes the step end with its backward.
-5   optimizer_zero_grad          No call. If a hook runs here, modules hold host parameters (*seen*).
+5   optimizer_zero_grad          The strategy is not called. If a user's hook runs, modules hold host parameters (*seen*).
 6   pre_backward, post_backward  ``Streamer.announce_backward``, then autograd calls the engine, which ends its step with the
                                  graph task (``Backward._outermost_has_ended``). With updates in backward, the engine calls
-                                 ``LayerwiseStep`` for each layer whose gradients are complete. ``post_backward`` ends the step
-                                 if there was no backward.
-7   on_before_optimizer_step,    ``StepHooks.prepare_after_closure`` has prepared for them. Layers that are updated one by one are
-    clipping                     clipped in their update: the replaced methods of row 2 only record the limit.
-8   the optimizer's own code     Before it, ``StepHooks._change_groups``: ``LayerwiseStep.submit`` gives all layers to the
-                                 background, and the optimizer finds no groups. If the step cannot be divided into layers, groups
-                                 become fused where possible, and the optimizer updates the host's weights itself.
+                                 ``LayerwiseStep`` for each layer whose gradients are complete. If there was no backward,
+                                 ``post_backward`` ends the step.
+7   on_before_optimizer_step,    ``StepHooks.prepare_after_closure`` has prepared the engine. If layers are updated one by one,
+    clipping                     the replaced methods of row 2 only record the clipping, and each update clips. Exception: if a
+                                 hook may read gradients, or all layers step on the GPU, they clip at once, layer by layer.
+8   the optimizer's own code     Before it, ``StepHooks._change_groups``: ``LayerwiseStep.submit`` gives the remaining layers to
+                                 the background, and the optimizer finds no groups. If the step cannot be divided into layers,
+                                 the optimizer updates the host's weights itself, fused if possible.
 9   torch's hooks after a step   ``StepHooks.give_back_groups``, the user's hooks, ``StepHooks.after``: ``Streamer.invalidate``,
                                  because copies on the device are out of date.
-10  on_train_batch_end           ``callback``: ``loops._expect_next_batch`` prefetches, if no hook may write weights before the
-                                 next batch.
+10  on_train_batch_end           ``callback``: if no hook may write weights before the next batch,
+                                 ``loops._expect_next_batch`` prefetches.
 ==  ===========================  ===========================================================================================
 
-- A batch whose gradients are only accumulated has no rows 2, 3, 8 and 9: Lightning calls the closure directly.
-- In manual optimization, user code calls rows 6 and 2 from the training step, with an empty closure. ``loops._step`` ends the
-  engine's step itself, and ``Step.pause`` shows host parameters after each backward.
-- Validation, test and prediction have ``loops._step`` only, which calls ``_batch_starts`` and ends the engine's step itself.
+- A batch whose gradients are only accumulated has no rows 2, 3, 7, 8 and 9: Lightning calls the closure directly.
+- In manual optimization, the training step of row 4 calls ``manual_backward`` (row 6) and ``optimizer.step`` (rows 2, 3 and 7 to
+  9, with an empty closure and without clipping). ``Step.pause`` shows host parameters after each backward. ``loops._step`` ends
+  the engine's step.
+- Validation, test and prediction have ``loops._step`` only, which calls ``_batch_starts`` and ends the engine's step.
 - Steps that Lightning does not call (a user's own optimizer) have rows 3, 8 and 9: torch's hooks see all optimizers.
 
 **Set-up and teardown**, in order:
@@ -50,48 +53,50 @@ the closure:
 =========================  =============================================================================================
 Lightning calls            what happens
 =========================  =============================================================================================
-strategy.connect           Attaches the callback, if the trainer has none.
+strategy.connect           If the trainer has no callback of this package, attaches one.
 callback.setup             Creates the files of a timeline, so that an error is raised before training.
+restoring weights          ``strategy.load_checkpoint``, ``strategy.load_model_state_dict``. There is no run yet.
 strategy.setup             Fills modules on the meta device (``given_values``). ``loops.model_to_device`` makes the ``Run``, which
                            finds layers, plans, and builds the engine. In ``fit``: makes the optimizers, then
-                           ``loops._fitting_begins``: ``OptimizerSteps.begin`` decides where and when they step, and memory is
-                           reserved.
-on_fit_start, then         User code, and ``strategy.load_…`` for a checkpoint. Then Lightning installs its signal handlers.
-restoring a checkpoint
-on_…_start of a loop       ``loops._loop_begins``: defers signal handlers from now on, and decides again where and when optimizers
-                           step.
+                           ``loops._fitting_begins``: ``OptimizerSteps.begin`` decides where and when they step, and host
+                           memory is reserved.
+on_fit_start, then         User code, and ``strategy.load_optimizer_state_dict``. Then Lightning installs its signal handlers.
+restoring optimizers
+on_…_start of a loop       ``loops._loop_begins``: defers signal handlers from now on. In training, decides again where and when
+                           optimizers step.
 on_train_end               ``Run.finish_updates``: the host has all weights.
 on_exception               After an error only: ``Run.abort`` ends the engine's step and restores host parameters.
 strategy.teardown          Detaches its callback. ``Run.close`` closes the engine and restores the optimizers.
-callback.teardown          A user's callback, and without an error only: restores the log's level, removes empty files.
+callback.teardown          Only of a callback that the user has made, and only without an error: restores the log's level,
+                           removes empty files.
 =========================  =============================================================================================
 
 **Words.**
 
 - *closure*: the function that runs forward and backward, which an optimizer's step calls. There are three, one around the other:
-  Lightning's (rows 4 to 6), the one of ``OptimizerSteps.run`` (prepares for row 7), and the one that torch's optimizer gets (the
-  precision plugin's, with row 7), which ``StepHooks`` wraps.
+  Lightning's (rows 4 to 6); the closure of ``OptimizerSteps.run``, which prepares for row 7; and the closure that torch's
+  optimizer gets (the precision plugin's, with row 7), which ``StepHooks`` wraps.
 - *quiet*: no code can have written weights without the engine's notice. Of a step: since the last step or prefetch. Of a
-  backward: since the forward. Copies on the device then stay valid. ``user_hooks`` finds the hooks that could write.
+  backward: since the forward. Copies on the device then stay valid. ``user_hooks`` finds the hooks that could write weights.
 - *seen*: a user's hook runs between forward and backward, and may read gradients or weights. Modules hold host parameters then.
-- *freed*: with ``optimizer_overlap="backward"``, gradients may be freed after their layer's update. Until the next training step
-  has called ``OptimizerSteps.forget_freed``, reading such a ``param.grad`` is an error; then it is None.
-- *torn*: some weights have the values of a new step, and others not yet; or Lightning has not counted the step. A checkpoint
-  would be wrong. ``OptimizerSteps.is_torn`` is True for a while in each step. ``BackgroundUpdates.torn`` is the reason if
-  the weights stay torn after an error: then saving raises (``loops._refuse_partially_updated``).
-- *deferred signal*: a signal handler that runs later, because the signal came while weights were torn or the package's own
-  code ran. ``signals`` runs it as soon as possible, at the latest between two batches or at the end of training.
+- *freed*: with ``optimizer_overlap="backward"``, gradients may be freed after their layer's update. Reading the ``param.grad``
+  of a freed gradient is an error. After the next training step has called ``OptimizerSteps.forget_freed``, it returns None.
+- *torn*: some weights have the values of a new step, and others do not yet; or Lightning has not counted the step. A checkpoint
+  would be wrong. ``OptimizerSteps.is_torn`` is True for a while in each step. If an error leaves the weights torn,
+  ``BackgroundUpdates.torn`` is the reason, and saving raises an error (``loops._refuse_partially_updated``).
+- *deferred signal*: a signal handler that runs later, because the signal arrived while weights were torn or while the package's
+  own code ran. ``signals`` runs it as soon as possible, at the latest between two batches or at the end of training.
 
 **The parts.**
 
 The strategy and its run:
 
-- ``strategy`` has the user's options, set-up and checkpoints. It derives from ``loops`` (the methods that Lightning's loops and
-  users call), and that from ``host_strategy`` (the methods that the trainer's set-up calls), which chooses Lightning's base class
-  by the number of devices.
+- ``strategy`` has the user's options, set-up and checkpoints. Its class derives from the one in ``loops`` (the methods that
+  Lightning's loops and users call). The class in ``loops`` derives from the one in ``host_strategy`` (the methods that the
+  trainer's set-up calls), which chooses Lightning's base class by the number of devices.
 - ``options`` checks the options.
 - ``run`` owns the objects of one run: its engine and its optimizers' steps. ``run_scope`` has the rules for runs in threads.
-- ``group`` is the interface to the other processes that train the module. On one device there are none.
+- ``group`` is the interface to the other processes that train the module. On one device there are no other processes.
 
 Optimizer steps:
 
@@ -102,7 +107,8 @@ Optimizer steps:
 
 Checkpoints and files:
 
-- ``checkpoint_io`` and ``frozen_weights`` write and read checkpoints, through files of ``part_files``.
+- ``checkpoint_io`` writes and reads checkpoints. ``part_files`` creates the files, so that a checkpoint is complete or absent.
+- ``frozen_weights`` leaves frozen weights out of checkpoints, and adds them when a checkpoint is loaded.
 - ``given_values`` fills modules on the meta device from a checkpoint or a file of weights.
 
 ``callback`` logs, and records timelines. ``signals`` defers signal handlers. Only ``compat`` uses private names of Lightning, or

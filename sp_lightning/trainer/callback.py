@@ -1,4 +1,4 @@
-"""The strategy's callback: logs memory use and waits of a run, writes metrics and timelines, and prefetches between batches."""
+"""The strategy's callback: logs the plan and the longest wait of a run, writes metrics and timelines, and prefetches layers."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 class SuperpipelineCallback(Callback):
     """Logs one line at the beginning and one at the end of a run, and prefetches the next batch's layers.
 
-    It can also write metrics and a timeline. The strategy attaches a callback if the trainer has none, except with
-    ``SuperpipelineStrategy(callback=False)``. Training is correct without a callback. It has no state, so checkpoints are the
-    same with and without it.
+    The callback can also write metrics and a timeline. If the trainer has no such callback, the strategy attaches one, except
+    with ``SuperpipelineStrategy(callback=False)``. Training is correct without the callback. The callback has no state, so
+    checkpoints are the same with and without it.
 
-    If neither the module nor a callback has a hook between two batches that could write weights, the next batch's first layers
+    If no hook of the module, the data module or a callback could write weights between two batches, the next batch's first layers
     are uploaded while its data loads.
 
     Args:
         timeline: file for a Chrome trace (JSON) of some training batches. Open it in https://ui.perfetto.dev.
         plot: file (PNG, PDF, SVG) for a picture of the last recorded batch; needs matplotlib. With several devices, ``timeline``
-            and ``plot`` show rank 0 only, which updates the weights for all ranks. Other ranks write no files.
+            and ``plot`` show only rank 0, which updates the weights for all ranks of its node. Other ranks write no files.
         every_n_steps: Record every n-th batch, from the second on. Log metrics every n-th step.
         progress_bar: show two metrics in the progress bar: ``waited`` (a share of the time) and ``window`` (k).
         metrics: log these metrics to the trainer's loggers, as ``superpipeline/NAME``: True for ``waited`` and ``window``,
             ``"all"``, or a list of names. The guide on logging has a table of them.
         report: file (JSON) for the measured speed and the settings of the run, written at the end of training.
-            ``python -m sp_lightning plan --from FILE`` compares its prediction with the measured speed, and corrects it.
+            ``python -m sp_lightning plan --from FILE`` compares its prediction with the measured speed, and corrects the
+            prediction.
         verbose: show the plan, the ledger and the reasons of decisions, which are otherwise logged at DEBUG only. Log a line
             about time and memory every ``every_n_steps`` steps.
 
@@ -90,7 +91,7 @@ class SuperpipelineCallback(Callback):
         self._active = self._running = self._records = self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the attributes of a run."""
+        """Leaves out the strategy and the timeline of a run."""
         return {**vars(self), "_strategy": None, "_intervals": None}
 
     # ------------------------------------------------------------------ a run begins
@@ -101,7 +102,7 @@ class SuperpipelineCallback(Callback):
         self._intervals: Timeline | None = None
         self._batches: dict[int, list[Interval]] = {}  # the intervals of each recorded batch, by its number
         self._tokens: int | None = 0  # the tokens of this run so far; None if a batch's number of tokens is unknown
-        self._last: dict[str, tuple[float, Stats | None, int]] = {}  # time, counters and tokens at the last rates
+        self._last: dict[str, tuple[float, Stats | None, int]] = {}  # time, counters and tokens at the last `_measure`
         self._active = hasattr(trainer.strategy, "_expect_next_batch")
         if not self._active:
             if not self._warned:
@@ -127,7 +128,7 @@ class SuperpipelineCallback(Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
-        self._stop_recording()  # validation does not belong to the batch before it
+        self._stop_recording()  # validation does not count as part of the batch before it
         self._reached.interrupted()
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -136,7 +137,7 @@ class SuperpipelineCallback(Callback):
     on_predict_start = on_test_start
 
     def _begin(self, *, training: bool = False) -> None:
-        """Logs the plan, once in a run. Validation within training calls it again, without effect."""
+        """Logs the plan and starts the clock of the run. No-op for validation within training, whose run has begun already."""
         if self._running or not self._active:
             return
         self._running = True
@@ -158,7 +159,7 @@ class SuperpipelineCallback(Callback):
         if self._begun_batches > 1 and (self._begun_batches - 2) % self._every == 0:
             device = self._strategy._computing_device
             assert device is not None
-            if self._timeline is None:  # the picture shows the last batch only
+            if self._timeline is None:  # only the picture needs the batches, and it shows the last one
                 self._batches.clear()
             self._batches[self._begun_batches - 1] = []
             self._intervals = self._intervals or device.make_timeline()
@@ -189,7 +190,11 @@ class SuperpipelineCallback(Callback):
             pl_module.log_dict({name: found[name] for name in DEFAULT_METRICS}, prog_bar=True, logger=False)
 
     def _measure(self, between: str) -> dict[str, float]:
-        """Returns all metrics. Rates cover the time since the last call with this ``between``."""
+        """Returns all metrics. Rates cover the time since the last call with the same ``between``, which this call records.
+
+        Args:
+            between: the kind of moments between which rates are measured: ``"steps"`` or ``"batches"``.
+        """
         now, stats = perf_counter(), self._strategy.stats()
         then, before, tokens = self._last.get(between, (self._start, None, 0))
         self._last[between] = now, stats, self._tokens or 0
@@ -213,7 +218,7 @@ class SuperpipelineCallback(Callback):
     on_predict_end = on_test_end
 
     def _end(self) -> None:
-        """Logs the counters, and what the run has mostly waited for."""
+        """Ends the run: logs the counters, the longest wait, and advice on optimizer steps."""
         if not self._active:
             return
         stats, plan, log = self._strategy.stats(), self._strategy.plan, self._strategy.log
@@ -230,16 +235,17 @@ class SuperpipelineCallback(Callback):
         self._restore_level()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restores the log's level, and removes the files that set-up has created and no batch was written to.
+        """Restores the log's level, and removes files of set-up that are still empty.
 
-        Lightning calls it after the strategy's teardown, so the run is over. It does not call it after an error
-        (:meth:`on_exception` has restored the level then), nor for a callback that the strategy has attached, which the strategy
-        has detached.
+        Lightning calls this hook after the strategy's teardown, so the run is over. Lightning does not call it
+
+        - after an error: :meth:`on_exception` has restored the level then;
+        - for a callback that the strategy has attached: the strategy's teardown has detached the callback.
         """
         self._restore_level()
         self._intervals = None
         for file in self._files:
-            if file.is_file() and not file.stat().st_size:  # nothing was written to it
+            if file.is_file() and not file.stat().st_size:  # no batch was recorded
                 file.unlink()
 
     def _restore_level(self) -> None:
@@ -255,20 +261,20 @@ class SuperpipelineCallback(Callback):
         return [file for file in (self._timeline, self._plot) if file is not None and self._records]
 
     def _stop_recording(self) -> None:
-        """Stops recording, because the batch is over."""
+        """Stops recording, and adds the recorded intervals to the last batch. No-op before the first recorded batch."""
         if self._intervals is None:
             return
-        device = self._strategy._computing_device  # another one if the engine was rebuilt in the meantime
+        device = self._strategy._computing_device  # a new device if the engine was built again in the meantime
         if device is not None and self._intervals in device.timelines:
             device.timelines.remove(self._intervals)
         if self._batches:
-            # Intervals that had not ended at the previous stop are added to the batch that was recorded last.
+            # Intervals that had not ended when an earlier batch was stopped are added to the last recorded batch as well.
             self._batches[max(self._batches)] += self._intervals.take()
 
     def _write_recording(self) -> None:
-        """Writes the files. An error is only logged.
+        """Stops recording, and writes the timeline and the picture. An error is only logged.
 
-        A full disk must not lose checkpoints, nor hide the error that ended a run.
+        If the disk is full, for example, checkpoints must not be lost, and the error that ended a run must not be hidden.
         """
         self._stop_recording()
         try:
@@ -278,7 +284,7 @@ class SuperpipelineCallback(Callback):
             self._strategy.log.exception("Superpipeline: the timeline could not be written.")
 
     def _write_report(self, trainer: pl.Trainer) -> None:
-        """Writes the report. An error is only logged, for example if the disk is full."""
+        """Writes the report. An OSError is only logged, for example if the disk is full."""
         if self._report is None or not self._records:
             return
         log, device = self._strategy.log, self._strategy._computing_device
@@ -312,7 +318,7 @@ class SuperpipelineCallback(Callback):
             log.exception("Superpipeline: the report could not be written.")
 
     def _write_files(self) -> None:
-        """Writes the timeline and the picture of the recorded batches, and forgets the batches."""
+        """Writes the timeline and the picture of the recorded batches, and then drops the batches."""
         plan = self._strategy.plan
         masters = (f"{layer.name}, float32" for layer in plan.masters)
         rows = [*(layer.name for layer in plan.layers), *masters, *(table.name for table in plan.tables)]

@@ -1,7 +1,7 @@
-"""Checkpoint files: written under another name and renamed when complete; read through a memory map of the file.
+"""Writes checkpoint files under another name, and renames them when they are complete. Reads files through a memory map.
 
 Lightning's own ``TorchCheckpointIO`` writes a checkpoint to memory first, which is a second copy of the model and of the
-optimizer state. It also reads all of a file to memory. A model that fills host memory leaves room for neither.
+optimizer state. It also reads a whole file to memory. If the model fills host memory, there is no room for either copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from sp_lightning.trainer.part_files import cause_of, create_part, not_written, 
 
 BESIDE_AVERAGES = "current_model_state"
 """The key of a checkpoint under which Lightning's ``WeightAveraging`` keeps the model's own state."""
-# Code that restores weights copies them out of the file. Everything else, for example optimizer state, is used as it was loaded.
+# The keys of state dictionaries, which may stay in the file: code that restores weights copies them. Values of other keys, for
+# example optimizer state, are used as they were loaded, so they are copied to memory.
 _STAY_IN_THE_FILE = frozenset({"state_dict", BESIDE_AVERAGES})
 
 
@@ -44,7 +45,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     complete or absent, even if the process is killed. For files on other machines (URLs) this class calls Lightning's methods.
 
     Attributes:
-        state_stays: True if loaded optimizer state stays in the file, as weights do, because the code that restores it copies it.
+        state_stays: True if loaded optimizer state stays in the file, as weights do. The code that restores the state then has to
+            copy it.
     """
 
     state_stays = False
@@ -65,7 +67,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        handled = sys.exception()  # a checkpoint may be saved because of an error
+        handled = sys.exception()  # not None if the checkpoint is saved because of an error
         part: Path | None = None
         try:
             part, stream = create_part(file)
@@ -90,13 +92,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Reads a checkpoint. Its weights stay in the file until they are copied to their places.
 
         Args:
-            path: the name of a file or of a folder that several processes have written, or a URL.
-            map_location: as in ``torch.load``. Tensors of a folder are loaded to the CPU.
-            weights_only: None means True, also for files of other machines. False runs code that the file contains. The
-                ``.metadata`` of a folder is a plain pickle in any case.
+            path: the name of a file, or of a folder that several processes have written, or a URL.
+            map_location: as in ``torch.load``. Tensors of a folder are always loaded to the CPU.
+            weights_only: None means True, also for URLs. False may run code that the file contains. The ``.metadata`` of a folder
+                is a plain pickle in any case.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: the file does not exist.
             pickle.UnpicklingError: the file has objects other than tensors and plain values.
             ValueError: the file ends too early, or is not a checkpoint.
         """
@@ -114,7 +116,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 if not mapped:
                     _refuse_no_checkpoint(file)
                 options = {"map_location": map_location, "weights_only": weights_only, "mmap": mapped}
-                checkpoint = read_whole(file, lambda: torch.load(file, **options))  # opens the file twice to map it
+                # torch.load opens the file twice to map it, so the file may be replaced in between.
+                checkpoint = read_whole(file, lambda: torch.load(file, **options))
         except pickle.UnpicklingError as error:
             error.add_note(
                 "Checkpoints are read with weights_only=True, because others can run code when they are read. If you trust "
@@ -133,13 +136,13 @@ class CheckpointFormat:
     """Writes checkpoints as one file, with the strategy's ``checkpoint_io``. ``ranks`` has a subclass that writes a folder.
 
     Attributes:
-        compares_state: True if all processes compare the optimizers' state before they write.
+        compares_state: True if the nodes compare the optimizers' state before a checkpoint is written.
     """
 
     compares_state = False
 
     def check(self, io: Any) -> None:
-        """Checks that the format works with the strategy's ``checkpoint_io``. The error is a ``ValueError``."""
+        """Checks that the format works with the strategy's ``checkpoint_io``. If not, raises a ValueError."""
 
     def save(
         self, strategy: Any, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, by_io: Callable[..., None]
@@ -148,15 +151,15 @@ class CheckpointFormat:
 
         Args:
             strategy: the strategy that saves.
-            checkpoint: what to write.
+            checkpoint: the checkpoint.
             path, storage_options: as in ``Strategy.save_checkpoint``.
-            by_io: writes the file with the strategy's ``checkpoint_io``.
+            by_io: Lightning's method, which writes the file with the strategy's ``checkpoint_io``.
         """
         by_io(checkpoint, path, storage_options)
 
 
 def _copy_to_memory(value: Tensor) -> Tensor:
-    """Copies a tensor out of the file. A wrapped tensor (torchao's 8-bit states) may not support ``clone``."""
+    """Copies a tensor out of the file, part by part: a wrapped tensor (torchao's 8-bit states) may not support ``clone``."""
     return rebuild(value, (part.clone() for _, part in parts("", value)))
 
 
@@ -165,13 +168,14 @@ def load(
 ) -> dict[str, Any]:
     """Returns a checkpoint for a trainer to restore.
 
-    A weight stays in the file only if torch's own code will copy it to its place. Other weights are copied to memory, because
-    user code may keep them while another process writes or truncates the file.
+    A weight stays in the file only if torch's own code will copy it to its parameter. Other weights are copied to memory, because
+    user code may keep their tensors while another process writes or truncates the file. Also sets ``state_stays`` of an
+    :class:`AtomicCheckpointIO`.
 
     Args:
         path: the name of the file, or its URL.
-        io: the ``CheckpointIO`` that reads it, or a wrapper around one.
-        module: the module whose weights are in the file.
+        io: the ``CheckpointIO`` that reads the checkpoint, or a wrapper around one.
+        module: the module that will get the weights; None if it is not known.
         weights_only: see :meth:`AtomicCheckpointIO.load_checkpoint`.
         state_stays: True if the caller copies optimizer state out of the file, layer by layer.
     """
@@ -197,9 +201,10 @@ def load(
 
 
 def _is_user_code_given_weights(module: pl.LightningModule) -> bool:
-    """Returns True if user code may get the loaded weights. torch's own code copies them and drops them."""
+    """Returns True if user code may get, and keep, the loaded tensors of weights. torch's own code only copies their values."""
     if type(module).load_state_dict is not nn.Module.load_state_dict:
         return True
+    # For modules without parameters, this makes no difference: tensors that are not parameters are copied in any case.
     if any(loads_in_its_own_way(child) for child in module.modules() if any(True for _ in child.parameters())):
         return True
     trainer = trainer_of(module)
@@ -208,21 +213,21 @@ def _is_user_code_given_weights(module: pl.LightningModule) -> bool:
     return any(
         is_overridden("on_load_checkpoint", owner, parent=base_of(owner, kind))
         for owner, kind in owners
-        if not is_a(owner, WeightAveraging)
+        if not is_a(owner, WeightAveraging)  # Lightning's on_load_checkpoint copies the values with load_state_dict
     )
 
 
 def local_path(path: Any) -> Path | None:
-    """Returns the path of a file on this machine; None for a file elsewhere."""
+    """Returns the path of a file on this machine; None for the URL of a file on another one."""
     system, name = url_to_fs(str(path))
     return Path(name) if isinstance(system, LocalFileSystem) else None
 
 
 def _refuse_no_checkpoint(file: Path) -> None:
-    """Checks a file that is not a zip file, as torch's checkpoints are since torch 1.6.
+    """Checks a file that is not a zip file. Checkpoints are zip files since torch 1.6.
 
     Raises:
-        ValueError: it is not an older checkpoint of torch either.
+        ValueError: the file is not an older checkpoint of torch either.
     """
     with file.open("rb") as stream:
         begins = stream.read(16)

@@ -3,7 +3,7 @@
 *Two packages.* ``pytorch_lightning`` is a copy of ``lightning.pytorch`` with its own classes. A class that this package imports
 from ``lightning`` also stands for its namesake in ``pytorch_lightning``. The class of an object shows its package.
 
-*Private names.* Each has one function in this file, with the reason why the public API does not suffice.
+*Private names.* Each has one function in this file. Its docstring says why the public API does not suffice.
 ``tests/trainer/test_compat.py`` tests each with the oldest and the newest supported Lightning.
 """
 
@@ -36,7 +36,7 @@ def path(kind: type) -> str:
 
 
 def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
-    """Returns the result of ``isinstance``, for the class or its namesake."""
+    """Returns True if a value is an instance of a class or of its namesake, or of a subclass of one of the two."""
     return path(kind) in map(path, type(value).__mro__)
 
 
@@ -46,7 +46,7 @@ def is_exactly(value: object, kinds: Iterable[type]) -> bool:
 
 
 def base_of(value: object, kind: type[T]) -> type[T]:
-    """Returns ``kind`` or its namesake, whichever is among the bases of the value's class; ``kind`` if neither is."""
+    """Returns ``kind`` or its namesake, whichever is a base of the value's class; ``kind`` if neither is a base."""
     name = path(kind)
     return next((base for base in type(value).__mro__ if path(base) == name), kind)
 
@@ -81,16 +81,20 @@ def skips_backward(trainer: Any) -> bool:
 def accumulates(trainer: Any) -> bool:
     """Returns True if the running training batch only accumulates gradients, and a later batch has the optimizer step.
 
-    It depends on ``accumulate_grad_batches`` and on the end of the epoch. The loop's method is private.
+    The answer depends on ``accumulate_grad_batches`` and on the end of the epoch. The loop's method is private.
     """
     return bool(trainer.fit_loop._should_accumulate())
 
 
 def barrier_before_batches(trainer: Any, barrier: Callable[[], object] | None) -> None:
-    """Calls a collective ``barrier`` on all ranks before each training batch; None restores Lightning's behaviour.
+    """Makes Lightning's loop call ``barrier``, a collective, before each training batch.
 
-    There Lightning's loop broadcasts whether rank 0 has received SIGTERM, and bypasses the strategy. A rank whose epoch is
+    At this point, the loop broadcasts whether rank 0 has received SIGTERM, and bypasses the strategy. A rank whose epoch is
     longer than rank 0's would wait in that broadcast for ever, or receive the data of another collective.
+
+    Args:
+        trainer: the trainer.
+        barrier: the collective; None restores Lightning's behaviour.
     """
     loop = trainer.fit_loop.epoch_loop
     name = "_broadcast_sigterm_tensor"
@@ -107,9 +111,13 @@ def barrier_before_batches(trainer: Any, barrier: Callable[[], object] | None) -
 
 
 def look_at_loaders(trainer: Any, look: Callable[[str, Any], None]) -> None:
-    """Calls a function with the name of the loader hook and the data loaders of each loop, before the loop iterates over them.
+    """Makes each loop call a function with its data loaders, before it iterates over them.
 
     Lightning starts to iterate before any public hook runs.
+
+    Args:
+        trainer: the trainer.
+        look: called with the name of the loader hook, for example ``train_dataloader``, and with the result of the hook.
     """
     fitting = trainer.fit_loop
     for loop in (fitting, fitting.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -133,7 +141,7 @@ def logged_step(trainer: Any) -> int:
 def last_checkpoint(trainer: Any) -> str | None:
     """Returns the newest checkpoint that the trainer's callbacks have saved; None without one.
 
-    The public ``trainer.checkpoint_callback`` is only the first callback.
+    ``trainer.checkpoint_callback`` is only the first of several callbacks that save checkpoints.
     """
     names = ("last_model_path", "best_model_path")
     found = [getattr(each, name, "") for each in trainer.checkpoint_callbacks for name in names]
@@ -148,9 +156,9 @@ def last_checkpoint(trainer: Any) -> str | None:
 
 
 def note_device(module: nn.Module, device: torch.device) -> None:
-    """Sets ``module.device`` if the module is one of Lightning's.
+    """Sets ``module.device``, an attribute of Lightning's modules. No-op for other modules.
 
-    ``device`` has no setter. ``module.to(device)`` sets it, and would copy the parameters, too.
+    ``device`` has no setter. ``module.to(device)`` sets it, but also copies the parameters.
     """
     if is_a(module, _DeviceDtypeModuleMixin):
         module._device = device
@@ -162,7 +170,7 @@ def is_no_optimizer(optimizer: object) -> bool:
 
 
 def wraps_another(io: object) -> bool:
-    """Returns True if a ``CheckpointIO`` wraps another one, its ``checkpoint_io``: for example ``AsyncCheckpointIO``.
+    """Returns True if a ``CheckpointIO`` is a wrapper, for example ``AsyncCheckpointIO``. Its ``checkpoint_io`` is the inner one.
 
     The base class of Lightning's and users' wrappers is private.
     """
@@ -178,7 +186,7 @@ def is_interactive() -> bool:
 
 
 def set_inherited(kind: type, instance: object, name: str, value: object) -> None:
-    """Sets a property as the base classes of ``kind`` do. ``super()`` reads properties, but it cannot set them.
+    """Sets a property with the setter of the base classes of ``kind``: ``super()`` can read properties, but cannot set them.
 
     Args:
         kind: the class that overrides the property.
@@ -195,5 +203,5 @@ def given_checkpoint_io(strategy: Any) -> Any | None:
 
 
 def forget_module(strategy: Any) -> None:
-    """Makes ``strategy.lightning_module`` None; it has no setter."""
+    """Makes ``strategy.lightning_module`` None. This property has no setter."""
     strategy._lightning_module = None

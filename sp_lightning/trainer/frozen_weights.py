@@ -1,8 +1,9 @@
 """Leaves frozen weights out of checkpoints (``save_frozen=False``), because the program that resumes has them already.
 
 A checkpoint without some weights is useful only if the program can build them again. So a weight is left out only if its values
-are those of the module's construction: no run has trained it, no checkpoint was loaded into it, and it has not changed since the
-first run began. The file has a digest of each omitted weight, so that loading raises an error if the module has other weights.
+are those of the module's construction: no run has trained it, no checkpoint has changed it, and it has not changed since training
+first began with the weight frozen. The checkpoint has a digest of each omitted weight, so that loading raises an error if the
+module has other weights.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ LeftOut = dict[str, tuple[str, str]]
 """The digest and the dtype of each omitted weight, by name."""
 
 _first: Any = WeakIdKeyDictionary()
-"""The digest of each parameter at the first run in which it was frozen."""
+"""The digest of each parameter, from the beginning of the first training with ``save_frozen=False`` in which it was frozen."""
 
 _acquired: Any = WeakIdKeyDictionary()
 """Parameters that a new module would not have: trained in this process, or loaded from a checkpoint."""
 
 
 def note_trained(module: nn.Module) -> None:
-    """Marks all parameters that are not frozen as trained. Called when training begins or continues."""
+    """Marks all parameters that are not frozen as trained. Called when training begins, and before a checkpoint is written."""
     for parameter in module.parameters():
         if parameter.requires_grad:
             _acquired[_remembered(parameter)] = True
 
 
 def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collection[str] = ()) -> None:
-    """Marks the weights that a checkpoint is about to change.
+    """Marks the weights that a checkpoint changes, so that they are never left out. Called before the checkpoint is loaded.
 
     Args:
         module: the module into which the state is loaded.
         state: the state dictionary of the checkpoint.
-        restored: names of weights that had no values before.
+        restored: names of weights that had no values of their own. They have the checkpoint's already.
     """
     for name, parameter in _named(module):
         loaded = state.get(name)
@@ -54,10 +55,10 @@ def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collectio
 
 
 class FrozenWeights:
-    """The frozen weights of a run.
+    """The frozen weights of a run. The constructor computes the digest of each.
 
     Args:
-        module: the module at the begin of training, with its parameters on the host.
+        module: the module at the beginning of training, with its parameters on the host.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -66,14 +67,21 @@ class FrozenWeights:
         self._digests = {name: _first.setdefault(remembered[name], now) for name, now in self._now().items()}
 
     def _now(self) -> dict[str, str]:
-        """Returns the present digests of the frozen weights that a new module would have, too, by name."""
+        """Returns the present digest of each frozen weight, by name, without trained and loaded weights (`_acquired`)."""
         named = _named(self.module)
         frozen = {name: p for name, p in named if not p.requires_grad and _remembered(p) not in _acquired}
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             return dict(zip(frozen, threads.map(digest, frozen.values()), strict=True))
 
     def leave_out(self, state: dict[str, Any]) -> LeftOut:
-        """Removes from a state dictionary every frozen, unchanged weight whose entry is the parameter itself."""
+        """Removes from a state dictionary every frozen, unchanged weight whose entry is the parameter itself.
+
+        An entry that is another tensor, for example an average, stays. Also marks weights that are unfrozen now as trained: user
+        code may have unfrozen them since training began.
+
+        Returns:
+            The omitted weights.
+        """
         note_trained(self.module)
         parameters = dict(_named(self.module))
         now = self._now()
@@ -88,19 +96,28 @@ class FrozenWeights:
 
 
 def fill_checkpoint(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Fills the omitted weights of a checkpoint with the module's weights.
+    """Adds the omitted weights to the state of a checkpoint, with the module's values. No-op if none were omitted.
+
+    Args:
+        module: the module into which the checkpoint will be loaded.
+        checkpoint: the checkpoint, whose state dictionaries are replaced.
 
     Raises:
         RuntimeError: the module lacks an omitted weight, or has other values.
     """
     for key in ("state_dict", BESIDE_AVERAGES):
         if key in checkpoint and FROZEN in checkpoint:
-            copies = key == BESIDE_AVERAGES  # before these are loaded, the averages overwrite the module's weights
+            # Copies, because the averages are loaded first, and overwrite the module's weights.
+            copies = key == BESIDE_AVERAGES
             checkpoint[key] = _filled(module, checkpoint[key], checkpoint[FROZEN], copies=copies)
 
 
 def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, copies: bool) -> dict[str, Any]:
-    """Returns a state dictionary with the omitted weights, which are views of the module's, or ``copies``."""
+    """Returns a state dictionary with the omitted weights: views of the module's weights, or copies with ``copies``.
+
+    Raises:
+        RuntimeError: the module lacks an omitted weight, or has other values.
+    """
     parameters, filled = dict(_named(module)), dict(state)
     others = []
     for name, (expected, dtype) in left_out.items():
@@ -140,7 +157,10 @@ def _same(loaded: Tensor, parameter: Tensor) -> bool:
 
 
 def _cast(parameter: Tensor, dtype: str) -> Tensor:
-    """Converts a parameter as a trainer of another precision does. A wrapper subclass has no single dtype and is unchanged."""
+    """Converts a parameter to a dtype, as a trainer of another precision does. Returns a wrapper subclass unchanged.
+
+    A wrapper subclass of several tensors has no single dtype.
+    """
     if len([*parts("", parameter)]) > 1 or str(parameter.dtype) == dtype:
         return parameter
     return parameter.detach().to(getattr(torch, dtype.removeprefix("torch.")))

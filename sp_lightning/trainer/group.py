@@ -1,7 +1,8 @@
-"""The group: the processes that train one module together. The interface of ``ranks``, with the default for one device.
+"""The group: the processes that train one module together. This is the interface of ``ranks``, with the default for one device.
 
-On one device the group is :data:`ALONE`, whose methods return at once. ``ranks`` has the group of several devices. Its methods
-are collective: all processes call them in the same order. They are called when a run, a loop or a batch begins, not per layer.
+On one device the group is :data:`ALONE`, whose methods return at once. ``ranks`` has the group of several devices, most of whose
+methods are collective: all processes call them in the same order. They are called when a run, a loop or a batch begins, not for
+each layer.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from sp_lightning.trainer.options import Options
 
 
 class WholeSteps:
-    """Optimizer steps that are not taken apart by layers. On one device they run as the user made them.
+    """Optimizer steps that are not divided into layers. On one device this default does not change them.
 
-    With several devices, one rank runs such a step for all.
+    With several devices, one rank runs such a step for all ranks.
     """
 
     def attach(self, optimizers: list[Optimizer], scaler: Any) -> None:
-        """Replaces the steps of optimizers.
+        """Replaces the steps of optimizers. This default replaces nothing.
 
         Args:
-            optimizers: those whose steps are not taken apart by layers.
-            scaler: the gradient scaler, whose unscaling is replaced as well; None without one.
+            optimizers: the optimizers whose steps are not divided into layers.
+            scaler: the gradient scaler, whose unscaling is replaced as well; None if there is no scaler.
         """
 
     def detach(self) -> None:
@@ -42,7 +43,7 @@ class WholeSteps:
         Args:
             methods: the methods that clip layer by layer; empty if the plugin's own are used.
             plugin: the precision plugin.
-            in_updates: True if updates in the background clip.
+            in_updates: True if the step is divided into layers, and its updates run in the background.
         """
         return methods
 
@@ -66,7 +67,7 @@ class Group:
 
     @property
     def closed(self) -> bool:
-        """True if the group has ended. The strategy then behaves as on one device."""
+        """True if the group has ended. The strategy then uses :data:`ALONE`, and behaves as on one device."""
         return False
 
     @property
@@ -77,7 +78,7 @@ class Group:
     # ------------------------------------------------------------------ before work begins
 
     def check_model(self, module: pl.LightningModule, options: Options, plugin: Any) -> None:
-        """Checks that the module and the options are supported, and the same in all processes.
+        """Checks that the module and the options are supported, and that they are the same in all processes.
 
         Raises:
             ValueError: the module or an option is not supported, or differs between processes.
@@ -108,30 +109,34 @@ class Group:
         return None
 
     def steps(self, engine: Callable[[], Streamer]) -> WholeSteps:
-        """Returns the object for steps that are not taken apart by layers.
+        """Returns the object for steps that are not divided into layers.
 
         Args:
-            engine: returns the engine, which may be built again during a run.
+            engine: returns the present engine. During a run, it may be replaced by a new one.
         """
         return WholeSteps()
 
     # ------------------------------------------------------------------ during a run
 
     def note_place(self, place: str) -> None:
-        """Records how far this process is in the training. Errors of other processes that wait for it name the place."""
+        """Records how far this process is in the training.
+
+        Args:
+            place: the point in words. If other processes wait for this process in vain, their errors name the point.
+        """
 
     def barrier(self, what: str) -> None:
-        """Waits until all processes of the node call it. Errors name the barrier by ``what``."""
+        """Waits until all processes of the node have called this method. ``what`` names the barrier in errors."""
 
     def gather(self, number: int, what: str) -> list[int]:
-        """Returns the numbers that all processes of the node pass. Errors name the collective by ``what``."""
+        """Returns the numbers that all processes of the node pass. ``what`` names the collective in errors."""
         return [number]
 
     def send_buffers(self, module: pl.LightningModule) -> None:
         """Copies the first process's buffers to all processes, as DistributedDataParallel does."""
 
     def fail(self, error: BaseException) -> None:
-        """Reports an error of this process to the others, so that they stop waiting for it."""
+        """Reports an error of this process to the other processes, so that they stop waiting for this one."""
 
 
 ALONE = Group()

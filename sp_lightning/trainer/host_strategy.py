@@ -6,7 +6,8 @@ The class of a strategy object is made at run time, with three bases:
 2. on several devices, the part that ``ranks`` adds (``registry.part_of_several_devices``);
 3. Lightning's strategy for the number of devices (``SingleDeviceStrategy`` or ``DDPStrategy``).
 
-Lightning sets the devices after the strategy was made. So an object on several devices changes its class once.
+Lightning sets the devices after the strategy was made. So the object is made for one device, and if there are several devices,
+:meth:`HostStrategy._change_class` changes the class of the object.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from sp_lightning.trainer.run_scope import current
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
 else:
-    _Base = object  # the strategy of Lightning is a later base of each object's class, see above
+    _Base = object  # Lightning's strategy is the last base of each object's class, see above
 
 
 class HostStrategy(_Base):
@@ -56,7 +57,7 @@ class HostStrategy(_Base):
     ) -> None:
         self._device_given = device is not None
         self._of_trainer: dict[str, Any] = {}  # the trainer's plugins, by attribute
-        self._connected = ALONE  # the group, which ``ranks`` replaces
+        self._connected = ALONE  # the group of processes. With several devices, ``ranks`` replaces it
         self._devices = [torch.device("cpu" if device is None else device)]
         self._nodes = 1
         super().__init__(self._devices[0], accelerator, checkpoint_io, precision_plugin)
@@ -73,7 +74,7 @@ class HostStrategy(_Base):
 
     @property
     def accelerator(self) -> pl.accelerators.Accelerator | None:
-        """The trainer's accelerator; the user's before the strategy has a trainer."""
+        """The trainer's accelerator. Before the strategy has a trainer, the user's."""
         return self._of_trainer.get("accelerator", super().accelerator)
 
     @accelerator.setter
@@ -97,11 +98,11 @@ class HostStrategy(_Base):
         return object.__new__(_class_for_devices(cls, cls._one_device))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the base classes: pickle would not find the class itself by its name."""
+        """Pickles the base classes: the class is made at run time, so pickle would find its public base under its name."""
         return _object_for_devices, type(self).__bases__, self.__getstate__()
 
     def _change_class(self) -> None:
-        """Changes the class to the one for the present number of devices."""
+        """Changes the object's class to the one for the present number of devices. Does nothing if it has this class."""
         public = type(self).__bases__[0]
         for_devices: tuple[Any, ...] = (self._one_device,)
         if self._several:
@@ -119,7 +120,10 @@ class HostStrategy(_Base):
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """The user's devices; empty if the user gave none. Lightning sets this attribute of strategies that have it."""
+        """The devices of this node. Empty if there is only one device in all, and the user has not named it (``device=``).
+
+        Lightning reads and sets this attribute of strategies that have it. Setting it may change the class of the object.
+        """
         return self._devices if self._device_given or self._several else []
 
     @parallel_devices.setter
@@ -137,7 +141,7 @@ class HostStrategy(_Base):
 
     @property
     def num_nodes(self) -> int:
-        """The number of nodes. Lightning sets this attribute of strategies that have it."""
+        """The number of nodes. Lightning sets this attribute of strategies that have it. Setting it may change the class."""
         return self._nodes
 
     @num_nodes.setter
@@ -147,7 +151,7 @@ class HostStrategy(_Base):
 
     @property
     def _group(self) -> Group:
-        """The processes that train together, once they are connected."""
+        """The processes that train together. :data:`ALONE` before they are connected, and after the group has ended."""
         return ALONE if self._connected.closed else self._connected
 
     def setup_environment(self) -> None:
@@ -163,12 +167,16 @@ class HostStrategy(_Base):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's; otherwise an :class:`~sp_lightning.trainer.checkpoint_io.AtomicCheckpointIO`, also inside of a wrapper."""
+        """The user's ``CheckpointIO``.
+
+        If there is none, reading this property creates an :class:`~sp_lightning.trainer.checkpoint_io.AtomicCheckpointIO`. A
+        user's wrapper without an inner ``CheckpointIO`` gets one as well.
+        """
         given = given_checkpoint_io(self)
         if given is None:
             self.checkpoint_io = AtomicCheckpointIO()
         elif wraps_another(given):
-            given.checkpoint_io = AtomicCheckpointIO()  # a wrapper that has one already keeps that
+            given.checkpoint_io = AtomicCheckpointIO()  # no effect if the wrapper has an inner one already
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -177,7 +185,7 @@ class HostStrategy(_Base):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The trainer's; before there is a trainer, the user's, otherwise one for float32."""
+        """The trainer's plugin. Before the strategy has a trainer: the user's; without one, Lightning's plugin for float32."""
         return self._of_trainer.get("precision_plugin") or super().precision_plugin
 
     @precision_plugin.setter
@@ -226,7 +234,8 @@ def _refuse_processes_alone(strategy: Any) -> None:
         return
     try:
         number = environment.world_size()
-    except Exception:  # for example SLURM without SLURM_NTASKS. Plain Lightning does not call it on one device
+    except Exception:
+        # For example SLURM without SLURM_NTASKS. On one device, plain Lightning does not call world_size().
         return
     if number > 1:
         raise ValueError(

@@ -46,7 +46,7 @@ class ReadableStrategy(HostStrategy):
         self._remarks: list[str] = []
         self._bits: list[str] = []  # sentences on the bits of optimizer steps
         self._updates: UpdatePolicy | None = None  # how layers were updated
-        self._said: set[str] = set()  # lines that runs logged when they began; a second run does not log them again
+        self._said: set[str] = set()  # lines that earlier runs logged when they began, and that are not logged again
         self._signals = DeferredSignals()
         super().__init__(*args)
 
@@ -60,7 +60,8 @@ class ReadableStrategy(HostStrategy):
             return
         try:
             if run.streamer is not None:  # otherwise building the engine again has failed
-                self._ledger = run.steps.ledger or self._ledger  # now with the size of the optimizers' state
+                # Counted now, when the size of the optimizers' state is known.
+                self._ledger = run.steps.ledger or self._ledger
                 self._remarks = run.remarks()
                 self._bits = run.steps.bits()
                 self._updates = run.steps.policy
@@ -71,11 +72,14 @@ class ReadableStrategy(HostStrategy):
                 self._run, self._last = None, run.results
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the run, because an engine cannot be pickled. A copy is a strategy whose run is over."""
+        """Leaves out the run, because an engine cannot be pickled. A copy is a strategy whose run has ended."""
         return {**super().__getstate__(), "_run": None, "_last": self._known}
 
     def _is_torn(self) -> bool:
-        """Returns True if a step has updated some weights, and not all. Signal handlers, which may save, wait until it has."""
+        """Returns True if a step has updated only some weights, or is not counted yet. Signal handlers are deferred then.
+
+        A handler may save a checkpoint, which would be wrong.
+        """
         return self._run is not None and self._run.steps.is_torn
 
     @property
@@ -95,7 +99,7 @@ class ReadableStrategy(HostStrategy):
     def activations(self) -> dict[str, Mode]:
         """The mode of activations of each layer, and of each part that stays on the device, by name.
 
-        It includes the choices of ``"auto"``, and can be given as ``activations=`` to another strategy.
+        The mapping includes the choices of ``"auto"``, and can be given as ``activations=`` to another strategy.
 
         Raises:
             RuntimeError: before set-up.
@@ -104,10 +108,10 @@ class ReadableStrategy(HostStrategy):
 
     @property
     def ledger(self) -> Ledger:
-        """Host memory and traffic of training. Available from set-up for ``trainer.fit`` on.
+        """Host memory and traffic of training, now or at the end of the last ``trainer.fit``.
 
         Raises:
-            RuntimeError: before that, and outside training.
+            RuntimeError: before the set-up of the first ``trainer.fit``.
         """
         if self._run is not None:
             self._ledger = self._run.steps.ledger or self._ledger
@@ -132,7 +136,14 @@ class ReadableStrategy(HostStrategy):
         return self._results("counters").fetches
 
     def _results(self, what: str) -> Results:
-        """Returns the results of the present or the last run. ``what`` names the value that the user asks for, for the error."""
+        """Returns the results of the present or the last run.
+
+        Args:
+            what: the name of the value that the user asks for, for the error.
+
+        Raises:
+            RuntimeError: there was no run yet.
+        """
         if (known := self._known) is None:
             raise RuntimeError(
                 f"This strategy has no {what} yet: a run begins in trainer.fit (validate, test, predict)."
@@ -141,7 +152,7 @@ class ReadableStrategy(HostStrategy):
 
     @property
     def _known(self) -> Results | None:
-        run = self._run  # once: another thread may ask while the run ends
+        run = self._run  # read once: another thread may call this while the run ends
         return self._last if run is None else run.results
 
     def remarks(self) -> list[str]:
@@ -172,7 +183,7 @@ class ReadableStrategy(HostStrategy):
 class LoopStrategy(ReadableStrategy):
     """A strategy with an engine during a run. A run is training with its validation, or another loop alone.
 
-    Outside of a run (``self._run`` is None), all methods do what Lightning's do.
+    Outside of a run (``self._run`` is None), all methods behave as Lightning's methods of the same name.
     """
 
     _loop_begun: bool  # True once a loop of this run has begun
@@ -180,7 +191,7 @@ class LoopStrategy(ReadableStrategy):
     # ------------------------------------------------------------------ a run begins and ends
 
     def model_to_device(self) -> None:
-        """Begins a run: moves parameters to the host store, and everything else to the device."""
+        """Begins a run: moves parameters to the host store, and everything else to the device. Ends an earlier run first."""
         module, options = self.lightning_module, self._options
         assert module is not None
         self._close()
@@ -192,11 +203,13 @@ class LoopStrategy(ReadableStrategy):
         self._loop_begun = False
 
     def _fitting_begins(self) -> None:
-        """Decides how optimizers step, and reserves host memory. Called at the end of set-up, before a checkpoint is loaded.
+        """Decides how optimizers step, and reserves host memory.
+
+        Called at the end of set-up, before the optimizer state of a checkpoint is loaded.
 
         Raises:
-            ValueError: ``optimizer_overlap`` names a mode that is not possible, or ranks have different optimizers.
-            RuntimeError: host memory does not suffice for gradients and optimizer state.
+            ValueError: an option names a place or a mode that is not possible, or ranks have different optimizers.
+            MemoryError: host memory does not suffice for gradients and optimizer state.
         """
         assert self._run is not None
         self._group.check_optimizers(self.optimizers)
@@ -205,7 +218,7 @@ class LoopStrategy(ReadableStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         self._signals.install(self._is_torn)  # user code or Lightning may have set handlers since the last batch
-        # This process may have deferred Ctrl-C: another process may have received it first.
+        # If another process received Ctrl-C first, this process may still have deferred its own signal.
         if isinstance(exception, KeyboardInterrupt):
             self._signals.drop(signal.SIGINT)
         self._group.fail(exception)  # so that no other process waits for this one
@@ -239,10 +252,10 @@ class LoopStrategy(ReadableStrategy):
     def _loop_begins(self, phase: str) -> None:
         """Prepares for a loop's first batch. Called for each loop, also for validation within training.
 
-        Hooks such as ``on_fit_start`` have run since set-up, and other loops since the last batch. So results of earlier
-        questions do not count any more: which hooks may write weights (cleared), and how optimizers step (decided again, in
-        training). Signal handlers that were set since, Lightning's own among them, are deferred from now on. Before the first
-        loop of a run, the nodes' weights are compared.
+        User code has run since set-up (for example ``on_fit_start``) or since the last loop. So earlier answers are dropped:
+        which hooks may write weights (determined again at the next use), and how optimizers step (decided again now, in
+        training). Signal handlers that were set in the meantime, for example Lightning's own, are deferred from now on. Before
+        the first loop of a run, the nodes' weights are compared.
 
         Args:
             phase: the loop: "train", "validate", "test" or "predict".
@@ -266,7 +279,7 @@ class LoopStrategy(ReadableStrategy):
             self._run.tuner.stop_timing()  # validation does not count as part of the previous training batch
 
     def _compare_nodes(self, when: str, *, state: bool = False) -> None:
-        """Compares the weights of several nodes during a run, because each node has its own copy. Collective.
+        """Compares the weights of the nodes, because each node has its own copy. Collective. No-op on one node or without a run.
 
         Args:
             when: the time, for the error.
@@ -313,10 +326,10 @@ class LoopStrategy(ReadableStrategy):
 
         - with the backward, in training with automatic optimization: this runs in the closure of an optimizer's step, and
           Lightning calls backward next;
-        - here otherwise: in other loops, in manual optimization, and if the batch is skipped (no loss, or no backward);
+        - in this method otherwise: in other loops, in manual optimization, and if the batch is skipped (no loss, or no backward);
         - in ``Run.whole_after_failure`` after an error: the module has the host parameters, for code that catches the error.
 
-        Outside of a run, for example if user code calls it, the step runs with the weights in host memory.
+        If user code calls this outside of a run, the step runs with the weights in host memory.
 
         Args:
             phase: the loop: "train", "validate", "test" or "predict".
@@ -325,20 +338,22 @@ class LoopStrategy(ReadableStrategy):
             kwargs: its other arguments.
 
         Raises:
-            torch.OutOfMemoryError: device memory does not suffice. The window is smaller from now on, and the error names
-                options that use less memory.
+            torch.OutOfMemoryError: device memory does not suffice. From now on the window is smaller, if k and k' allow it. The
+                error has a note about options that use less memory.
+            RuntimeError: outside of a run, only some weights have the values of the last step.
         """
         run = self._run
         if run is None:
             self._refuse_partially_updated()
-            return step(*args, **kwargs)  # user code calls it outside of a run: the weights are in host memory
+            return step(*args, **kwargs)  # outside of a run: the weights are in host memory
         training = phase == "train"
         manual = training and not run.module.automatic_optimization
         automatic = training and not manual
-        if not training:  # ``on_train_batch_start`` calls it for training
+        if not training:  # in training, ``on_train_batch_start`` has called it
             self._batch_starts(run, phase, args)
         run.step_begins()
         streamer, hooks = run.engine, run.hooks
+        # In automatic optimization, an optimizer's step may be running, whose closure calls this method.
         if not automatic:
             run.steps.forget_running_steps()
         with run.whole_after_failure(make_room=True):
@@ -348,7 +363,8 @@ class LoopStrategy(ReadableStrategy):
                 if automatic:
                     run.steps.forget_freed()
                 if automatic and output is not None and not skips_backward(run.module.trainer):
-                    streamer.await_backward(seen=hooks.run_at("zero_grad"))  # hooks that find the last step's gradients
+                    # A hook before or at zero_grad may read the last step's gradients, which only host parameters have.
+                    streamer.await_backward(seen=hooks.run_at("zero_grad"))
                 else:
                     # After the last batch of a validation within training, hooks of training run before the engine's next step.
                     follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")
@@ -356,34 +372,48 @@ class LoopStrategy(ReadableStrategy):
                 return output
 
     def _refuse_partially_updated(self) -> None:
-        """Raises a RuntimeError if only some weights have the values of the last step. Called before user code gets weights."""
+        """Raises a RuntimeError if only some weights have the values of the last step. Called before user code gets weights.
+
+        If an error is being handled, also ends the run: Lightning does not call teardown if saving a checkpoint then fails.
+        """
         partly = None if self._known is None else self._known.partially_updated
         if partly is None:
             return
         if self._run is not None and self._run.is_foreign:
             raise RuntimeError(BEING_UPDATED)
-        if sys.exception() is not None:  # a checkpoint on exception: if it fails, Lightning does not call teardown
+        if sys.exception() is not None:
             self._close()
             self._signals.remove()
         assert self.lightning_module is not None
         raise RuntimeError(not_whole(partly, last_checkpoint(self.lightning_module.trainer)))
 
     def _batch_starts(self, run: Run, phase: str, batch: Any) -> None:
-        """Adapts the engine to changes of the module since the last batch, and lets the tuner change k, k' and activations."""
+        """Adapts the engine to changes of the module since the last batch, and lets the tuner change k, k' and activations.
+
+        Before that, runs deferred signal handlers, and replaces handlers that were set since the last batch.
+
+        Args:
+            run: the present run. It is ended if building its engine again fails.
+            phase: the loop: "train", "validate", "test" or "predict".
+            batch: the batch, whose size the tuner compares with earlier batches.
+
+        Raises:
+            BaseException: a deferred signal handler raised, or the engine cannot be built again.
+        """
         self._signals.run_deferred()
-        self._signals.install(self._is_torn)  # user code may have set handlers since
+        self._signals.install(self._is_torn)  # user code may have set handlers
         try:
             run.renew()
         except BaseException:
             if run.streamer is None:  # building the engine again has failed
                 self._close()
             raise
-        if phase == "train" and run.hooks.may_write_weights("train"):
+        if phase == "train" and run.hooks.may_write_weights("train"):  # other loops: `quiet` in `_step`
             run.engine.invalidate()
         if (phase == "train") == run.trains:  # not for validation within training, which the tuner does not measure
             stay = run.engine.plan.stay
             run.tuner.batch_starts(batch, run.steps.overlap)
-            if run.engine.plan.stay != stay:
+            if run.engine.plan.stay != stay:  # layers that stay on the GPU step there
                 run.steps.decide_again()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -396,7 +426,8 @@ class LoopStrategy(ReadableStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._run is not None:
-            self._run.engine.end_without_backward()  # no effect after a backward; the module's own ``backward`` may compute none
+            # A module may override ``backward`` and compute none. After a backward, the step has ended, and this has no effect.
+            self._run.engine.end_without_backward()
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         step = super().optimizer_step
@@ -407,9 +438,9 @@ class LoopStrategy(ReadableStrategy):
         )
 
     def _expect_next_batch(self) -> None:
-        """Prefetches the first layers of the next batch, unless hooks may write weights before it.
+        """Prefetches the first layers of the next batch. No-op if hooks may write weights before that batch.
 
-        The callback calls it after a training batch, so that uploads overlap with loading the next batch.
+        The callback calls this after a training batch, so that uploads overlap with loading the next batch.
         """
         if self._run is not None and not self._run.hooks.may_write_weights("train"):
             with self._run.whole_after_failure():

@@ -1,6 +1,6 @@
-"""Runs the steps of a run's optimizers: whole or by layers, in ``optimizer.step()`` or in the background.
+"""Runs the steps of a run's optimizers: all layers at once or layer by layer, in ``optimizer.step()`` or in the background.
 
-``plan.update_policy`` decides which (the *policy*), from facts that ``trainer.update_facts`` collects.
+``plan.update_policy`` makes these decisions (the *policy*), from facts that ``trainer.update_facts`` collects.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SteppedRun(Protocol):
 
     @property
     def engine(self) -> Streamer:
-        """The engine. It may be built anew while the run lasts."""
+        """The present engine. During a run, it may be replaced by a new one."""
 
     @property
     def steps_on_device(self) -> bool: ...
@@ -85,19 +85,20 @@ class SteppedRun(Protocol):
 
 
 class OptimizerSteps:
-    """Runs the optimizers' steps of one run, and announces every other optimizer's step to its engine.
+    """Runs the steps of the trainer's optimizers in one run, and prepares the run's engine for steps of all other optimizers.
 
     The policy is decided again when facts change: at the beginning of a loop, after the engine was built again, before batches.
-    With ``optimizer_overlap="auto"`` the first step is a trial: it runs without updates in backward, and notes which layers
-    backward uses after their gradients are complete. If there are none, later steps may update layers in backward.
+    With ``optimizer_overlap="auto"``, if nothing known is against updates in backward, the first step is a trial: it runs without
+    such updates, and records which layers backward uses after their gradients are complete. If backward uses none, later steps
+    may update layers in backward.
 
     Args:
         run: the run whose layers the steps update.
         options: the user's options.
-        log: the logger. The mode of updates is logged at DEBUG.
+        log: the logger of the user's messages.
 
     Attributes:
-        policy: how layers are updated; None until :meth:`begin`, when there are optimizers.
+        policy: how layers are updated; None before :meth:`begin`, which needs the optimizers.
         state: keeps the optimizers' state between steps.
     """
 
@@ -105,54 +106,57 @@ class OptimizerSteps:
         self._run = run
         self._options = options
         self._log = log
-        self._layerwise: dict[Optimizer, LayerwiseStep] = {}  # the steps that are taken apart by layers
+        self._layerwise: dict[Optimizer, LayerwiseStep] = {}  # the steps that are divided into layers
         self._trainer: Any = run.module.trainer
         self._whole_steps = run.group.steps(lambda: run.engine)  # all other steps
         self.state: StateStore = IN_MEMORY
         self._facts = UpdateFacts()
         self.policy: UpdatePolicy | None = None
-        # The engine, the facts and the policy for which ``_layerwise`` was made.
+        # The engine, the facts and the policy for which the objects in `_layerwise` were made.
         self._applied: tuple[Streamer, UpdateFacts, UpdatePolicy] | None = None
         self._logged = ""  # the mode that was logged last
         self._bits = registry.gpu_bits(None)
         self._none_stay = ""  # the reason why gpu_layers="auto" keeps no layer on the device
         self._place = step_place()(lambda: run.engine.device, self._count_as)  # chooses for optimizer_on="auto"
         self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._may_fuse_whole_step)
-        self._tried = False  # True after the trial of the first step, see above
-        self._needed = ""  # a use of a layer by backward, after its gradients were complete, that the trial has found
+        self._tried = False  # True after the trial (see the docstring of the class)
+        # A use of a layer by backward after the layer's gradients were complete, which the trial has found.
+        self._needed = ""
         self._running = 0  # the number of running steps: an optimizer may step inside another one's closure
         self._in_own_code = False  # True if the innermost running step has reached the optimizer's own code
-        self._in_backward = False  # True if a backward is running in it that updates layers
-        self._counted: int | None = None  # the trainer's count of steps when the last step returned
+        self._in_backward = False  # True if the innermost running step runs a backward that updates layers
+        # The trainer's count of steps when the last step returned. None while a step runs, and after a step that has failed.
+        self._counted: int | None = None
 
     def open(self) -> None:
         """Registers hooks on the steps of all optimizers. Called before each batch: other code may have removed the hooks."""
         self._step_hooks.open()
 
     def close(self) -> None:
-        """Restores the optimizers as their users configured them. Called after the run is closed."""
+        """Restores the optimizers as their users configured them. Called after the engine is closed, or if it was not built."""
         self._step_hooks.close()
         self._whole_steps.detach()
         self._layerwise.clear()
         self._applied = None
-        self.state = IN_MEMORY  # files are gone with the run
+        self.state = IN_MEMORY  # the files of a store on the disk exist only during the run
 
     # ------------------------------------------------------------------ how steps run
 
     @property
     def overlap(self) -> Overlap:
-        """The part of a batch during which updates run; ``"off"`` until that is decided."""
+        """The phase of a batch with which updates overlap; ``"off"`` before the policy is decided."""
         return "off" if self.policy is None else self.policy.overlap
 
     @property
     def _frees(self) -> bool:
-        """True if updates in backward free their gradients."""
+        """True if updates in backward free the gradients of their layer."""
         return self.policy is not None and self.policy.early is EarlyUpdates.FREES
 
     def _may_fuse(self, optimizer: Optimizer) -> bool:
-        """Returns True if groups of one of the trainer's optimizers may run fused although their user has not set ``fused``.
+        """Returns True if groups of an optimizer may run fused although the user has not set ``fused``.
 
-        :func:`~sp_lightning.updates.fused.runs_fused` then decides for each group.
+        If True, :func:`~sp_lightning.updates.fused.runs_fused` decides for each group. False for an optimizer that is not the
+        trainer's.
         """
         fuse = self.policy is not None and self.policy.fused
         return fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
@@ -160,7 +164,7 @@ class OptimizerSteps:
     def _may_fuse_whole_step(self, optimizer: Optimizer) -> bool:
         """Returns :meth:`_may_fuse`. :class:`StepHooks` calls it before a step that torch's code runs for all layers at once.
 
-        Logs once if updates by layers have the GPU's bits, and this step has the CPU's.
+        If updates by layers are bit-identical to the GPU's, logs once that this step has the CPU's last bits.
         """
         if (layerwise := self._layerwise.get(optimizer)) is not None:
             layerwise.warn_of_bits("user code has called torch's optimizer, not the one that self.optimizers() returns")
@@ -172,7 +176,9 @@ class OptimizerSteps:
         return real_optimizers(self._trainer) if self._run.trains else []
 
     def begin(self) -> int:
-        """Decides how layers are updated, and where the optimizers' state is. Called once, at the end of set-up for training.
+        """Decides how layers are updated, and where the optimizers' state is stored. Called once, at the end of set-up.
+
+        If state is stored on the disk, existing state is moved there.
 
         Returns:
             The bytes of host memory for state.
@@ -188,6 +194,8 @@ class OptimizerSteps:
 
     def decide_again(self) -> None:
         """Decides again if the facts have changed: optimizers, hooks, callbacks, or the layers that stay.
+
+        Applies the policy even if the facts are the same: the engine, or an optimizer's state, may be another object now.
 
         Raises:
             ValueError: an option asks by name for a place or a mode that is not possible.
@@ -212,9 +220,10 @@ class OptimizerSteps:
         return collect(of_run, self._trainer, self._options, self._real_optimizers, self._place)
 
     def _decide(self, facts: UpdateFacts) -> None:
-        """Decides where and when optimizers step. With ``optimizer_on="auto"`` the first call measures both places.
+        """Decides where and when optimizers step. :meth:`_apply_policy` then applies the decision.
 
-        The plan has room for steps on the GPU until then. :meth:`_apply_policy` carries the decision out.
+        With ``optimizer_on="auto"``, the first call chooses the place, by measured rates of the machine. Until then the plan has
+        room for steps on the GPU, if device memory suffices. If the CPU is chosen, the plan has none for steps.
         """
         if self._place.moves(self._real_optimizers, facts):  # from the GPU to the CPU
             self._run.step_on_host()
@@ -223,10 +232,11 @@ class OptimizerSteps:
         self.policy = decide(facts)
 
     def _apply_policy(self) -> None:
-        """Completes the policy, and makes the objects that run the steps.
+        """Completes the policy, makes the objects that run the steps, and sets whether layers may stay on the GPU.
 
-        First decides which optimizers' steps on the CPU have the bits of the GPU's steps, because the policy depends on that. The
-        objects are made again only if something that they depend on has changed since the last call.
+        First decides which steps on the CPU are bit-identical to the GPU's, because the policy depends on that. The objects are
+        made again only if the engine, the facts or the policy have changed since the last call. A new mode of updates is logged
+        at DEBUG.
         """
         run = self._run
         engine = run.engine
@@ -246,7 +256,7 @@ class OptimizerSteps:
             clips=self._clips() == "norm" or clips_in_its_own_way(run.module),
         )
         stepping = [bits.stepping.get(each) for each in optimizers]
-        # For each optimizer, whether its steps have the GPU's bits, and whether its norms have them.
+        # For each optimizer: True if its steps are bit-identical to the GPU's, and True if its norms are.
         like_gpu = [(each is not None, each is not None and each.norms is not None) for each in stepping]
         policy = self.policy = complete(decided, facts, paging, like_gpu)
         self._none_stay = against_staying(facts, like_gpu=bool(bits.stepping) and bits.whole)
@@ -256,15 +266,19 @@ class OptimizerSteps:
         if self._applied != (engine, facts, policy):
             self._make_steps(policy, optimizers)
             self._applied = engine, facts, policy
-        # In any case: a checkpoint may have given an optimizer other state.
+        # Even if nothing has changed: a checkpoint may have given an optimizer other state.
         self._whole_steps.attach([each for each in optimizers if each not in self._layerwise], scaler_of(self._trainer))
-        has_state = self._options.disk is None or self.state is not IN_MEMORY  # with disk=, only the primary rank
+        # The line that is logged counts state. With disk=, only the primary rank has the store that counts it.
+        has_state = self._options.disk is None or self.state is not IN_MEMORY
         if has_state and policy.mode != self._logged and self._log.isEnabledFor(logging.DEBUG):
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), policy.mode)
             self._logged = policy.mode
 
     def _make_steps(self, policy: UpdatePolicy, optimizers: Sequence[Optimizer]) -> None:
-        """Makes the steps of those optimizers whose steps are taken apart by layers."""
+        """Makes the steps of the optimizers whose steps are divided into layers.
+
+        Also sets whether the gradients of layers that stay on the GPU stay there.
+        """
         engine = self._run.engine
         engine.updating.gradients.keep_for_own_slot = policy.gradients_stay
         self._layerwise = {
@@ -282,16 +296,17 @@ class OptimizerSteps:
         }
 
     def check_batch_settings(self) -> None:
-        """Decides again if user code has added hooks, or changed the clipping, since the last batch. Called before a batch.
+        """Decides again if the facts of :func:`batch_facts` (hooks, clipping, …) have changed. Called before each batch.
 
-        Updates in backward depend on both.
+        No-op if updates do not run in backward: only these must not begin before hooks or clipping have had all gradients. If
+        the user has not chosen the mode, logs the new mode.
 
         Raises:
             ValueError: ``"backward"`` was asked for by name, and is no longer possible.
         """
         if self.overlap != "backward" or not self._layerwise or batch_facts(self._trainer) == self._facts.batch:
             return
-        self._run.finish_updates()  # until then optimizers have a class that waits
+        self._run.finish_updates()  # the facts depend on the optimizer's class, which is another one while updates run
         self.decide_again()
         if schedule := self._describe_schedule():
             self._log.info("Superpipeline: %s", schedule)
@@ -300,34 +315,38 @@ class OptimizerSteps:
         """Decides again after the first step has shown whether updates may begin in backward.
 
         Args:
-            needed: uses of layers in backward after their gradients were complete, or the reason why the step cannot be taken
-                apart; empty if updates may begin in backward.
+            needed: uses of layers in backward after their gradients were complete, or the reason why the step cannot be divided
+                into layers; empty if updates may begin in backward.
         """
         self._tried = True
         self._needed = f"in the first step, {needed[0]}" if needed else ""
-        self._run.finish_updates()  # until then optimizers have a class that waits
+        self._run.finish_updates()  # the facts depend on the optimizer's class, which is another one while updates run
         self.decide_again()
         if needed:
             self._log.info("Superpipeline: %s", self._describe_schedule())
 
     def _describe_schedule(self) -> str:
-        """Returns a sentence: when updates run, and why not sooner. Empty if the user has chosen that, or on the CPU."""
+        """Returns a sentence: when updates run, and why not sooner. Empty if the user has chosen the mode, or on the CPU."""
         policy = self.policy
         if self._options.optimizer_overlap != "auto" or policy is None or not self._real_optimizers:
             return ""
         if self._run.engine.device.computes_on_host:
             return ""
-        if self.overlap == "backward" or (self.overlap == "forward" and not policy.why):  # the first step tries that
+        if self.overlap == "backward" or (self.overlap == "forward" and not policy.why):
+            # "forward" without a reason: the first step is still to try whether updates may begin in backward.
             return "Optimizer steps overlap with backward and the next forward pass."
         if policy.overlap == "forward":
             return f"Optimizer steps overlap with the next forward pass; {policy.why}."
         return f"Optimizer steps do not overlap with the model; {policy.why}."
 
     def advice(self) -> str:
-        """Returns options with which steps would be faster, in sentences; empty if there are none. Logged after training."""
+        """Returns options with which steps would be faster, in sentences; empty if there are none. Waits for all updates.
+
+        The sentences are logged after training.
+        """
         if self._run.engine.device.computes_on_host or not self._real_optimizers or self.policy is None:
             return ""
-        self._run.finish_updates()  # until then optimizers have a class that waits
+        self._run.finish_updates()  # the advice depends on the optimizer's class, which is another one while updates run
         place = self._place.better(self._real_optimizers, self._facts) if self._run.group.alone else ""
         backward = self._advise_backward() if self.overlap == "forward" else ""
         return " ".join(filter(None, [place, backward or self._advise_staying()]))
@@ -339,7 +358,7 @@ class OptimizerSteps:
             return ""
         try:
             choose_overlap(replace(self._facts, overlap="backward"), self._facts.place)
-        except ValueError:  # it is not possible
+        except ValueError:  # updates cannot run in backward
             return ""
         return (
             'Try optimizer_overlap="backward": updates then overlap with the backward pass, too '
@@ -357,7 +376,10 @@ class OptimizerSteps:
         return f'Try gpu_layers="auto": {count} of {layers} layers fit on the GPU with their optimizer state, and step there.'
 
     def engine_rebuilt(self) -> None:
-        """Makes the steps by layers for the new engine. Called after the engine was built again."""
+        """Makes the steps by layers for the new engine. Called after the engine was built again.
+
+        Steps that are not divided into layers look up the present engine themselves.
+        """
         if self._layerwise:
             self.decide_again()
             self._absorb_state()
@@ -365,7 +387,7 @@ class OptimizerSteps:
     # ------------------------------------------------------------------ the optimizers' state
 
     def place_state(self) -> int:
-        """Decides where the optimizers' state is stored. Returns the bytes of host memory that it takes."""
+        """Decides where the optimizers' state is stored, and sets :attr:`state`. Returns the bytes of host memory for state."""
         ledger = self._count()
         if self._options.disk is None:
             return ledger.state or 0
@@ -376,12 +398,15 @@ class OptimizerSteps:
         return nbytes
 
     def _absorb_state(self) -> None:
-        """Moves state that the optimizers' steps have not made to its place, for example state of a checkpoint to the disk."""
+        """If state is stored on the disk, moves state there that no step has made, for example the state of a checkpoint."""
         if self.state is not IN_MEMORY:
             self.state.absorb(self._real_optimizers, self._run.engine.updating.layer_of)
 
     def state_loaded(self) -> None:
-        """Called when the optimizers got the state of a checkpoint. Their tensors may be views of its file."""
+        """Called when the optimizers have got the state of a checkpoint.
+
+        If state is stored on the disk, tensors that are views of the checkpoint's file are copied to memory.
+        """
         self._absorb_state()
         self.state.loaded(self._trainer.optimizers)
 
@@ -393,7 +418,7 @@ class OptimizerSteps:
         return self._count() if self.policy is not None else None
 
     def _count(self) -> Ledger:
-        """Returns host memory and traffic of the run as it is: in the decided place and mode, and with a disk's files."""
+        """Returns host memory and traffic of the run, with the decided place and mode, and with the files on a disk."""
         trainer = self._trainer
         ledger = self._count_as(self._facts.place, self.overlap)
         fused = all(runs_fused(o, g, fuse=self._may_fuse(o)) for o in trainer.optimizers for g in o.param_groups)
@@ -401,9 +426,9 @@ class OptimizerSteps:
         return self.state.count(placement.count(replace(ledger, fused=fused)), placement)
 
     def _count_as(self, place: Place, overlap: Overlap) -> Ledger:
-        """Returns host memory and traffic if steps ran in this place and in this mode.
+        """Returns host memory and traffic for steps in a place and a mode, which may differ from the decided ones.
 
-        The measurement for ``optimizer_on="auto"`` calls it for both places.
+        :attr:`_place` calls this for both places, to compare them.
         """
         trainer = self._trainer
         on_device = place == "gpu"
@@ -424,8 +449,8 @@ class OptimizerSteps:
     def _still(self) -> Generator[None, None, None]:
         """A context in which no update is under way, in any thread. The store of state on a disk uses it."""
         with ExitStack() as stack:
-            if self._run.streamer is not None:  # tensors of state on the disk may be read after the run
-                self._run.finish_updates()  # updates of this thread, with their errors
+            if self._run.streamer is not None:  # user code may read tensors on the disk even after the run
+                self._run.finish_updates()  # raises errors of updates, and waits for writes to files
                 stack.enter_context(self._run.engine.updates.still())
             yield
 
@@ -444,7 +469,7 @@ class OptimizerSteps:
         return [remark for remark in remarks if remark]
 
     def _describe_fusing(self) -> str:
-        """Returns a sentence if optimizers run fused with the CPU's bits that their user did not make fused; else empty."""
+        """Returns a sentence if optimizers whose user did not set ``fused`` run fused, with the CPU's bits; else empty."""
         optimizers = self._real_optimizers if self.policy is not None else ()
         names = {
             type(optimizer).__name__
@@ -471,9 +496,10 @@ class OptimizerSteps:
         return any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
 
     def bits(self) -> list[str]:
-        """Returns sentences for users: do steps on the CPU have the last bits of steps on a GPU?
+        """Returns sentences for users: are steps on the CPU bit-identical to steps on the GPU?
 
-        The list is empty before the policy is decided, on a machine without a GPU, and if the GPU steps.
+        The list is empty before the policy is decided, if all layers step on the GPU, and if the model does not compute on a GPU
+        whose formulas are known.
         """
         if self.policy is None:
             return []
@@ -483,11 +509,11 @@ class OptimizerSteps:
     # ------------------------------------------------------------------ a step
 
     def backward_begins(self) -> None:
-        """Called when Lightning's backward begins. If it updates layers, the weights are torn until it ends (:attr:`is_torn`)."""
+        """Called when Lightning's backward begins. If layers are updated in backward, weights are torn until the closure ends."""
         self._in_backward = self._running > 0 and self.overlap == "backward"
 
     def forget_freed(self) -> None:
-        """Makes freed gradients None. Called after the training step, before ``zero_grad``."""
+        """Makes freed gradients None, so that reading them no longer raises an error. Called after the training step."""
         if self._frees:
             self._run.engine.updating.forget_freed()
 
@@ -496,20 +522,23 @@ class OptimizerSteps:
         self._step_hooks.forget_running_steps()
 
     def run(self, optimizer: Any, closure: Closure, step: Callable[[Closure], Any], plugin: Any) -> Any:
-        """Runs one step. The strategy calls it in place of Lightning's ``optimizer_step``.
+        """Runs one step, inside of the strategy's ``optimizer_step``. After the trial step, decides the policy again.
 
         Args:
             optimizer: the optimizer.
             closure: runs forward and backward.
-            step: Lightning's step of the optimizer. It calls the closure that it is given.
-            plugin: the precision plugin, which clips gradients.
+            step: Lightning's step of the optimizer. It calls the closure that it gets.
+            plugin: the precision plugin. During the step, its clipping methods are replaced.
+
+        Returns:
+            The result of ``step``.
         """
         layerwise = self._layerwise.get(optimizer)
 
         def closure_then_prepare() -> Any:
             self._in_own_code = False  # an optimizer may call its closure several times
             result = closure()
-            self._run.engine.end_without_backward()
+            self._run.engine.end_without_backward()  # no effect if the closure has run a backward
             self._step_hooks.prepare_after_closure(optimizer)
             # Lightning's hooks and clipping follow, and then the optimizer, which updates weights.
             self._in_own_code, self._in_backward = True, False
@@ -517,7 +546,8 @@ class OptimizerSteps:
 
         self.state.step_begins(self._run.placement)
         outer = self._step_hooks.deferring, self._in_own_code  # an optimizer may step inside another one's closure
-        # User code may catch the error of a manual step. If it does not, the step of the batch makes room.
+        # In manual optimization, user code may catch an out-of-memory error of this step. If it does not, `LoopStrategy._step`,
+        # inside of which this step runs, shrinks the window.
         make_room = self._run.trains and self._run.module.automatic_optimization
         self._counted = None
         self._running += 1
@@ -540,7 +570,7 @@ class OptimizerSteps:
 
     @property
     def is_torn(self) -> bool:
-        """True if an optimizer's step has updated some weights and will update others, or is not counted yet.
+        """True if an optimizer's step may have updated only some weights, or if the trainer has not counted the step yet.
 
         A signal handler may save a checkpoint, in which weights, optimizer state and the trainer's count have to agree.
         """
@@ -557,7 +587,8 @@ class OptimizerSteps:
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
         """Returns, by name, the methods that clip layer by layer; an empty dictionary if the plugin clips all gradients.
 
-        The plugin does so if ``UpdatePolicy.clip`` returns ``"whole"``, or if it has clipping methods of its own.
+        The plugin clips all gradients if ``UpdatePolicy.clip`` returns ``"whole"``, or if it has its own clipping methods. Also
+        sets whether gradients are clipped at once or in the updates.
         """
         assert self.policy is not None
         clipping = layerwise.clipping

@@ -60,7 +60,7 @@ class Options:
 
     @property
     def host_budget(self) -> HostBudget:
-        """The limit of host memory. With a disk it is the free memory: the disk holds all data beyond ``host_memory``."""
+        """The limit of host memory. With a disk it is all free memory: the disk stores the data beyond ``host_memory``."""
         return MACHINE if self.host_memory is None or self.disk is not None else registry.host_budget(self.host_memory)
 
     @classmethod
@@ -69,6 +69,7 @@ class Options:
 
         Raises:
             ValueError, TypeError: an option has a value that is not possible, or two options exclude each other.
+            MissingCapabilityError: ``disk=`` is given, and its folder is missing.
         """
         options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
         if options.disk is not None:
@@ -102,7 +103,7 @@ _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def prepare_precision(plugin: Precision | None) -> None:
-    """Replaces the gradient scaler of ``16-mixed`` by one for gradients on the host.
+    """Replaces the plugin's gradient scaler, which ``16-mixed`` has, by one for gradients on the host.
 
     Raises:
         ValueError: the plugin replaces layers by its own, whose weights cannot be streamed.
@@ -112,7 +113,7 @@ def prepare_precision(plugin: Precision | None) -> None:
             f"superpipeline cannot work with {type(plugin).__name__}: it replaces layers by ones whose weights cannot "
             'be streamed. Use precision="bf16-mixed" or "bf16-true".'
         )
-    # A user's own scaler stays as it is: it may scale in a way that this package does not know.
+    # The exact class: a user's own scaler, for example of a subclass, may scale in another way, so it is not replaced.
     if is_a(plugin, MixedPrecision) and type(plugin.scaler) is torch.amp.GradScaler:
         plugin.scaler = HostGradScaler.like(plugin.scaler)
 

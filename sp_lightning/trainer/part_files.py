@@ -1,6 +1,6 @@
-"""Writes files beside the files that they replace, and reads files that may be replaced meanwhile.
+"""Creates each new file beside the file that it will replace, and reads files that may be replaced at the same time.
 
-Files that killed writers have left are removed before the next one is written.
+If a process was killed while it wrote such a file, the next writer removes the remains.
 """
 
 from __future__ import annotations
@@ -22,28 +22,38 @@ T = TypeVar("T")
 
 
 def create_part(file: Path) -> tuple[Path, BinaryIO]:
-    """Creates a file beside the file that it will replace, and locks it. No other process writes it.
+    """Creates a ``.part`` file in the folder of ``file``, and locks it until it is closed.
 
-    Files that killed writers have left are removed first: their locks are free.
+    Before that, removes part files of killed processes: such files are not locked.
+
+    Args:
+        file: the file that the part file will replace.
+
+    Returns:
+        The path of the part file, and the file opened for writing.
     """
-    name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()  # the name may already have the greatest length
+    # A digest in place of the name: the name may have the greatest length already, and the part file's name is longer.
+    name = blake2s(os.fsencode(file.name), digest_size=8).hexdigest()
     for left in file.parent.iterdir():  # glob() would cache a compiled pattern for each name
         if not (left.name.startswith(f".{name}.") and left.suffix == ".part"):
             continue
         with suppress(FileNotFoundError), left.open("rb") as old:
-            if _locked(old):  # its writer does not live any more
+            if _locked(old):  # the process that wrote this file has ended
                 left.unlink()
     while True:
         part = file.with_name(f".{name}.{uuid4().hex}.part")
         stream = part.open("xb")
-        # Before it was locked, another process may have found it unlocked, and may have removed it.
+        # Between creation and locking, another process may have found the file unlocked, and removed it. Then try another name.
         if _locked(stream) is not False and part.exists():
             return part, stream
         stream.close()
 
 
 def _locked(stream: IO[bytes]) -> bool | None:
-    """Locks a file until it is closed. Returns True; False if another process holds the lock, None if locks do not work."""
+    """Tries to lock a file until it is closed. Returns True if the file is locked now, and False if another process locks it.
+
+    None if the system or the file system does not support locks.
+    """
     if fcntl is None:
         return None
     try:
@@ -56,7 +66,7 @@ def _locked(stream: IO[bytes]) -> bool | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Writes the new name of a file to the disk, so that it survives a loss of power."""
+    """Writes the entries of a folder to the disk, so that the new name of a file survives a loss of power."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -67,11 +77,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def cause_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
-    """Returns the first error of ``torch.save``. When a write fails, it raises a second one, about the length of the file.
+    """Returns the cause of an error of ``torch.save``: after a failed write, it raises a second error, about the file's length.
 
     Args:
         error: the error that was caught.
-        handled: the error that was being handled before; it is not the cause.
+        handled: the error that was being handled when saving began. It is not the cause.
     """
     while isinstance(error, RuntimeError) and error.__context__ not in (None, handled):
         error = error.__context__
@@ -79,7 +89,13 @@ def cause_of(error: BaseException, handled: BaseException | None = None) -> Base
 
 
 def not_written(error: BaseException, path: Path, who: str = "") -> BaseException:
-    """Returns the error to raise if a checkpoint could not be written. An error of the operating system names the file."""
+    """Returns the error to raise if a checkpoint could not be written.
+
+    Args:
+        error: the cause. An OSError is replaced by an OSError that names the file; other errors are returned unchanged.
+        path: the file or folder.
+        who: the beginning of the reason, for example ``rank 1: ``.
+    """
     if not isinstance(error, OSError):
         return error
     kept = "; the previous one of this name is as it was" if path.exists() else ""
@@ -87,12 +103,17 @@ def not_written(error: BaseException, path: Path, who: str = "") -> BaseExceptio
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int]:
-    """Returns numbers of which one changes if a file is replaced or written."""
+    """Returns numbers of a file. At least one of them changes if the file is replaced or written."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def read_whole(path: Path, read: Callable[[], T]) -> T:
-    """Calls ``read`` for a file or a folder, and calls it again if another one has taken its name meanwhile."""
+    """Returns the result of ``read()``, and calls it again if the file or folder was replaced or written in the meantime.
+
+    Args:
+        path: the file or folder that ``read`` reads.
+        read: reads it by its name, which it may open several times.
+    """
     while True:
         before = identity_of(path.stat())
         try:
@@ -101,7 +122,7 @@ def read_whole(path: Path, read: Callable[[], T]) -> T:
             if before == identity_of(path.stat()):
                 raise
         else:
-            with suppress(FileNotFoundError):  # removed after it was read: the result is complete
+            with suppress(FileNotFoundError):  # the file was removed after it was read: the result is complete
                 if before != identity_of(path.stat()):
                     continue
             return found

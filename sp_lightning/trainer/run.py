@@ -1,7 +1,7 @@
 """One run: its engine and the steps of its optimizers.
 
-The engine is built at set-up, built again if user code has exchanged parameters, and closed at the end. A run knows no strategy:
-it is given the module, the options, the device and a log.
+The engine is built at set-up, built again if user code has exchanged parameters, and closed at the end. A run does not know its
+strategy: it only gets the module, the options, the device and a logger.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ class Results:
 
 
 def untested_versions() -> list[str]:
-    """Returns a sentence if torch is newer than the tested versions. The package uses some of its private names."""
+    """Returns a list with a sentence if torch is newer than the tested versions; else an empty list.
+
+    The package uses private names of torch, which may change in any version.
+    """
     oldest, newest = TESTED_TORCH
     major, minor = map(int, torch.__version__.split(".")[:2])
     if (major, minor) <= tuple(map(int, newest.split("."))):
@@ -84,7 +87,7 @@ def untested_versions() -> list[str]:
 class Run:
     """One run: from the strategy's set-up to its teardown.
 
-    It is over after :meth:`close`, or if building the engine again raises an error.
+    A run is over after :meth:`close`, or if building the engine again raises an error.
 
     Args:
         module: the root. Its parameters become views of the host store. Buffers and metrics move to the device.
@@ -96,16 +99,17 @@ class Run:
         trains: True if optimizers will step the module's parameters.
 
     Raises:
-        ValueError: the model or the options are not supported, or the model does not fit.
-        RuntimeError: the host or the device has too little memory.
+        ValueError: the model or the options are not supported, or the model does not fit into the GPU memory of the run.
+        MemoryError: the host has too little memory.
+        torch.OutOfMemoryError: the device has too little memory.
 
     Attributes:
         module: as the argument.
         group: as the argument.
         trains: as the argument.
         streamer: the engine; None when the run is over.
-        hooks: answers in which places user code could read or write weights.
-        steps: the steps of its optimizers.
+        hooks: finds the points at which user code could read or write weights.
+        steps: the steps of the optimizers.
         tuner: changes the window and the modes of activations between batches.
         placement: makes the parts of the engine that depend on where weights are stored and on the number of devices.
     """
@@ -143,7 +147,7 @@ class Run:
             stay=options.gpu_layers if steps_on_gpu else 0,
         )
         self._threads = OwnThreads()
-        self._overlapping: list[OverlappingPair] = []  # frozen weights that share memory, and must stay frozen
+        self._overlapping: list[OverlappingPair] = []  # pairs of frozen weights that share memory, and must stay frozen
         self._host_room: int | None = None  # bytes of host memory for activations; None for no limit
         self._activations = ActivationPlan()
         self._must_send_buffers = trains  # see step_begins()
@@ -156,7 +160,7 @@ class Run:
             self._build()
             self._results = self.results
             self.steps.open()
-        except BaseException:  # the caller gets no run that it could close
+        except BaseException:  # the caller does not get the object, so it cannot close it
             self.close()
             raise
 
@@ -170,7 +174,7 @@ class Run:
 
     @property
     def results(self) -> Results:
-        """The results now; after the end of the run, those at the moment when the engine was closed."""
+        """The present results; after the end of the run, the results from when the engine was closed."""
         streamer = self.streamer
         if streamer is not None:
             self._results = Results(
@@ -184,7 +188,7 @@ class Run:
 
     @property
     def device_memory(self) -> tuple[int, int] | None:
-        """The peak of device memory and its limit, in bytes; None if there is no limit."""
+        """The peak of device memory and its limit, in bytes; None if there is no limit or the device counts no memory."""
         peak = self.engine.device.peak_bytes()
         return None if peak is None or self._window.room is None else (peak, self._window.room)
 
@@ -201,7 +205,7 @@ class Run:
 
     @property
     def steps_on_device(self) -> bool:
-        """True if all layers step on the GPU, as far as is decided: ``optimizer_on="auto"`` is decided before training begins."""
+        """True if all layers step on the GPU. ``optimizer_on="auto"`` may change this to False at the end of set-up."""
         return self._window.steps_on_device
 
     @property
@@ -210,13 +214,17 @@ class Run:
         return self._scope.shares_base
 
     def let_layers_stay(self, may: bool) -> None:
-        """Allows or forbids that ``gpu_layers="auto"`` lets layers stay: only if results would be the same may it do so."""
+        """Sets whether ``gpu_layers="auto"`` may let layers stay on the GPU: only if results do not depend on it.
+
+        Args:
+            may: True if layers may stay.
+        """
         self._window.may_stay = may
 
     def most_that_stay(self) -> int:
-        """Returns the number of layers that could stay on the GPU; 0 if it is not known, or if some stay already.
+        """Returns the number of layers that could stay on the GPU, for the advice to set ``gpu_layers`` after training.
 
-        For the advice to set ``gpu_layers``, after training.
+        The number is 0 if some layers stay already, if results would depend on it, or if no memory was limited or measured.
         """
         plan = self.engine.plan
         window = self._window
@@ -225,7 +233,7 @@ class Run:
         return len(window.filled_with_staying(plan).stay)
 
     def step_on_host(self) -> None:
-        """Frees the GPU memory that was planned for steps. Called if ``optimizer_on="auto"`` chooses the CPU."""
+        """Makes the CPU step all layers, and plans no GPU memory for steps. Called if ``optimizer_on="auto"`` chooses the CPU."""
         self._window.steps_on_device = False
         self.engine.updating.step_on_host()
         self.engine.recount(self._window.again(self.engine.plan, self.engine.found))
@@ -233,8 +241,12 @@ class Run:
     def renew(self) -> None:
         """Adapts the engine to changes of the module by user code since the last batch. Called before each batch.
 
-        If parameters or modules were exchanged, or modules compiled, the engine is built again. If layers were unfrozen, the
-        window gets smaller.
+        - Parameters or modules were exchanged, or modules compiled: the engine is built again. Collective.
+        - Layers were unfrozen: the plan counts their gradients, and the tuner prepares for a batch that takes more memory.
+        - Hooks or clipping were changed: how optimizers step is decided again.
+
+        Raises:
+            ValueError: user code has unfrozen one of two weights that share memory, or the changed module is not supported.
         """
         self.steps.open()  # other code may have removed hooks on optimizers
         for pair in self._overlapping:
@@ -283,7 +295,8 @@ class Run:
             refuse_cuda_graphs(self.module)
         found, plan = self._find_and_plan(device)
         layers = plan.trained
-        # The weights are in host memory already, and are absorbed layer by layer. New are one layer's copy, and the casts.
+        # The weights are in host memory already, and the host store copies them layer by layer. So additional memory is needed
+        # only for the copy of one layer, and for the casts.
         largest = max(each.nbytes for each in (*layers, *plan.masters))
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
         check_host({"for a layer's copy": largest, "for casts": casts}, less_host_memory(), self._host_budget())
@@ -343,18 +356,18 @@ class Run:
         return found, plan
 
     def reserve_host_memory(self, needed: dict[str, int]) -> None:
-        """Reserves host memory for training. Activations may use the rest.
+        """Checks that the host has the memory for training. Sets the limit of offloaded activations to the rest.
 
         Args:
             needed: bytes, by purpose.
 
         Raises:
-            RuntimeError: the host does not have that much memory.
+            MemoryError: the host does not have that much memory.
         """
         budget = self._host_budget()
         check_host(needed, less_host_memory(self._options.optimizer_overlap), budget)
         spare = spare_bytes(needed, budget)
-        # Each process offloads its own activations.
+        # Each process of the node offloads its own activations, so they divide the rest.
         self._host_room = None if spare is None else spare // self.group.size
         self.engine.activations.limit_host_memory(self._host_room)
 
@@ -367,9 +380,10 @@ class Run:
     # ------------------------------------------------------------------ between batches, after errors, at the end of training
 
     def finish_updates(self) -> None:
-        """Waits for updates in the background and for writes to files. After an error the module has the host parameters.
+        """Waits for updates in the background and for writes to files. After an error, the module has the host parameters.
 
-        Called at the end of training, and before code that reads optimizers: while updates run, they have another class.
+        Called at the end of training, and before code that reads optimizers: an optimizer has another class while its updates
+        run. In a thread that is not the run's, this only waits for the updates, and changes no state of the run.
         """
         if self.is_foreign:
             self.engine.updates.finish()
@@ -379,7 +393,11 @@ class Run:
             self.placement.complete_pending()
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
-        """Shrinks the window after an error that ended a step, for code that catches it, and adds a remedy to the error."""
+        """Shrinks the window, so that code that catches the error can continue. Adds a note with remedies to the error.
+
+        Args:
+            error: the out-of-memory error, which has ended a step.
+        """
         plan = self.engine.plan
         modes = self.results.activations
         self.tuner.shrink()
@@ -400,33 +418,50 @@ class Run:
 
     @property
     def is_foreign(self) -> bool:
-        """True in a thread that is not the run's. It finds the host parameters in the module without the engine's help."""
+        """True in a thread that is not the run's. In such a thread, the module always has the host parameters."""
         return not self._threads.own
 
     def loading(self) -> AbstractContextManager[None]:
-        """A context for loading a state into the module between steps. Weights may be written; rank 0's values count."""
+        """A context for loading a state into the module between steps. Marks all copies on the device as out of date first.
+
+        With several devices, the values that the primary rank of a node loads count for all ranks of the node.
+        """
         self.engine.allow_writes()
         return self.engine.turns.loading(self.module)
 
     def step_begins(self) -> None:
-        """Called when a step of a loop begins. Sends buffers when DistributedDataParallel would: after a training step."""
+        """Called when a step of a loop begins. With several devices, sends rank 0's buffers to all ranks.
+
+        As with DistributedDataParallel, buffers are sent before the first step of training, and before each step that follows a
+        training step.
+        """
         self._scope.step_begins()
         if self._must_send_buffers:
             self.group.send_buffers(self.module)
-        # In manual optimization Lightning's ddp sends them once: its forward ends without a backward that reduces gradients.
+        # In manual optimization, Lightning's ddp sends buffers once: no backward that sums gradients follows within its forward.
         self._must_send_buffers = self.trains and torch.is_grad_enabled() and self.module.automatic_optimization
 
     @contextmanager
     def whole_after_failure(self, *, make_room: bool = False) -> Generator[None, None, None]:
-        """A context after which the module has the host parameters, whatever is raised inside.
+        """A context that restores the host parameters after an error, and explains the error.
+
+        Exception: if user code inside the running step can still catch the error, the step continues (``Streamer.abort``).
+
+        - Reports the error to the other processes.
+        - Replaces an error of torch that this package causes.
+        - Adds notes to other errors, for example if only some weights have the values of the last step.
 
         Args:
             make_room: True if an out-of-memory error of the device shrinks the window.
+
+        Raises:
+            RuntimeError: the error that replaces an error of torch.
         """
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, torch.OutOfMemoryError):  # user code may catch that in all processes
+            # An out-of-memory error is not reported: user code may catch it in all processes, and continue.
+            if not isinstance(error, torch.OutOfMemoryError):
                 self.group.fail(error)
             self.abort()
             if (explained := in_our_words(error)) is not None:
@@ -435,13 +470,16 @@ class Run:
             note(error, partly, last_checkpoint(self.module.trainer) if partly else None)
             if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):
                 vars(error)["made_room"] = (
-                    True  # once: the same error leaves this context of the batch and of the optimizer's step
+                    True  # only once: the same error may leave two such contexts, the optimizer step's and the batch's
                 )
                 self._make_room(error)
             raise
 
     def abort(self) -> None:
-        """Ends the step, and restores the host parameters. An error in this must not hide the first error."""
+        """Ends the step, and restores the host parameters. An error in this method is logged: it must not hide the first error.
+
+        If user code inside the step can still catch the first error, the step continues (``Streamer.abort``).
+        """
         try:
             self.engine.abort()
             self.engine.allow_writes()  # the code that catches the error may write weights
@@ -465,7 +503,7 @@ def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module
     Args:
         module: the root.
         found: its layers; ``found.aside`` are the modules that cannot be streamed, which are moved with their parameters.
-        averages: modules whose buffers stay on the host, with the modules in them (averages of weights).
+        averages: modules whose buffers stay on the host, with the modules in them: averages of weights.
         device: the device.
     """
     for _, aside in found.aside:
@@ -477,7 +515,7 @@ def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module
         if child in on_host:
             continue
         if child in without_parameters and not on_host.intersection(child.modules()):
-            child.to(device)  # not only its buffers: metrics have states that are not buffers
+            child.to(device)  # not only buffers: a metric's states are not buffers
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.device != device:
                 child._buffers[name] = buffer.to(device)

@@ -1,7 +1,7 @@
-"""The scope of a run: rules for runs of other threads of the process that are under way at the same time.
+"""The scope of a run: rules for runs in several threads of the process at the same time.
 
-By default runs come one after the other, and the scope of all of them is :class:`RunScope`, whose methods allow everything and
-change nothing. ``sharing`` gives the threads of its trials a scope each, and replaces the one of all other threads.
+By default there is one run at a time, and the scope of all runs is :class:`RunScope`, whose methods allow everything. ``sharing``
+gives the thread of each trial a scope of its own, and replaces the scope of all other threads (:func:`set_outside`).
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ class RunScope:
     """The scope of runs that share nothing. The methods are in the order of their calls.
 
     Attributes:
-        shares_base: whether the run is a trial of a ``SharedBase``: other runs use the device's memory as well.
-        placement: makes the engine's parts; None if the scope has none of its own.
+        shares_base: True if the run is a trial of a ``SharedBase``. Other runs then use the device's memory as well.
+        placement: makes the parts of the engine that depend on where weights are stored; None if the scope does not require one.
     """
 
     shares_base: bool = False
     placement: Placement | None = None
 
     def check_devices(self) -> None:
-        """Is called when a strategy is given several devices. Raises a ValueError if they are not supported."""
+        """Called when a strategy gets several devices. Raises a ValueError if this scope does not support them."""
 
     def check_strategy(self, made_in: Any) -> None:
-        """Is called when a strategy is connected to a module.
+        """Called when a strategy is connected to a module.
 
         Args:
             made_in: the value of ``torch_compat.patched.scope`` when the strategy was made.
 
         Raises:
-            RuntimeError: it was made in another scope.
+            RuntimeError: the strategy was made in another scope.
         """
 
     def take_trainer(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Is called when a trainer has a module, before anything else is done with the two.
+        """Records a trainer. Called when the trainer has got its module, before the strategy changes either of them.
 
         Raises:
-            RuntimeError: an object of them belongs to another run that is under way.
+            RuntimeError: the trainer, the module or one of their parts belongs to another run that is under way.
         """
         TRAINERS.add(trainer)
 
     def begin(self, run: Any, options: Options, device: torch.device) -> int | float | None:
-        """Begins a run, and returns its ``gpu_memory``.
+        """Called when a run begins. Returns the run's ``gpu_memory``.
 
         Args:
-            run: the :class:`~sp_lightning.trainer.run.Run`, which has its module, and nothing else yet.
-            options: the user's.
-            device: where layers compute.
+            run: the :class:`~sp_lightning.trainer.run.Run`. It has its module, but no engine yet.
+            options: the user's options.
+            device: the device on which the layers compute.
 
         Raises:
             ValueError: an option is not supported in this scope.
@@ -65,15 +65,15 @@ class RunScope:
         return options.gpu_memory
 
     def finds(self, module: pl.LightningModule, find: Callable[..., Found]) -> Callable[..., Found]:
-        """Returns the function that finds the layers of a module, instead of the one that is given."""
+        """Returns the function that finds the layers of a module. It may replace or wrap ``find``."""
         return find
 
     def step_begins(self) -> None:
-        """Is called when a step of a loop begins."""
+        """Called when a step of a loop begins."""
 
 
 TRAINERS = WeakSet[Any]()
-"""The trainers that were connected outside of all scopes of single threads."""
+"""The trainers that were connected in threads without a scope of their own. ``sharing`` refuses trials while one of them runs."""
 _outside = RunScope()
 
 

@@ -1,6 +1,6 @@
 """Prepares the engine for every optimizer's step in this process, with torch's hooks on optimizers.
 
-These hooks also see steps that Lightning does not call: of optimizers that user code makes, for example in a callback.
+These hooks also see steps that Lightning does not call: steps of optimizers that user code makes, for example in a callback.
 """
 
 from __future__ import annotations
@@ -38,27 +38,30 @@ class StepHooks:
     """Prepares a run's engine before an optimizer writes weights, notifies it afterwards, and makes groups fused meanwhile.
 
     User code runs between the beginning of a step and the optimizer's own code: hooks of the optimizer, and the closure, from
-    which Lightning also calls ``on_before_optimizer_step``. Its writes on the device are copied to the host before the optimizer
-    writes the host's weights. Later they would overwrite the update.
+    which Lightning also calls ``on_before_optimizer_step``. Weights that this code writes on the device are copied to the host
+    before the optimizer writes the host's weights. A later copy would overwrite the update.
 
-    Just before the optimizer's own code, one of two things happens: groups get ``fused=True``; or the optimizer has no groups,
-    because the background thread updates their layers (see "Note: empty groups" in ``updates/__init__``). No other code sees
-    such groups. The order of a step:
+    Just before the optimizer's own code, either groups get ``fused=True``, or all groups are removed, because the background
+    thread updates their layers (see "Note: empty groups" in ``updates/__init__``). Only the optimizer's own code sees the changed
+    groups. The order of a step:
 
-    1. :meth:`before`, torch's first hook: prepares the engine, wraps the closure, and registers two hooks on this optimizer
+    1. :meth:`before`, a hook on all optimizers: prepares the engine, wraps the closure, and registers two hooks on this optimizer
     2. the user's hooks before the step
-    3. ``_enter``, the last hook: prepares again, and changes the groups if there is no closure
-    4. the closure, if there is one; after it, prepares again and changes the groups
+    3. ``_enter``, the last hook: prepares the engine again. If there is no closure, changes the groups
+    4. the closure, if there is one. After it, prepares the engine again and changes the groups
     5. the optimizer's own code
-    6. :meth:`give_back_groups`, the first hook after the step, then the user's hooks, then :meth:`after`
+    6. :meth:`give_back_groups`, the first hook after the step
+    7. the user's hooks after the step
+    8. :meth:`after`, a hook on all optimizers
 
     Args:
         engine: returns the engine of the run, which may be built anew; None once the run is over.
         module: the run's module.
-        fuse: returns True if groups of an optimizer run fused whose user has set neither ``fused`` nor ``foreach``.
+        fuse: returns True for an optimizer whose groups run fused if the user has set neither ``fused`` nor ``foreach``.
 
     Attributes:
-        deferring: the optimizer whose running step only submits updates, with the object that does so; None if there is none.
+        deferring: the optimizer whose running step only submits updates, with the object that submits them; None if no such step
+            runs. ``OptimizerSteps.run`` sets it.
     """
 
     def __init__(
@@ -68,10 +71,10 @@ class StepHooks:
         self._module = module
         self._fuse = fuse
         self.deferring: tuple[Optimizer, LayerwiseStep] | None = None
-        self._begun = 0.0  # when the running step began, or continued after its closure
+        self._begun = 0.0  # the time at which the running step began, or continued after its closure
         self._in_closure: Optimizer | None = None  # the optimizer whose closure runs, called by torch's step
         self._stepping: list[Optimizer] = []  # the optimizers whose steps are running, the innermost last
-        self._fused: list[dict[str, Any]] = []  # groups that are fused during the step; their users have set None
+        self._fused: list[dict[str, Any]] = []  # groups that are fused only during the step: the user's value is None
         self._hooks_of: dict[Optimizer, list[RemovableHandle]] = {}  # hooks on single optimizers, while they step
         self._scope = scope.get()
 
@@ -86,7 +89,7 @@ class StepHooks:
         _of_process.add(self)
 
     def close(self) -> None:
-        """Ends :meth:`open`. May be called twice."""
+        """Removes all hooks of this run, and restores the user's groups. May be called twice."""
         _of_process.remove(self)
         for handles in self._hooks_of.values():
             for handle in handles:
@@ -94,14 +97,14 @@ class StepHooks:
         self.give_back_groups()
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
-        """Returns True if an optimizer belongs to another run. torch's hooks see the steps of all threads."""
+        """Returns True if a step belongs to another run, or this run is over. torch's hooks see the steps of all threads."""
         streamer = self._engine_or_none()
         if streamer is None or elsewhere(self._scope):
             return True
         has_no_scope = scope.get() is None and self._scope is not None  # a thread that user code has started
         if not has_no_scope and threading.get_ident() == streamer.threads.main:
             return False
-        # In other threads, only the optimizer's weights show the run.
+        # In all other threads, only the optimizer's weights tell which run the step belongs to.
         return not any(_is_ours(p, streamer) for p in _parameters(optimizer))
 
     def _layerwise(self, optimizer: Optimizer) -> LayerwiseStep | None:
@@ -109,15 +112,21 @@ class StepHooks:
         return self.deferring[1] if self.deferring is not None and optimizer is self.deferring[0] else None
 
     def steps_on_device(self, optimizer: Optimizer) -> bool:
-        """Returns True if a step of this optimizer is running in this run, and the run's layers step on the GPU."""
+        """Returns True if this run is running a step of the optimizer, and the run's layers step on the GPU."""
         return self._layerwise(optimizer) is not None and self._engine.updating.stepper.steps_all
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Runs before all other hooks. Returns the arguments of the step; None if they are unchanged.
+        """Runs before the optimizer's own hooks: see the first point in the docstring of the class.
 
-        Does nothing if the step is not of this run's user code: a layer's update in the background, or another run's step.
+        No-op for a layer's update in the background, and for a step of another run.
+
+        Returns:
+            The positional and the keyword arguments of the step, with a wrapped closure; None if they are unchanged.
+
+        Raises:
+            RuntimeError: with ``optimizer_on="gpu"``, the GPU cannot run the step.
         """
         if updates_here() or self._is_elsewhere(optimizer):
             return None
@@ -125,25 +134,29 @@ class StepHooks:
             self._refuse_without_gpu(optimizer, args, kwargs)
         self._stepping.append(optimizer)
         self._prepare(optimizer)
-        self._remove_hooks(optimizer)  # of a step that raised an error
+        self._remove_hooks(optimizer)  # hooks of an earlier step that raised an error
         afterwards = optimizer.register_step_post_hook(self.give_back_groups)
-        run_first_after_step(optimizer, afterwards)  # the user's own hooks after the step find the user's groups
-        last = optimizer.register_step_pre_hook(self._enter)  # after the user's hooks
+        run_first_after_step(optimizer, afterwards)  # so that the user's hooks after the step find the user's groups
+        last = optimizer.register_step_pre_hook(self._enter)  # registered now, so that it runs after the user's hooks
         self._hooks_of[optimizer] = [afterwards, last]
         args = (optimizer, *(self._wrap_closure(optimizer, each) for each in args[1:]))
         return args, {name: self._wrap_closure(optimizer, each) for name, each in kwargs.items()}
 
     def _enter(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Runs after all other hooks before the step."""
+        """Runs after the user's hooks before the step: prepares the engine again. Without a closure, changes the groups."""
         if updates_here():
             return
         self._prepare(optimizer)  # the user's hooks may have written weights on the device
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        if not has_closure:  # else groups change after the closure, which computes gradients and may use the groups
+        if not has_closure:  # with a closure, groups change after it: it computes gradients, and may use the groups
             self._change_groups(optimizer)
 
     def _wrap_closure(self, optimizer: Optimizer, argument: Any) -> Any:
-        """Returns a closure after which the engine prepares for the step again; any other argument unchanged."""
+        """Returns an argument unchanged if it is not callable. Otherwise returns a closure around it.
+
+        The closure first continues a manual step, then calls the argument. Afterwards it prepares the engine for the optimizer's
+        own code, and changes the groups.
+        """
         if not callable(argument):
             return argument
 
@@ -163,7 +176,10 @@ class StepHooks:
         return closure
 
     def prepare_after_closure(self, optimizer: Optimizer) -> None:
-        """Prepares for a step again, between the closure's backward and Lightning's hooks after it, which may read weights."""
+        """Prepares the engine between the closure's backward and Lightning's hooks that follow, which may read weights.
+
+        No-op if torch's step of the optimizer is not calling its closure.
+        """
         if optimizer is self._in_closure:
             self._prepare(optimizer)
 
@@ -171,23 +187,25 @@ class StepHooks:
         """Checks, with ``optimizer_on="gpu"``, that the GPU can run a step that is about to begin.
 
         Raises:
-            RuntimeError: the GPU cannot run it: it is another optimizer's than the trainer's, it has unknown arguments, or it
+            RuntimeError: the GPU cannot run the step: the optimizer is not the trainer's, the step has unknown arguments, or it
                 calls another step.
         """
         name = type(optimizer).__name__
         layerwise = self._layerwise(optimizer)
         what = ""
+        # The closures of `_wrap_closure` are plain functions, and have a mark. Other callables may have no attributes.
         closures = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, FunctionType)]
         if layerwise is None:
             layer_of = self._engine.updating.layer_of
             module = type(self._module).__name__
             ours = any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
-            # A run inside of this one may train the same weights, and may step them on the GPU itself.
+            # Another run, inside of this one, may train the same weights, and may step them on the GPU itself.
             if ours and not any(each.steps_on_device(optimizer) for each in _of_process.runs):
                 what = (
                     f"{name} is not what {module}.configure_optimizers has returned, and would step its weights on the host; "
                     f"one class can do both ({_ONE_CLASS_PAGE})"
                 )
+        # A closure that this run has wrapped already was passed on by another step, which is still running.
         elif layerwise.submitted or any(vars(each).get(_WRAPPED_BY) is self for each in closures):
             what = f"{name}.step calls another step, super().step(), that torch's hooks see: what follows runs twice"
         elif (more := kwargs.keys() - {"closure"}) or len(args) > 2:
@@ -196,12 +214,14 @@ class StepHooks:
             raise RuntimeError(f'optimizer_on="gpu": {what}. Leave optimizer_on out: then the host steps.')
 
     def _prepare(self, optimizer: Optimizer) -> None:
-        """Prepares the engine: the optimizer has the host parameters, with the values that user code has written.
+        """Prepares the engine for a step: copies weights that user code has written on the device to the host.
 
-        Called again after each piece of user code that runs before the optimizer's own code.
+        Also replaces device parameters in the optimizer by host parameters. If torch's code will do the step, waits for updates.
+        Called again after each piece of user code that runs before the optimizer's own code: the step's time counts from the
+        last call.
         """
         parameters = _parameters(optimizer)
-        kinds = {*map(type, parameters)}  # there are few, and a call for each weight would take longer
+        kinds = {*map(type, parameters)}  # few classes; one issubclass() call per weight would take longer
         if any(issubclass(kind, DeviceParameter) for kind in kinds):
             _replace_device_parameters(optimizer)
             parameters = _parameters(optimizer)
@@ -209,11 +229,11 @@ class StepHooks:
         self._begun = perf_counter()
 
     def _change_groups(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Submits the step's updates to the background, which leaves no groups; or makes groups fused that can be.
+        """Submits the step's updates to the background, and removes the groups. If that is not possible, makes groups fused.
 
         Args:
             optimizer: the optimizer, whose own code runs next.
-            closure: returns the result of the step's closure; None if it has no closure.
+            closure: returns the result of the step's closure; None if the step has no closure.
         """
         layerwise = self._layerwise(optimizer)
         if layerwise is not None and layerwise.submit(closure):
@@ -228,17 +248,20 @@ class StepHooks:
     # ------------------------------------------------------------------ after the optimizer's own code
 
     def give_back_groups(self, *_: Any) -> None:
-        """Restores the user's groups. Called when a step is over or has failed."""
+        """Restores the user's groups. Called when a step is over or has failed. The arguments are those of torch's hooks."""
         if updates_here():
             return
         for group in self._fused:
-            group["fused"] = None  # the user's value: only such groups were made fused
+            group["fused"] = None  # the user's value: only groups with this value were made fused
         self._fused.clear()
         if self.deferring is not None:
             self.deferring[1].give_back_groups()
 
     def after(self, optimizer: Optimizer) -> None:
-        """Runs after all other hooks after a step. From now on uploads read the new weights."""
+        """Runs after the optimizer's own hooks after a step. Adds the step's time, and marks copies on the device as out of date.
+
+        From now on, uploads read the new weights.
+        """
         if updates_here() or self._is_elsewhere(optimizer):
             return
         self._remove_hooks(optimizer)
@@ -246,15 +269,18 @@ class StepHooks:
         now = perf_counter()
         if not streamer.device.computes_on_host:
             streamer.updating.step_seconds += now - self._begun
-        self._begun = now  # this step may be inside another one, whose time continues
+        self._begun = now  # this step may run inside another step, whose time is measured from here
         while self._stepping and self._stepping.pop() is not optimizer:
-            pass  # a step inside this one has raised an error, after which torch calls no hook
-        # A step called by another one's own code, and not by its closure: the outer step still writes weights.
+            pass  # a step inside this step has raised an error, and torch calls no hook after an error
+        # True if the own code of another step has called this step (not its closure): the other step still writes weights.
         is_part_of_another = self._stepping and self._stepping[-1] is not self._in_closure
         streamer.invalidate(goes_on=not is_part_of_another)
 
     def forget_running_steps(self) -> None:
-        """Forgets running steps. Called when none is running: torch calls no hook after a step that raised an error."""
+        """Empties the list of running steps. Called when no step is running.
+
+        A step that raised an error is still in the list, because torch calls no hook after it.
+        """
         self._stepping.clear()
 
     def _remove_hooks(self, optimizer: Optimizer) -> None:
@@ -263,22 +289,24 @@ class StepHooks:
 
 
 class _OfProcess:
-    """torch's hooks on the steps of all optimizers, one pair for all runs of the process.
+    """torch's hooks on the steps of all optimizers: one pair of hooks for all runs of the process.
 
-    torch iterates over its hooks while it calls them. So they must not change when another thread's run begins or ends.
+    torch iterates over its hooks while it calls them. So the registered hooks must not change when a run in another thread begins
+    or ends.
 
     Attributes:
-        runs: the hooks of all runs. A run may begin inside another one; both are called.
+        runs: the hooks of all runs. If a run begins inside another run, the hooks of both are called.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.runs: tuple[StepHooks, ...] = ()  # replaced as a whole
+        self.runs: tuple[StepHooks, ...] = ()  # never changed in place, because another thread may iterate over it
 
     def add(self, hooks: StepHooks) -> None:
-        """Calls a run's hooks from now on."""
+        """Adds the hooks of a run. Registers the pair of hooks in torch, if it is not registered."""
         with self._lock:
-            if not has_global_step_hooks(self._before, self._after):  # other code may have removed one of them
+            if not has_global_step_hooks(self._before, self._after):
+                # Other code may have removed only one of the two: the other one must not be registered twice.
                 remove_global_step_hooks(self._before, self._after)
                 register_optimizer_step_pre_hook(self._before)
                 register_optimizer_step_post_hook(self._after)
@@ -286,7 +314,7 @@ class _OfProcess:
                 self.runs = (*self.runs, hooks)
 
     def remove(self, hooks: StepHooks) -> None:
-        """Calls a run's hooks no longer."""
+        """Removes the hooks of a run. After the last run, removes the pair of hooks from torch."""
         with self._lock:
             self.runs = tuple(each for each in self.runs if each is not hooks)
             if not self.runs:

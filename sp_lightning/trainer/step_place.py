@@ -1,4 +1,4 @@
-"""The place where optimizers step: the interface through which ``gpu_steps`` enters, with a default of the CPU only."""
+"""The place where optimizers step: an interface, with a default that knows only the CPU. ``gpu_steps`` implements it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class StepPlace:
     This default does not support steps on the GPU.
 
     Args:
-        device: returns the device. It is another one after the engine was rebuilt.
-        count: returns the memory traffic and transfers of a step, given its place and overlap.
+        device: returns the engine's device. A new engine has a new device.
+        count: returns the host memory and the traffic of steps in a place, with an overlap.
 
     Attributes:
-        why: why ``"auto"`` has chosen the place; empty before that, and if there is nothing to choose.
+        why: the reason why ``"auto"`` has chosen the place; empty before the choice, and if there is nothing to choose.
     """
 
     def __init__(self, device: Callable[[], Device], count: Callable[[Place, Overlap], Ledger]) -> None:
@@ -39,17 +39,18 @@ class StepPlace:
         return False
 
     def remark(self, place: Place) -> str:
-        """Returns the choice as a sentence; empty if there was none."""
+        """Returns the choice of ``"auto"`` as a sentence; empty if nothing was chosen."""
         return f'Optimizers step on the {place.upper()} (optimizer_on="auto": {self.why}).' if self.why else ""
 
     def moves(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> bool:
-        """Returns True if ``"auto"`` moves the steps from the GPU to the CPU. It decides once: the last bits depend on the place.
+        """Chooses the place for ``"auto"``, and sets :attr:`why`. Returns True if steps move from the GPU to the CPU.
 
-        This default only has the CPU, and notes why.
+        A subclass decides only once in a run, because the last bits of weights depend on the place. In this default all steps
+        are on the CPU already, so it only sets :attr:`why`.
 
         Args:
             stepping: the optimizers.
-            facts: the facts of the run, with steps on the GPU if there is room for them.
+            facts: the facts of the run. Before the choice, the place is the GPU if device memory has room for steps.
 
         Raises:
             ValueError: the user's ``optimizer_overlap`` is not possible on the GPU.
@@ -59,5 +60,5 @@ class StepPlace:
         return False
 
     def better(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> str:
-        """Returns a sentence if the other place would be faster; empty if not, or if that is unknown or impossible."""
+        """Returns a sentence if the other place would be faster. Empty if it is slower, not possible, or cannot be measured."""
         return ""

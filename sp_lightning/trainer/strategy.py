@@ -46,8 +46,9 @@ class StreamingStrategy(LoopStrategy):
     Weights, gradients and optimizer state are in host memory. The model's layers are copied to ``k + k_prime`` slots of GPU
     memory while they run. The method is Superpipeline, arXiv 2410.08791.
 
-    Results are bitwise those of plain Lightning. On a GPU the CPU steps torch's Adam, AdamW, SGD and Adagrad with the GPU's bits,
-    where this GPU confirms the formulas; other optimizers have the last bits of the CPU. ``plan`` says which it is.
+    Results are bitwise those of plain Lightning. Exception: if the model computes on a GPU and the optimizer steps on the CPU,
+    the last bits of a step may be the CPU's. For torch's Adam, AdamW, SGD and Adagrad they are the GPU's, if this GPU confirms
+    the formulas. For other optimizers they are the CPU's. ``plan`` reports which.
 
     With ``Trainer(devices=N)`` each device has its own process and batches, and all of them share one copy of the weights in
     host memory. Gradients are summed layer by layer, and rank 0's optimizer steps for all. Results are those of ``ddp``.
@@ -59,12 +60,12 @@ class StreamingStrategy(LoopStrategy):
 
         k_prime: layers moved per transfer, at least 1, or ``"auto"``.
         gpu_memory: GPU memory that the run may use for everything: bytes, a size (``"16GiB"``), or a fraction of the memory
-            that is free at set-up (``0.8``). None: 15/16 of it.
+            that is free at set-up (``0.8``). None: 15/16 of the free memory; if ``k`` and ``k_prime`` are numbers, all of it.
         activations: how activations are stored. It does not change results.
 
             - ``"auto"``: kept if they fit; otherwise the fastest mode for each layer (on the CPU without ``gpu_memory``: kept).
             - ``"keep"``: in GPU memory.
-            - ``"recompute"``: activation checkpointing. Prints, and hooks on modules inside a layer, run twice.
+            - ``"recompute"``: activation checkpointing. Prints in a layer, and hooks on modules inside a layer, run twice.
             - ``"offload"``: copied to host memory and back.
             - a mapping from patterns of layer names to modes; the first match decides (``{"encoder.**": "offload"}``).
 
@@ -75,16 +76,17 @@ class StreamingStrategy(LoopStrategy):
             gradients and activations is page-locked then.
         fused_optimizer: run torch's optimizers with ``fused=True`` if they can. It is much faster; the last bits differ.
 
-            - ``"auto"``: on an accelerator, and if ``optimizer_overlap`` is given. Results on a GPU are those of your optimizer
-              as it is.
+            - ``"auto"``: fused on an accelerator, or if ``optimizer_overlap`` is ``"forward"`` or ``"backward"``. Results on a
+              GPU are those of your optimizer as it is.
             - ``True``: results are those of ``fused=True``.
-            - ``False``: as you made it, with the last bits of the CPU.
+            - ``False``: as you made the optimizer, with the last bits of the CPU.
 
         optimizer_overlap: when the CPU updates weights. It does not change results.
 
             - ``"auto"``: the fastest mode that nothing in the run rules out. The log names it.
-            - ``"backward"``: each layer as soon as its gradients are complete (fused backward pass). They are freed; reading
-              ``p.grad`` after the step raises an error.
+            - ``"backward"``: each layer as soon as its gradients are complete (fused backward pass). The gradients are freed;
+              reading ``p.grad`` after the step raises an error. Exception: on one device with steps on the CPU, gradients are
+              kept if a hook may read them after the step.
             - ``"forward"``: layer by layer, while the next forward runs.
             - ``"off"``: in ``optimizer.step()``.
 
@@ -95,13 +97,13 @@ class StreamingStrategy(LoopStrategy):
               bitwise those of plain Lightning on that GPU. One device. It works with torch's optimizers except LBFGS and
               SparseAdam, torchao's low-bit ones, bitsandbytes', and classes with ``steps_each_parameter_alone = True``: each
               update reads and writes only one parameter, its gradient and its ``state[p]``.
-            - ``"auto"``: the faster place by a short measurement. The log names it, because the last bits differ.
+            - ``"auto"``: the faster place by a short measurement. The log names the place, because the last bits differ.
 
         gpu_layers: layers that stay in GPU memory with their weights, gradients and optimizer state, and are stepped there: a
-            number (``8``), or a share of all layers (``0.5``). Nothing of them crosses PCIe in a step. Checkpoints and user code
-            find their values as before. The first layers stay. One device.
+            number (``8``), a share of all layers (``0.5``), or ``"auto"``: as many as fit. In a step, nothing of these layers
+            crosses PCIe. Checkpoints and user code find their values as before. The first layers stay. One device.
         save_frozen: write frozen weights to checkpoints. If False, frozen weights that have not changed since training began are
-            left out. To resume, the module must have the same ones, which is checked.
+            left out. To resume, the module must have the same frozen weights, which is checked.
         save_distributed_checkpoint: write checkpoints from all ranks, as a folder of ``torch.distributed.checkpoint``. All
             nodes must see the folder; any number of devices can resume from it.
             ``python -m sp_lightning convert`` converts between it and a file.
@@ -111,15 +113,15 @@ class StreamingStrategy(LoopStrategy):
             gradients, then trained weights. Frozen weights are read from their own files. With several devices, only
             optimizer state is stored on the disk.
         host_memory: host memory that all processes of the node may use together: bytes, a size (``"64GiB"``), or a fraction of
-            the memory that is free at set-up. None: all free memory. With ``disk``, the rest is stored there. Without, a run
-            that needs more raises an error before it begins, as on a machine with that memory; ``superpipeline plan
-            --host-memory`` estimates the same.
+            the memory that is free at set-up. None: all free memory. With ``disk``, the rest is stored on the disk. Without
+            ``disk``, a run that needs more raises an error before it begins, as on a machine with that memory; ``superpipeline
+            plan --host-memory`` estimates the same.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` during a run if the trainer has none.
         device: the device that computes, if not the trainer's choice.
         accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``.
         debug_writes: look for weights that are written within a step in a way that torch cannot see: through a reference
-            from before the step, NumPy, DLPack or a storage. Writes on the GPU are kept; others raise an error that names the
-            weight. It is slow, because each step reads all weights.
+            from before the step, NumPy, DLPack or a storage. Writes on the GPU are kept; other writes raise an error that names
+            the weight. This is slow, because each step reads all weights.
 
     Raises:
         ValueError, TypeError: an option has an invalid value.
@@ -186,14 +188,14 @@ class StreamingStrategy(LoopStrategy):
     # ------------------------------------------------------------------ set-up and teardown
 
     def connect(self, model: pl.LightningModule) -> None:
-        """Connects the strategy to a module, and attaches the callback. The trainer calls it first of all."""
+        """Connects the strategy to a module, and attaches the callback. The trainer calls this before all other methods."""
         current().check_strategy(self._made_in)
         trainer = trainer_of(model)  # None if user code connects the strategy; the trainer connects it again
         if trainer is not None:
             try:
                 current().take_trainer(trainer, model)
             except RuntimeError:
-                forget_module(self)  # it may belong to another run, and the base class would move it
+                forget_module(self)  # the module may belong to another run, and the base class's teardown would move it
                 raise
         super().connect(model)
         if trainer is None or not self._options.callback:
@@ -206,13 +208,17 @@ class StreamingStrategy(LoopStrategy):
         self._signals.install(self._is_torn)
         try:
             self._set_up(trainer)
-        except MemoryError as error:  # its message suffices: the traceback only shows functions of this package
+        except MemoryError as error:  # the message suffices: the traceback only shows functions of this package
             raise error.with_traceback(None) from None
-        finally:  # Lightning saves handlers after this, and restores them after teardown
+        finally:  # Lightning saves the present handlers after set-up, and sets them again after teardown
             self._signals.remove()
 
     def _set_up(self, trainer: pl.Trainer) -> None:
-        """Does what Lightning's ``Strategy.setup`` does, but optimizer state stays with the parameters, in host memory."""
+        """Does the work of Lightning's ``Strategy.setup``, but optimizer state stays with the parameters, in host memory.
+
+        Before that, it gives values to modules on the meta device. In ``fit`` it also decides how optimizers step, and records
+        which weights are trained and which are frozen, for checkpoints.
+        """
         assert self.accelerator is not None
         assert self.model is not None
         assert self.lightning_module is not None
@@ -220,7 +226,7 @@ class StreamingStrategy(LoopStrategy):
         trains = trainer.state.fn == TrainerFn.FITTING
         self._format.check(self.checkpoint_io)
         self._given.complete(self.lightning_module, training=trains)  # before layers are found, which need values
-        # Lightning's DDPStrategy has it, with Trainer(sync_batchnorm=True).
+        # An attribute of Lightning's DDPStrategy. It is not None with Trainer(sync_batchnorm=True).
         layer_sync = getattr(self, "_layer_sync", None)
         if trains and layer_sync is not None:
             self.model = layer_sync.apply(self.model)
@@ -239,10 +245,10 @@ class StreamingStrategy(LoopStrategy):
     def teardown(self) -> None:
         """Ends the run: the module has ordinary host parameters, and optimizers are as their user configured them.
 
-        Signal handlers are deferred meanwhile. Otherwise a handler that saves a checkpoint could find a half-closed run, and one
-        that raises could stop the closing half-way. User code or Lightning may have set handlers since the last batch, so they
-        are replaced once more. Afterwards the replaced handlers are restored, and the deferred ones run. Lightning restores the
-        handlers from before the run only after this method.
+        Signal handlers are deferred during this method. Otherwise a handler that saves a checkpoint could find a half-closed run,
+        and a handler that raises could stop the closing half-way. User code or Lightning may have set handlers since the last
+        batch, so handlers are replaced once more. At the end, the replaced handlers are restored, and the deferred handlers run.
+        Lightning restores the handlers from before the run only after this method.
 
         If closing raises an error, the callback is detached and Lightning's own teardown runs nevertheless.
 
@@ -261,7 +267,8 @@ class StreamingStrategy(LoopStrategy):
             close_all(self._detach_callback, self._close)
             module = self.lightning_module
             if module is not None and any(tensor.is_meta for _, tensor in named_tensors(module)):
-                forget_module(self)  # set-up has raised an error for it, and the base class cannot move it to the CPU
+                # Set-up has raised an error for this module, and the base class cannot move a meta tensor to the CPU.
+                forget_module(self)
         finally:
             super().teardown()
 
@@ -275,6 +282,11 @@ class StreamingStrategy(LoopStrategy):
     # ------------------------------------------------------------------ checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the host's weights. With ``save_frozen=False``, omits frozen weights, and records them for the checkpoint.
+
+        Raises:
+            RuntimeError: only some weights have the values of the last step.
+        """
         self._refuse_partially_updated()
         assert self.lightning_module is not None
         with nullcontext() if self._run is None else self._run.host_parameters():
@@ -291,7 +303,7 @@ class StreamingStrategy(LoopStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint. Weights stay in the file until they are copied to their places.
 
-        Optimizer state stays in the file, too, if it is copied to a disk, or if another rank's optimizers have it.
+        Optimizer state also stays in the file if it will be copied to a disk, or if only another rank's optimizers keep it.
         """
         state_stays = self._options.disk is not None or not self._group.primary
         return load(checkpoint_path, self.checkpoint_io, self.lightning_module, weights_only, state_stays=state_stays)
@@ -307,7 +319,10 @@ class StreamingStrategy(LoopStrategy):
             self._run.steps.state_loaded()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads weights, with those that are not in the checkpoint: of ``load_weights_from=`` and frozen ones left out."""
+        """Loads the weights of a checkpoint.
+
+        Before that, modules on the meta device get values, and frozen weights that the checkpoint omits are added to it.
+        """
         assert self.lightning_module is not None
         restored = self._given.restore(self.lightning_module, checkpoint["state_dict"])
         if not self._options.save_frozen:
@@ -324,5 +339,6 @@ class SuperpipelineStrategy(StreamingStrategy, Strategy):
 
 
 # Lightning's strategies for one and for several devices define the abstract methods. ``HostStrategy.__new__`` makes each object
-# of a subclass that has one of them as a base. Python would refuse that because this class has abstract methods, so it gets none.
+# with a class that has one of these strategies as a base. This class itself lacks the methods, and Lightning's CLI (jsonargparse)
+# refuses abstract classes. So its set of abstract methods is emptied.
 SuperpipelineStrategy.__abstractmethods__ = frozenset()

@@ -43,14 +43,14 @@ CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 def collect(
     of_run: UpdateFacts, trainer: Any, options: Options, optimizers: Sequence[Optimizer], places: StepPlace
 ) -> UpdateFacts:
-    """Collects the current facts. No update may be running, because its optimizer has another class meanwhile.
+    """Collects the current facts. No update may be running, because an optimizer has another class while its updates run.
 
     Args:
-        of_run: the facts that only the run knows: ``place`` to ``shares_base``, ``tried`` and ``needed``.
+        of_run: the facts of the run, already set: ``place`` to ``shares_base``, ``tried`` and ``needed``.
         trainer: the trainer, with module, callbacks and precision plugin.
         options: the user's options.
         optimizers: the optimizers that step, as their users configured them.
-        places: knows why steps on the GPU are not possible.
+        places: returns the reasons why optimizers cannot step on the GPU.
     """
     facts = replace(
         of_run,
@@ -63,7 +63,7 @@ def collect(
     )
     against_layers, instead = _against_layerwise_steps(optimizers, facts.fuses_on_cpu)
     has_accumulation_hooks, has_gradient_hooks = _parameter_hooks(trainer.lightning_module)
-    # Does user code run between backward and the optimizer's step; and between the step and the reset of gradients to None?
+    # True if user code runs between backward and the optimizer's step; and between the step and the reset of gradients to None.
     read_before_step = bool(has_gradient_hooks or hooks_of_users(trainer, "gradients"))
     read_after_step = bool(hooks_of_users(trainer, "train", "optimizer", "end"))
     return replace(
@@ -72,8 +72,8 @@ def collect(
             OptimizerFacts(
                 identity=id(each),
                 writes_gradients=writes_gradients(each),
-                # Optimizers with a fused step draw no random numbers. They create tensors only in their first step, which ends
-                # first in any case (`LayerwiseStep._makes_state`).
+                # An optimizer with a fused step draws no random numbers. It creates tensors only in its first step, which ends
+                # before the next forward in any case (`LayerwiseStep._makes_state`).
                 ends_first=not has_fused_step(each) and bool(_against_background_on_gpu(trainer, [each], places)),
             )
             for each in optimizers
@@ -127,20 +127,23 @@ def clips_as_lightning(plugin: Any) -> bool:
 
 
 def _parameter_hooks(module: nn.Module) -> tuple[bool, bool]:
-    """Returns True if parameters have post-accumulate hooks, and True if they have hooks of any kind on gradients."""
+    """Returns two values: True if parameters have post-accumulate hooks; True if they have any hooks on gradients."""
     accumulation = any(accumulation_hooks(p) for p in module.parameters())
     return accumulation, accumulation or any(gradient_hooks(p) for p in module.parameters())
 
 
 def _may_scaler_read(trainer: Any) -> bool:
-    """Returns True if a user's own scaler, or an optimizer that unscales by itself, may read and write gradients."""
+    """Returns True if other code than this package's scaler may read and write gradients to unscale them.
+
+    This is a user's own scaler, or an optimizer that unscales by itself.
+    """
     scaler = scaler_of(trainer)
     ours = type(scaler) is HostGradScaler and not any(map(unscales_by_itself, trainer.optimizers))
     return scaler is not None and not ours
 
 
 def _has_step_hooks(optimizers: Sequence[Optimizer]) -> bool:
-    """Returns True if other code than this package has hooks on the steps of optimizers."""
+    """Returns True if code outside this package has registered hooks on the steps of optimizers."""
     hooks = [*global_step_hooks(), *(hook for optimizer in optimizers for hook in step_hooks(optimizer))]
     return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)
 
@@ -153,7 +156,7 @@ def _computes_on_host(trainer: Any) -> bool:
 
 
 def _against_background(trainer: Any) -> str:
-    """Returns why updates run in ``optimizer.step()``; empty if they may run in the background."""
+    """Returns why ``optimizer_overlap="auto"`` updates nothing in the background; empty if it may."""
     if _computes_on_host(trainer):
         return "they would compete with the model for the CPU"
     plugin = trainer.precision_plugin
@@ -163,9 +166,9 @@ def _against_background(trainer: Any) -> str:
 
 
 def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tuple[str, str]:
-    """Returns why an optimizer's step on the CPU cannot run layer by layer; empty if all can.
+    """Returns why the steps on the CPU cannot run layer by layer; empty if the steps of all optimizers can.
 
-    The second text is the beginning of a sentence with a remedy, which continues with another mode; empty if there is no remedy.
+    The second text begins a sentence with a remedy, which the caller ends with another mode; empty if there is no such remedy.
     """
     for optimizer in [each for each in optimizers if not is_separable(each)]:
         name = type(optimizer).__name__
@@ -206,7 +209,7 @@ def _against_beside_forward(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _against_steps_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
-    """Returns why the trainer makes steps on the GPU differ from plain Lightning's; empty if it does not."""
+    """Returns why, with this trainer, steps on the GPU would differ from plain Lightning's; empty if they would not."""
     if not trainer.lightning_module.automatic_optimization:
         return "optimization is manual, and norms of gradients that you take yourself would be computed on the host"
     plugin = trainer.precision_plugin

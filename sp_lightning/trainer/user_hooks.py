@@ -1,7 +1,7 @@
 """Finds the hooks of user code that could read or write weights and gradients, by the point at which they run.
 
 A write through ``.data`` changes no version counter. So a copy on the device is trusted only if no hook runs that may write
-weights: hooks of the module, of its data module and of callbacks, except callbacks whose code was read.
+weights: hooks of the module, of its data module, and of callbacks that are not in :data:`WRITE_NO_WEIGHTS`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sp_lightning.torch_compat.patched import is_patched
 from sp_lightning.torch_compat.private import step_pre_hooks
 from sp_lightning.trainer.compat import base_of, is_exactly
 
-# The code of these callbacks was read: their hooks write no weights. A subclass may write some, and does not count.
+# Callbacks whose hooks write no weights, as their code shows. A subclass of them may write weights, so its hooks count.
 WRITE_NO_WEIGHTS: set[type[Callback]] = {
     DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelCheckpoint, ModelSummary, ProgressBar,
     RichModelSummary, RichProgressBar, Timer, TQDMProgressBar,
@@ -37,7 +37,7 @@ WRITE_NO_WEIGHTS: set[type[Callback]] = {
 _TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _LOADERS = ("train_dataloader", "val_dataloader")
 _HOOKS = {
-    # Between the end of a batch, as callbacks see it, and the next training step.
+    # Between the end of a training batch (on_train_batch_end is included) and the next training step.
     "train": (
         "on_train_batch_end", "on_train_epoch_end", "on_train_epoch_start", "on_train_batch_start",
         "on_validation_start", "on_validation_end", "on_validation_epoch_start", "on_validation_epoch_end",
@@ -46,7 +46,7 @@ _HOOKS = {
     ),
     # Between forward and backward.
     "backward": ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward"),
-    # The hooks of these that find the last step's gradients.
+    # The hooks of "backward" that run before the last step's gradients are reset.
     "zero_grad": ("on_before_zero_grad", "optimizer_zero_grad"),
     # Between two batches.
     "validate": ("on_validation_batch_start", "on_validation_batch_end", *_TRANSFER),
@@ -64,7 +64,7 @@ _HOOKS = {
 
 
 _BEFORE_STEP = "before the training step"
-"""The key of a cached answer that does not depend on one point of :data:`_HOOKS` only."""
+"""A key of the cache, in addition to the points of :data:`_HOOKS`: the result of ``may_write_before_training_step``."""
 
 
 class UserHooks:
@@ -72,7 +72,7 @@ class UserHooks:
 
     Args:
         module: the LightningModule. Its trainer's callbacks may change between loops.
-        debug_writes: True if weights count as written at every point, because the run checks for writes.
+        debug_writes: True if weights count as written at every point, because the run compares weights.
     """
 
     def __init__(self, module: pl.LightningModule, *, debug_writes: bool) -> None:
@@ -82,24 +82,24 @@ class UserHooks:
         self._last_phase = ""
 
     def loop_starts(self) -> None:
-        """Clears the cache: callbacks may have changed, and any hook may have run since the last step."""
+        """Clears the cache, because callbacks may have changed, and any hook may have run since the last step."""
         self._answers.clear()
         self._last_phase = ""
 
     def run_at(self, point: str) -> bool:
-        """Returns True if a user's hook runs at a point of :data:`_HOOKS`."""
+        """Returns True if a user's hook runs at a point of :data:`_HOOKS`, which need not write weights."""
         if point not in self._answers:
             self._answers[point] = bool(hooks_of_users(self._module.trainer, point))
         return self._answers[point]
 
     def may_write_weights(self, point: str) -> bool:
-        """Returns True if a hook that runs at a point could write weights."""
+        """Returns True if a hook could write weights at a point of :data:`_HOOKS`. With ``debug_writes`` always True."""
         return self._check_writes or self.run_at(point)
 
     def may_write_before_training_step(self) -> bool:
         """Returns True if user code could write weights between the start of a batch and its training step.
 
-        In automatic optimization the optimizer's step is in between: it calls the training step as its closure.
+        In automatic optimization, the optimizer's step runs in between: its closure calls the training step.
         """
         if _BEFORE_STEP not in self._answers:
             unsafe = not all(map(calls_closure_first, self._module.trainer.optimizers)) or self.run_at("optimizer")
@@ -107,23 +107,30 @@ class UserHooks:
         return self._check_writes or self._answers[_BEFORE_STEP]
 
     def may_have_written(self, phase: str) -> bool:
-        """Returns True if user code may have written weights before a step without the engine's notice.
+        """Returns True if user code may have written weights since the last step, without the engine's notice.
 
-        Before the first step of a loop it is True: other hooks have run since the last step of the previous loop.
+        Records the phase. Outside of training, True before the first step of a loop: other hooks have run since the last step of
+        the previous loop.
+
+        Args:
+            phase: the loop of the step that begins: "train", "validate", "test" or "predict".
         """
         first = phase != self._last_phase
         self._last_phase = phase
-        if phase == "train":  # hooks before the batch were considered when the batch began (``loops._batch_starts``)
+        if phase == "train":  # for earlier hooks, ``loops._batch_starts`` has marked the copies as out of date
             return self.may_write_before_training_step()
         return first or self.may_write_weights(phase)
 
 
 def calls_closure_first(optimizer: Any, replaced: Any = None) -> bool:
-    """Returns True if an optimizer's step calls the closure before it writes weights: torch's steps without pre-hooks do.
+    """Returns True if an optimizer's step certainly calls the closure before any code writes weights.
+
+    True for the unchanged steps of torch's optimizers without hooks of users before the step.
 
     Args:
         optimizer: any optimizer.
-        replaced: the ``step`` attribute of the object before the package replaced it; None if it had none, or still has it.
+        replaced: the ``step`` attribute that the object had before the package replaced it. None if the object had none, or if
+            the attribute was not replaced.
     """
     if is_patched(optimizer, replaced or getattr(optimizer, "__dict__", {}).get("step")):
         return False
@@ -135,11 +142,11 @@ def calls_closure_first(optimizer: Any, replaced: Any = None) -> bool:
 
 
 def hooks_of_users(trainer: Any, *points: str) -> list[str]:
-    """Returns the hooks of users that run at some points of :data:`_HOOKS`, by name (``EMA.on_train_batch_end``).
+    """Returns the names of users' hooks that run at some points of :data:`_HOOKS`, for example ``EMA.on_train_batch_end``.
 
     Args:
         trainer: the trainer, with its current module, data module and callbacks.
-        points: in the order in which their hooks are named.
+        points: the points. The result has their hooks in this order.
     """
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]
     if trainer.datamodule is not None:
@@ -152,7 +159,7 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
             base: Any = base_of(owner, kind)
             name = type(owner).__name__
             found += [f"{name}.{hook}" for hook in hooks if hasattr(base, hook) and is_overridden(hook, owner, base)]
-        if point == "train":  # only schedulers that reduce on plateaus step after on_train_batch_end
+        if point == "train":  # after on_train_batch_end, Lightning steps only the schedulers that reduce on plateaus
             late = [config.scheduler for config in trainer.strategy.lr_scheduler_configs if config.reduce_on_plateau]
             own = [type(each) for each in late if not type(each).step.__module__.startswith("torch.")]
             found += [f"{kind.__name__}.step" for kind in own]
@@ -160,5 +167,5 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
 
 
 def clips_in_its_own_way(module: pl.LightningModule) -> bool:
-    """Returns True if a module overrides Lightning's clipping. It may then name a norm that the trainer does not know."""
+    """Returns True if a module overrides Lightning's clipping. It may then clip with other settings than the trainer's."""
     return is_overridden("configure_gradient_clipping", module, base_of(module, pl.LightningModule))

@@ -7,7 +7,7 @@ the folder the first plan stays, and one line is logged.
 
 - ``tuner``: measures batches, chooses, and makes room after the GPU has run out of memory.
 - ``choices``: the fastest window that fits the budget.
-- ``balance``: the modes of activations that fit, and the cost of each. Only this file needs the folder ``activations``.
+- ``balance``: the modes of activations that fit, and the cost of each mode. Only this file needs the folder ``activations``.
 - ``simulator``: predicts how long a batch takes. It drives the engine's own schedule with the device of ``clocks``.
 - ``visits``: what a batch does and how fast the machine is, measured from a timeline.
 - ``machine``: the Python time of a layer call.

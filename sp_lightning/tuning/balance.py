@@ -1,8 +1,8 @@
-"""Modes of activations that fit the budget. Nothing else of ``tuning`` needs the capability ``activations``.
+"""Modes of activations that fit the budget. No other file of ``tuning`` needs the capability ``activations``.
 
 ``activations="auto"`` chooses recompute or offload for as few units as the budget asks. The cost of a mode is the time per byte
-that it frees: recompute costs a second forward, offload the part of its transfers that computation does not hide. This yields a
-few candidates, of which the prediction of a whole batch chooses.
+that the mode frees: recompute costs a second forward, offload the part of its transfers that computation does not hide. The costs
+yield a few candidates. The one with the shortest predicted batch is chosen.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sp_lightning.tuning.visits import Rates, Visit
 
 def _with_forwards(visits: Sequence[Visit]) -> Iterator[tuple[Visit, int]]:
     """Yields each visit with the index of its forward (its own index for a forward); -1 if it is unknown."""
-    # By layers, the forwards whose backward has not been seen.
+    # For each tuple of layers, the indices of forwards whose backward has not been seen.
     pending: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for at, visit in enumerate(visits):
         if not visit.backward:
@@ -62,8 +62,8 @@ class Balance:
     def candidates(self, room: int) -> Iterator[Modes]:
         """Yields choices of modes with which activations use at most ``room`` bytes on the device.
 
-        Each changes as few units as necessary, the cheapest ones first. If no choice fits, those with the least memory are
-        yielded.
+        Each choice changes as few units as necessary, the cheapest units first. If no choice fits, choices with at most the
+        memory of the better single mode are yielded (:func:`~sp_lightning.activations.policy.least_bytes`).
 
         Three kinds are tried: the cheaper mode of each unit, all units recomputed, all units offloaded. Alternating modes,
         for a slow link, are never faster than the better mode alone: a copy has the time of one unit to finish, whatever

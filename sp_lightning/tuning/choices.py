@@ -1,4 +1,4 @@
-"""Windows (k and k') that fit the budget: as much of the model is on the device as fits and makes a batch faster."""
+"""Chooses the window (k and k'): the most of the model that fits on the device and makes a batch faster."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ SAME = 1.01
 
 
 def choose_window(window: Window, seconds: Callable[[Plan], float]) -> Plan:
-    """Returns the plan with the fastest batch that fits. Among equally fast plans it is the smallest.
+    """Returns the plan that fits and has the fastest batch. Among equally fast plans (:data:`SAME`), it prefers small ones.
+
+    For each k' only the largest k that fits is tried. Then k is halved as long as the plan stays equally fast. If no plan fits,
+    the smallest window is returned.
 
     Args:
-        window: what the user asked for, and what fits.
+        window: the options of the user, and the plans that fit.
         seconds: predicts the seconds of a batch with a plan.
     """
     together = [each for each in _TOGETHER if each <= window.count] if window.k_prime == "auto" else [window.k_prime]
@@ -37,7 +40,7 @@ def choose_window(window: Window, seconds: Callable[[Plan], float]) -> Plan:
 
 
 def _largest(window: Window, k_prime: int) -> Plan:
-    """Returns the plan with this k' and the largest k that fits; k is 1 if none does."""
+    """Returns the plan with this k' and the largest k that fits; k is 1 if no k fits. A k of the user takes precedence."""
     fitting = 0
     if window.k == "auto":
         ks = range(1, window.count + 1)

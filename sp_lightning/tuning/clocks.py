@@ -77,15 +77,15 @@ class ClockDevice(Device):
         self.copied += nbytes
 
     def pass_disk(self, stream: Stream, ways: Sequence[Kind], layer: int, nbytes: int, beside: float) -> None:
-        """Reads bytes from the disk, and writes them back, for a stream that waits for them. Some layers are read ahead.
+        """Simulates disk transfers of a layer for which a stream waits. The disk begins up to :data:`_READ_AHEAD` layers early.
 
         Args:
             stream: the stream.
             ways: ``"read"``, or ``"read"`` and ``"write"``.
             layer: the layer's index.
-            nbytes: the bytes of each of these.
+            nbytes: the bytes of each transfer.
             beside: the seconds of the stream's own work for the same layer. The disk works at the same time, so the slower
-                of both determines the rate.
+                of the two determines the rate.
         """
         seconds = nbytes / self._rates.disk
         asked = max(self.now[stream], self.host)
@@ -96,7 +96,10 @@ class ClockDevice(Device):
         self.now[stream] = max(self.now[stream], self._disk - beside)
 
     def spend(self, stream: Stream, seconds: float, kind: Kind, layer: int | None, nbytes: int = 0) -> None:
-        """Issues work of some seconds to a stream. It does not begin before the host has issued it."""
+        """Issues work of some seconds to a stream. The work does not begin before the host has issued it.
+
+        If the device is synchronous, the host and compute wait for the work, except for work in the background.
+        """
         begin = max(self.now[stream], self.host)
         if stream is Stream.COMPUTE and self._steps:
             seconds = self._beside_steps(begin, seconds)
@@ -107,7 +110,7 @@ class ClockDevice(Device):
             self.host = self.now[Stream.COMPUTE] = self.now[stream]
 
     def step(self, seconds: float, layer: int | None) -> None:
-        """Issues the kernels of an optimizer step. The model's kernels at the same time take longer by these seconds."""
+        """Issues the kernels of an optimizer step. Kernels of the model at the same time are delayed by the same seconds."""
         self.spend(Stream.STEP, seconds, "update", layer)
         end = self.now[Stream.STEP]
         if self.now[Stream.COMPUTE] >= end:
@@ -116,7 +119,10 @@ class ClockDevice(Device):
             self._steps.append((end - seconds, end))
 
     def _beside_steps(self, begin: float, seconds: float) -> float:
-        """Returns the seconds of the model's kernels that begin at ``begin``, beside steps that were issued before."""
+        """Returns the seconds of the model's kernels that begin at ``begin``, longer by the steps that run at the same time.
+
+        Forgets steps that end before these kernels.
+        """
         for first, last in self._steps:
             if first < begin + seconds:
                 seconds += max(0.0, last - max(first, begin))

@@ -1,7 +1,4 @@
-"""Measures the Python of a layer call on this machine, before a run.
-
-The time is a known value, or measured (``plan --measure-host``).
-"""
+"""The Python time of a layer call, for predictions before a run: a known value, or measured (``plan --measure-host``)."""
 
 from __future__ import annotations
 
@@ -26,7 +23,12 @@ with layers of 2 to 9 weights: tests/results/2026-11-22-host-time-cpu.md. k and 
 
 @cache
 def host_seconds(*, training: bool, measured: bool) -> tuple[float, float]:
-    """Returns the seconds of Python for each layer call, and for each weight; ``measured`` on this host, once, if asked for."""
+    """Returns the seconds of Python for each layer call, and for each weight.
+
+    Args:
+        training: True if each layer also has a backward.
+        measured: True to measure them on this host, at the first call; otherwise those of :data:`HOST_SECONDS`.
+    """
     if measured:
         return measure_host_seconds(training=training)
     return HOST_SECONDS["training" if training else "inference"]
@@ -95,6 +97,6 @@ def _step(stack: nn.Sequential, x: Tensor, streamer: Streamer | None, *, trainin
 
 
 def _seconds(step: Callable[[], None]) -> float:
-    begun = thread_time()  # other programs do not count
+    begun = thread_time()  # does not count the time of other programs
     step()
     return thread_time() - begun

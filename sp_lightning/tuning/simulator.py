@@ -45,12 +45,12 @@ class _SimulatedLayer(StreamedLayer):
 
     @property
     def outdated(self) -> bool:
-        """False: after each update :class:`Walk` invalidates the layer itself."""
+        """False: at the end of a step :class:`Walk` invalidates the layer itself."""
         return False
 
 
 class _Source(BlockSource):
-    """A source of layers in which an update is a time: a layer is ready after its update.
+    """A source of layers that are ready as soon as their update is over. An update is only a time.
 
     Args:
         device: the simulated device, which only counts time.
@@ -59,9 +59,9 @@ class _Source(BlockSource):
 
     def __init__(self, device: ClockDevice, on_disk: Mapping[int, int]) -> None:
         self._device = device
-        self.waiting = deque[StreamedLayer]()  # for updates on the device that are not issued yet
+        self.waiting = deque[StreamedLayer]()  # layers whose update on the device is not issued yet
         self.issue: Callable[[StreamedLayer | None], None] = lambda layer: None
-        """Issues these updates: up to one layer's, or as many as the idle link allows (None)."""
+        """Issues updates of the waiting layers, up to that of the given layer. None: as many as begin while the link is idle."""
         self._on_disk = on_disk
         self.shares = dict[int, float]()  # the uploaded share of each layer of stacked experts
         self.updated = defaultdict[int, float](float)  # the end of the last update of each layer, in seconds
@@ -69,23 +69,26 @@ class _Source(BlockSource):
         self.fresh = dict[StreamedLayer, float]()  # the time until which casts from a step stay on the device
 
     def ready(self, layer: StreamedLayer) -> bool:
-        """Returns True if the layer's update is complete."""
+        """Returns True if the layer's update is complete. First issues waiting updates for which the link is idle."""
         self.issue(None)
         return layer not in self.waiting and self._there(layer) <= self._device.host
 
     def _there(self, layer: StreamedLayer) -> float:
-        """Returns the time from which the updated layer can be uploaded, or its casts used that are still on the device."""
+        """Returns the time from which a transfer may read the updated layer.
+
+        This is the end of the update, or the end of the step's kernels if the layer's new casts are still on the device.
+        """
         stepped = self.stepped.get(layer.index, 0.0)
         on_device = max(stepped, self._device.host) <= self.fresh.get(layer, -1.0)
         return stepped if on_device else self.updated[layer.index]
 
     def wait(self, layer: StreamedLayer) -> None:
-        """Makes the host wait for the layer's update."""
+        """Makes the host wait for the layer's update, which is issued if necessary."""
         self.issue(layer)
         self._device.synchronize(self._there(layer), Wait.FETCH_AFTER_UPDATE)
 
     def stage(self, layer: StreamedLayer) -> Staged:
-        """Returns a placeholder for the bytes of the layer that are uploaded."""
+        """Returns a placeholder for the bytes of the layer that are uploaded; no bytes if its casts are still on the device."""
         nbytes = int((self.shares.get(layer.index, 1.0) if layer.planned.rows else 1.0) * layer.planned.nbytes)
         if self._device.host <= self.fresh.pop(layer, -1.0):
             nbytes = 0
@@ -107,7 +110,7 @@ class Walk:
         visits: the visits of a batch. If one is a backward, the batch trains, and updates follow.
         rates: the speed of the machine.
         overlap: when updates run, as in ``optimizer_overlap``.
-        frees: True if ``"backward"`` frees gradients after each update, so that at most one layer's are kept.
+        frees: True if ``"backward"`` frees gradients after each update, so that at most one layer's gradients are kept.
         on_disk: bytes on a disk, by the index of the layer: optimizer state in training, else weights.
 
     Attributes:
@@ -150,6 +153,7 @@ class Walk:
         self._residency = Residency(slots, prefetch, self._source, SlotUsers(slots), note_memory=lambda: None)
         self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
         self._on_device = bool(rates.update_download) and self._training
+        # True if the gradients of any number of layers may wait on the host for their updates (see `_apply`).
         self._gradients_wait = not (frees or self._on_device or self._state or plan.ranks > 1)
         self._step_begun = 0.0
         self._left_slots = deque([0.0, 0.0])  # the time from which each of the two step slots is free
@@ -166,7 +170,8 @@ class Walk:
 
         Args:
             host_traffic: bytes that the updates of a batch read and write on the host, as
-                :class:`~sp_lightning.plan.ledger.Ledger` lists them. With the copied bytes they are a lower bound of the time.
+                :class:`~sp_lightning.plan.ledger.Ledger` lists them. Together with the copied bytes they bound the time of a
+                batch from below, by the rate of host memory.
             batches: the number of simulated batches.
         """
         for _ in range(batches):
@@ -264,7 +269,7 @@ class Walk:
             self._left = self.device.record(Stream.DOWNLOAD)
 
     def _return_activations(self, at: int) -> None:
-        """Uploads the activations of a backward, and prefetches those of the next one."""
+        """Uploads the activations of a backward, and prefetches those of the next backward."""
         device = self.device
         self._wait_until_left()
         ahead = next((later for later in range(at + 1, len(self._visits)) if self._visits[later].layers), at)
@@ -281,9 +286,9 @@ class Walk:
     def _drain(self, layer: StreamedLayer) -> None:
         device, nbytes = self.device, layer.planned.gradient_bytes
         if layer.own_slot is not None:
-            return  # the gradients of a staying layer stay until the end of backward
+            return  # the gradients of a staying layer stay on the device until the end of backward
         if self._on_device and self._overlap == "backward" and layer is not self._resident:
-            self._apply(layer)  # its gradients stay on the device
+            self._apply(layer)  # the update reads the gradients on the device, so they are not downloaded
             return
         if not self._plan.alone:
             device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
@@ -343,7 +348,11 @@ class Walk:
             self.device.synchronize(self.device.now[Stream.UPDATE], Wait.READ_AFTER_UPDATE)
 
     def _issue(self, layer: StreamedLayer | None) -> None:
-        """Issues the updates for which a slot and the link were free. The host calls it, as no thread is simulated."""
+        """Issues the updates for which a slot and the link were free, at least up to that of ``layer``, if that waits.
+
+        The background thread is not simulated. So the host calls this method, with its clock set back to the time at which the
+        background thread could have issued the updates.
+        """
         device, waiting = self.device, self._source.waiting
         while waiting and (layer in waiting or device.now[Stream.UPLOAD] <= device.host):
             host, device.host = device.host, min(device.host, self._step_begun)
@@ -351,12 +360,12 @@ class Walk:
             device.host = host
 
     def _step_on_device(self, layer: StreamedLayer, seconds: float) -> float:
-        """As :meth:`_update`, on the device: uploads the step's inputs into a slot and downloads the result."""
+        """Does the same as :meth:`_update`, on the device: uploads the step's inputs into a slot and downloads the results."""
         device, rates, nbytes = self.device, self._rates, layer.planned.gradient_bytes
         uploaded, downloaded = round(rates.update_upload * nbytes), round(rates.update_download * nbytes)
         left_before = self._left_slots.popleft()
         device.wait(Stream.UPLOAD, left_before, Wait.BRING_AFTER_TAKE)
-        if self._state:  # with a disk an update ends when its result is downloaded
+        if self._state:  # with a disk, an update begins only when the results of the update before are downloaded
             device.wait(Stream.UPDATE, max(self._left_slots), Wait.READ_AFTER_TAKE)
             on_disk, beside = (
                 self._state.get(layer.index, 0),
@@ -375,7 +384,7 @@ class Walk:
         done = self._source.updated[layer.index] = device.now[Stream.DOWNLOAD]
         self._left_slots.append(done)
         casts = sum(cast.nbytes for cast in layer.planned.casts)
-        if self._overlap == "forward" and 0 < casts <= layer.planned.narrow_bytes:  # all of them are trained
+        if self._overlap == "forward" and 0 < casts <= layer.planned.narrow_bytes:  # all casts are trained
             fresh = [each for each, until in self._source.fresh.items() if until == math.inf]
             # The background thread drops the casts of the layer before last when a slot is free.
             until = max(left_before, device.host)
@@ -383,7 +392,7 @@ class Walk:
         return done
 
     def _step_in_its_slot(self, layer: StreamedLayer) -> float:
-        """As :meth:`_update`, for a staying layer. The background thread only issues the kernels."""
+        """Does the same as :meth:`_update`, for a staying layer. The background thread only issues the kernels."""
         device, rates = self.device, self._rates
         seconds = layer.planned.gradient_bytes / rates.step
         python = rates.visit_seconds + rates.weight_seconds * len(layer.spans)

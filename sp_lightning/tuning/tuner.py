@@ -48,12 +48,12 @@ class Tuner(BaseTuner):
     """Chooses a streamer's window and the modes of its activations.
 
     Args:
-        window: what the user asked for, and what fits.
+        window: the options of the user, and the plans that fit.
         streamer: the engine whose slots and modes of activations change between batches.
         device: the streamer's device. The tuner resets the device's peak-memory counter for its measurements.
         log: the logger for choices.
-        window_too: True if the window is chosen.
-        modes_too: True if modes of activations are chosen once not all activations fit. All units begin with ``"keep"``.
+        window_too: True to choose the window.
+        modes_too: True to choose modes of activations as soon as not all activations fit. All units begin with ``"keep"``.
         alone: True if nothing else in this process uses the device's memory.
     """
 
@@ -143,7 +143,7 @@ class Tuner(BaseTuner):
         self._batches += 1
 
     def expect_more(self) -> None:
-        """Prepares for a batch that may use more memory: it runs with headroom, or is measured."""
+        """Prepares for a batch that may use more memory. If modes are chosen, it is measured; otherwise it runs with headroom."""
         self._anew = self._balanced
         if self._activations is not None and not self._balanced and self._activations.headroom is None:
             self._activations.watch_memory(self._left, self.streamer.plan.gradient_bytes)
@@ -231,6 +231,7 @@ class Tuner(BaseTuner):
         self._device.timelines.append(self._timeline)
 
     def _read_timeline(self, timeline: Timeline) -> None:
+        """Reads visits and rates from the timeline of the timed batch. The next batch runs with a new choice."""
         self.stop_timing()
         layers = self.streamer.plan.layers
         visits, rates = measured(
@@ -248,7 +249,7 @@ class Tuner(BaseTuner):
         self._again = True
 
     def _observe(self) -> None:
-        """Records the memory use of everything but weights in the last batch."""
+        """Records the memory use of everything but weights in the last batch. Ends the trial if that was its batch."""
         window, activations, peak = self.window, self._activations, self._device.peak_bytes()
         kept = 0
         if activations is not None:
@@ -294,6 +295,11 @@ class Tuner(BaseTuner):
         window.rest = before
 
     def _choose(self, why: str) -> None:
+        """Changes to the window and modes with the fastest predicted batch, and logs the choice if it is new.
+
+        Args:
+            why: the reason for the choice, for the log.
+        """
         window, before = self.window, self.streamer.plan
         plan = choose_window(window, self._seconds)
         if not self._balanced:  # otherwise activations fill the rest of the memory
@@ -339,9 +345,10 @@ class Tuner(BaseTuner):
         }
         if chosen != activations.modes:
             activations.choose(chosen)
-            self._device.begin_peak()  # the peak so far belongs to other modes
+            self._device.begin_peak()  # the peak so far was measured with other modes
 
     def _resize(self, plan: Plan) -> None:
+        """Changes the slots to those of a plan. If the device has no memory for them, the present plan stays."""
         before, old = self.streamer.weight_bytes, self.streamer.plan
         try:
             self.streamer.resize(plan)
@@ -356,7 +363,7 @@ class Tuner(BaseTuner):
         return self._predicted(plan, self._modes_for(plan)).seconds
 
     def _modes_for(self, plan: Plan) -> Modes:
-        """Returns the fastest choice of modes within the memory that a plan leaves free."""
+        """Returns the fastest choice of modes within the memory that a plan leaves free; the present modes if none are chosen."""
         if self._balance is None or self._memory is None or self.window.room is None:
             return self.streamer.activations.modes
         room = self.window.room - self.window.needs(plan) + self._memory.least(self._largest)

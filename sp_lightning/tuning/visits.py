@@ -48,7 +48,7 @@ class Visit:
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed of the machine. All rates are in bytes per second.
+    """The speed of the machine. If no other unit is stated, values are in bytes per second.
 
     Attributes:
         upload, download: copies to the device, and to the host.
@@ -62,7 +62,7 @@ class Rates:
         disk: reads or writes of a disk.
         update_upload, update_download: if the optimizer steps on the device, bytes that an update uploads and downloads for each
             byte of its layer's gradients; otherwise 0.
-        step: gradients that the optimizer steps of staying layers consume.
+        step: gradients that the optimizer consumes in steps of staying layers.
     """
 
     upload: float
@@ -97,9 +97,9 @@ def measured(
     Args:
         intervals: the timeline, ordered by the begin of the intervals.
         layers: the number of layers of the plan. Layers with a higher index are uploaded on demand; their computation
-            counts as between layers.
+            counts as computation between layers.
         synchronous: True if nothing else runs during a copy, as on the CPU.
-        stay: the indices of layers that stay on the device. Their updates are not measurements of the CPU.
+        stay: the indices of layers that stay on the device. Their updates run on the GPU, and do not count for ``update``.
 
     Returns:
         The visits and the rates. Host memory and steps of staying layers count as unlimited, because a timeline does not
@@ -132,7 +132,7 @@ def measured(
 
     updated = sum(update.nbytes for update in by_kind["update"])
     uploaded, downloaded = (sum(copy.nbytes for copy in by_kind[kind]) / max(updated, 1) for kind in ("bring", "take"))
-    # An update on the device is mostly its transfers.
+    # The time of an update on the device is mostly that of its transfers, which `update_upload` and `update_download` describe.
     update = math.inf if downloaded else _rate(by_kind, RESOURCES["optimizer"])
     rates = Rates(
         _rate(by_kind, RESOURCES["fetch"]),
@@ -149,7 +149,7 @@ def measured(
 
 
 def _rate(by_kind: Mapping[Kind, Sequence[Interval]], kinds: Sequence[Kind]) -> float:
-    """Returns the bytes of these kinds per second."""
+    """Returns the bytes per second in intervals of these kinds; infinite if no bytes were copied."""
     seconds = sum(copy.end - copy.begin for kind in kinds for copy in by_kind[kind])
     nbytes = sum(copy.nbytes for kind in kinds for copy in by_kind[kind])
     # The interval of a layer without gradients has no bytes.
@@ -176,7 +176,7 @@ class Prediction:
     intervals: tuple[Interval, ...]
 
     def beside(self, other: Prediction, times: int) -> Prediction:
-        """Returns the average of this prediction and ``times`` copies of another. The intervals are those of this one."""
+        """Returns the average of this prediction and ``times`` copies of ``other``, with the intervals of this prediction."""
 
         def mean(mine: float, its: float) -> float:
             return (mine + times * its) / (times + 1)

@@ -3,19 +3,19 @@
 An *update* is the optimizer's step of one layer.
 
 - ``background`` runs updates while the next forward, or the rest of backward, runs.
-- ``fused`` decides which steps run fused, and which can be taken apart by layers.
+- ``fused`` decides which steps run fused, and which can be divided into updates of layers.
 - ``pieces`` widens, unscales, clips, steps and casts in a single pass over memory.
 - ``step_context`` gives a step in the background the settings of the thread that called ``optimizer.step()``.
 - ``scaler`` is the gradient scaler for gradients on the host.
-- ``cpu_seconds`` estimates the time of steps that take long to compute.
+- ``cpu_seconds`` has the costs of steps that compute longer than they read and write memory.
 - ``layer_stepper`` is the interface of steps on the GPU.
 - ``gpu_bits`` is the interface of steps on the CPU with a GPU's bits.
 
 Input: the user's optimizer and the layers (``layers``). Output: updated weights in host memory; code that reads them waits for
-the update. ``plan.update_policy`` decides whether a step is taken apart, and ``engine.layerwise`` does it.
+the update. ``plan.update_policy`` decides whether a step is divided into updates, and ``engine.layerwise`` divides it.
 
-User code must not notice that its optimizer's step runs layer by layer and in the background. Meanwhile five objects are not what
-they seem to be. Each note says why a simpler solution would not be exact.
+User code must not notice that its optimizer's step runs layer by layer and in the background. Five mechanisms ensure this. Each
+has a note that says why a simpler solution would not be exact.
 
 # Note: part of an optimizer
 
@@ -26,29 +26,32 @@ attributes, because ``Optimizer.__getstate__`` leaves them out.
 
 # Note: class that waits
 
-While updates run, the user's optimizer has a class that derives from its own. Reading or setting ``state``, loading and pickling
-it wait for the updates. torch has hooks for ``state_dict`` and ``load_state_dict``, but not for ``optimizer.state``.
+While updates run, the user's optimizer has a class that derives from its own class. Code that reads or sets ``state``, loads a
+state or pickles the optimizer waits for the updates. torch has hooks for ``state_dict`` and ``load_state_dict``, but not for
+``optimizer.state``.
 
 # Note: empty groups
 
 While torch's own ``step`` runs, after all hooks before it, the user's optimizer has no groups. So ``step`` returns at once, and
 hooks, schedulers and ``step`` methods that call ``super().step()`` run as on plain Lightning. Replacing ``step`` on the object
-would skip a user's own ``step``; and schedulers replace it themselves.
+would skip a user's own ``step``; and schedulers replace ``step`` on the object as well.
 
 # Note: roles of parameters
 
-A host parameter gets a further class (``layers.roles``) in four cases. When code reads its values or its gradient, that class
+Around updates, a host parameter gets a further class (``layers.roles``) in four cases. When code reads the parameter's values or
+its gradient, that class
 
 - waits, if the parameter's update is under way;
 - downloads the layer, if its values are on the GPU alone;
 - widens the gradient, if it is *narrow*: kept in the lower dtype in which backward computed it;
 - raises an error, if the gradient is freed.
 
-torch has no hook on reads. A tensor subclass for the gradient itself would not do: some functions of torch read tensors without
-asking their class.
+torch has no hook on reads. A tensor subclass for the gradient itself would not suffice: some functions of torch read tensors
+without calling their class.
 
 # Note: fused operator in pieces
 
-In an update, a mode intercepts the one fused operator that torch's step calls at its end. It calls that operator, or a kernel of
-the package, piece by piece. All code before it stays torch's: which parameters have gradients, state, step counts, settings.
+In an update, a mode intercepts the one fused operator that torch's step calls at its end. The mode calls that operator piece by
+piece, or calls a kernel of the package. All code before the operator stays torch's: which parameters have gradients, state, step
+counts, settings.
 """

@@ -1,10 +1,10 @@
 """Updates layers in the background, while the next forward or the rest of backward runs.
 
-User code sees no difference. Until a layer's update is done, its parameters have a class that waits before anything
-reads or writes them, and a fetch of the layer waits as well (see "Note: roles of parameters" in ``updates/__init__``).
+User code sees no difference. Until a layer's update is done, its parameters have a class that waits before code reads or writes
+them, and a fetch of the layer waits as well (see "Note: roles of parameters" in ``updates/__init__``).
 
 After an update of a layer that stays on the GPU, the host's values are out of date. To *land* such a layer is to download its
-weights and optimizer state. Until then its parameters have a class that lands the layer before anything reads or writes them.
+weights and optimizer state. Until then its parameters have a class that lands the layer before code reads or writes them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class BackgroundUpdates:
     ==================  ==========  ======  =====  ================  ================================================
     method              waits for   raises  lands  ordinary classes  used by
     ==================  ==========  ======  =====  ================  ================================================
-    ``complete``        one layer   yes     no     no                steps that compile, or make state on the GPU
+    ``complete``        one layer   yes     no     no                an optimizer step that may not continue before the update
     ``wait``            one layer   yes     yes    yes               fetches (which do not land), and writes to weights
     ``wait_for_all``    all         yes     no     yes               the next optimizer step
     ``finish``          all         yes     yes    yes               readers of weights or state, for example checkpoints
-    ``join``            all         no      yes    yes               callers that must not fail, or fail already
+    ``join``            all         no      yes    yes               callers that must not raise, or handle another error
     ``await_work``      all, some   no      yes    no                threads that are not the run's
     ==================  ==========  ======  =====  ================  ================================================
 
@@ -54,7 +54,7 @@ class BackgroundUpdates:
 
     Attributes:
         torn: the reason if only some layers have the weights of the last step; None if all have them.
-        urgency: the order of updates, if it need not be the order in which they are submitted: the lower, the sooner.
+        urgency: a number for each layer: updates with lower numbers run first. Empty if updates run in the order of submission.
         threads: the threads that belong to the run. Other threads only wait: an update's ``then`` is called by the run.
         stepper: steps layers on the GPU, and lands those that stay there.
         landed_in_a_row: the number of steps in a row, up to now, in which user code has landed a layer that stays. Landing in
@@ -70,7 +70,7 @@ class BackgroundUpdates:
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
         self._failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
-        # A class of this object's own, by which a parameter finds the updates that it waits for.
+        # Each object has its own subclass, because a parameter finds the updates that it waits for by its class.
         self._waiting_role = type("PendingUpdate", (_PendingUpdate,), {"_updates": self})
         self.stepper = LayerStepper()
         self.landed_in_a_row = 0
@@ -83,7 +83,7 @@ class BackgroundUpdates:
 
     @property
     def partially_updated(self) -> str | None:
-        """The reason if only some layers have the weights of the last step, and their names; None if all have them."""
+        """The reason if only some layers have the weights of the last step, and the updated layers' names; otherwise None."""
         if self.torn is None:
             return None
         updated = ", ".join(map(repr, self._updated[:_MOST_NAMES])) or "no layer"
@@ -109,10 +109,10 @@ class BackgroundUpdates:
             layer: the layer. Its parameters have a waiting class until the update is done.
             work: the update. It must not set ``param.grad``: another thread may be reading the old tensor, which torch would
                 then free.
-            then: called once after the work, in the thread that waits for it, for example to free gradients.
+            then: called once after the work, in the thread that waits for the update, for example to free gradients.
         """
         blocks = [member.block for member in layer.family]  # the layer's, and its master weights'
-        updated = self._updated  # a later step has a list of its own
+        updated = self._updated  # of this step: a later step has another list
 
         def update() -> None:
             try:
@@ -138,7 +138,7 @@ class BackgroundUpdates:
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)  # the last step's update, if it was not waited for
             self._set_waiting_class(layer)
-            # Before the update is submitted: an interrupt may come in between, and only layers in ``_under_way`` are waited for.
+            # Before the update is submitted: an interrupt may come in between, and only updates in ``_under_way`` are waited for.
             self._under_way[layer] = then
             layer.update = self._device.later(update, self.urgency.get(layer))
 
@@ -193,8 +193,8 @@ class BackgroundUpdates:
     def wait_until_issued(self, layer: StreamedLayer) -> Any:
         """Waits, before a fetch, until the background has issued the update of a layer. Its download may still be in flight.
 
-        The upload then waits for the download on the GPU, and Python need not. As with :meth:`limit_pending`, the layer's
-        parameters keep the waiting class in this case.
+        In this case the upload stream waits for the download, and the host does not. As with :meth:`limit_pending`, the layer's
+        parameters then keep the waiting class.
 
         Returns:
             The event after which the host has the layer; None if the host has it, because this did what :meth:`wait` does.
@@ -202,7 +202,8 @@ class BackgroundUpdates:
         owner = layer.owner
         if owner.update is None and not owner.kept and self._failure is None:
             return None  # nearly always, and this is called for each fetch
-        has_then = self._under_way.get(owner) is not None  # only `wait` calls it, after the download
+        # A `then` has to be called after the download, as `wait` does.
+        has_then = self._under_way.get(owner) is not None
         if owner.update is None or has_then:
             self.wait(layer, Wait.FETCH_AFTER_UPDATE)
             return None
@@ -223,7 +224,7 @@ class BackgroundUpdates:
         keep their classes. The run does both when it waits itself.
 
         Args:
-            values: wait for the updates of the parameters among these; None for all.
+            values: objects; the updates of the parameters among them are waited for. None: all updates.
         """
         for layer in self._updating(values):
             if (update := layer.update) is not None:  # read once: the run may end the update at any time
@@ -279,10 +280,11 @@ class BackgroundUpdates:
     def complete_pending(self, values: Iterable[Any] | None = None) -> None:
         """Waits for updates as the run does: ``then`` is called, and parameters get their ordinary classes back.
 
-        A thread that is not the run's may call this, too, if it has to write a weight.
+        A thread that is not the run's also calls this if it writes a weight.
 
         Args:
-            values: wait for the updates of the parameters among these, without landing layers; None: as :meth:`join`.
+            values: objects; the updates of the parameters among them are waited for, and no layer is landed. None: as
+                :meth:`join`.
 
         Raises:
             BaseException: the error of any update, with its traceback.
@@ -296,7 +298,7 @@ class BackgroundUpdates:
         self._raise_failure()
 
     def _updating(self, values: Iterable[Any] | None) -> list[StreamedLayer]:
-        """Returns the layers whose updates are under way: those with a parameter among ``values``; all if that is None."""
+        """Returns the layers whose updates are under way and that have a parameter among ``values`` (None: any parameter)."""
         if values is None:
             return list(self._under_way)
         found = (self._layer_of.get(id(value)) for value in values)
@@ -319,14 +321,14 @@ class BackgroundUpdates:
             self._call_afterwards()
 
     def _call_afterwards(self) -> None:
-        """Calls the functions of :meth:`afterwards`, unless some layer is not landed."""
+        """Calls the functions of :meth:`afterwards` if all layers are landed. Each is called once."""
         while self._afterwards and not any(layer.kept for layer in self._layers):
             self._afterwards.pop()()
 
     def refuse_updated(self, values: Iterable[Any]) -> None:
         """Raises a RuntimeError if the running backward has updated a parameter among these values.
 
-        Called when code uses host parameters within backward: plain Lightning would find the weights before the step.
+        Called when code uses host parameters within backward: on plain Lightning it would read the weights from before the step.
         """
         used = {id(value) for value in values}
         for layer in [each for each in self._layers if each.owner.updated_early]:
@@ -360,9 +362,12 @@ class BackgroundUpdates:
                 take(parameter, self._waiting_role)
 
     def recover(self) -> None:
-        """Calls :meth:`join` after an error that may have occurred while an update was being submitted."""
+        """Calls :meth:`join` after an error that may have occurred while an update was being submitted.
+
+        Then gives all parameters their ordinary classes back.
+        """
         self.join()
-        _restore_classes(self._layers)
+        _restore_classes(self._layers)  # `submit` sets the waiting class before the layer is in `_under_way`
 
     def end_early(self) -> None:
         """Allows uses of the layers that backward has updated. Called when backward is over or has failed."""
@@ -373,9 +378,9 @@ class BackgroundUpdates:
                     _restore_classes(layer.family)
 
     def close(self) -> None:
-        """Ends the updates of a run that is over. A fork does not wait for them from now on, not even if landing has failed.
+        """Called when a run is over. From now on a fork does not wait for the updates of the run, even if landing has failed.
 
-        Drops an error that was raised: its traceback holds activations, whose graph holds this object.
+        Drops the error of an update: the error's traceback holds activations, whose graph holds this object.
         """
         self._failure = None
         _instances.discard(self)
@@ -395,7 +400,7 @@ class BackgroundUpdates:
 
     def _complete(self, layer: StreamedLayer, why: Wait) -> None:
         """Waits for an update, and calls its ``then``, once. The layer's parameters keep the waiting class."""
-        if layer.update is not None:  # else an interrupt has come before it was submitted
+        if layer.update is not None:  # else an interrupt has come before the update was submitted
             # A KeyboardInterrupt may come here. The layer is still in ``_under_way`` then, and is waited for later.
             with awaiting_steps():
                 self._device.finish(layer.update, why)
@@ -403,7 +408,7 @@ class BackgroundUpdates:
             layer.landed = None  # the host has the layer
         then, self._under_way[layer] = self._under_way[layer], None
         if then is not None:
-            with torch.DisableTorchFunctionSubclass():  # the layer's parameters may be refused to user code still
+            with torch.DisableTorchFunctionSubclass():  # user code may still get errors for the layer's parameters
                 then()
 
     def _raise_failure(self) -> None:
@@ -426,7 +431,7 @@ _this_thread = threading.local()
 
 
 def updates_here() -> bool:
-    """Returns True if this thread updates a layer now. Hooks on optimizers ask: such a step is not one of user code."""
+    """Returns True if this thread updates a layer now. Hooks on optimizers then do nothing: user code did not call the step."""
     return getattr(_this_thread, "updates", False)
 
 
@@ -446,7 +451,7 @@ if hasattr(os, "register_at_fork"):
 class _PendingUpdate(ParameterRole):
     """A host parameter whose update is under way. Code that computes with it, or reads its gradient, waits first.
 
-    If the running backward has begun the update, such code gets an error: it has to run before the update.
+    If the running backward has begun the update, such code gets an error, because it would have to run before the update.
     """
 
     rank = 0
@@ -474,7 +479,7 @@ class _PendingUpdate(ParameterRole):
         return not cls._updates.threads.own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        updates = self._updates  # its ordinary class has none
+        updates = self._updates  # read now, because the ordinary class does not have it
         if self.is_foreign():
             # Not super(): the run may give the parameter its ordinary class at this moment.
             return ParameterRole.__deepcopy__(self, memo)

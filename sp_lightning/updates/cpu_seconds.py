@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 EIGHT_BITS_SECONDS = 21e-9
-"""Seconds per parameter of an optimizer with a state of few bits.
+"""Seconds per parameter of a step of an optimizer whose state has few bits (``plan.ledger.FEW_BITS``).
 
 Measured on two cores: tests/results/2026-11-22-updates-cpu.md."""
 

@@ -1,9 +1,10 @@
-"""Decides which steps run fused on the CPU, and which can be taken apart by layers.
+"""Decides which steps run fused on the CPU, and which can be divided into updates of layers.
 
-Steps that can be taken apart are fused steps, and those of torchao's optimizers, which keep their state in 8 or 4 bits, or in
-float8. These step each parameter by itself, with one compiled function whose results are bit-identical for any number of threads.
+Fused steps can be divided, and so can the steps of torchao's optimizers, which keep their state in 8 or 4 bits, or in float8.
+torchao's optimizers step each parameter by itself, with one compiled function whose results are bit-identical for any number of
+threads.
 
-torch's unfused optimizers step each parameter by itself, too. But their operators cut a tensor into as many parts as there are
+torch's unfused optimizers also step each parameter by itself. But their operators cut a tensor into as many parts as there are
 threads, which changes the last bits, and the background has one thread less.
 """
 
@@ -23,7 +24,7 @@ from sp_lightning.torch_compat.private import Kind, fused_sgd_step, tree_leaves
 
 
 def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fuse: bool) -> bool:
-    """Returns True if a group's step runs fused now. Ask before each step, because sparse gradients cannot be stepped fused.
+    """Returns True if a group's step runs fused now. Call this before each step, because a step of sparse gradients cannot.
 
     A fused step passes over host memory once, and is many times faster on the CPU. The optimizer cannot be constructed again as a
     fused one: with mixed precision, Lightning does not clip for optimizers that were constructed fused, because on a GPU they
@@ -32,9 +33,11 @@ def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fu
     Args:
         optimizer: as its user configured it.
         group: one of its groups.
-        fuse: True to run it fused if the user has set neither ``fused`` nor ``foreach``. Its class must have a fused step.
+        fuse: True to run the step fused if the user has set neither ``fused`` nor ``foreach``. The optimizer's class must then
+            have a fused step.
     """
-    # Without dispatch: parameters whose updates are under way would wait. Updates do not change the metadata that is read here.
+    # Without dispatch, because the class of a parameter whose update is under way would wait. Updates do not change the metadata
+    # that is read here.
     with torch.DisableTorchFunctionSubclass():
         if group.get("fused"):
             return True
@@ -110,9 +113,10 @@ def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_separable(optimizer: Any) -> bool:
-    """Returns True if an unfused step can be taken apart: stepping some parameters alone gives the results of the whole step.
+    """Returns True if an unfused step can be divided: stepping some parameters alone gives the results of the whole step.
 
-    With stochastic rounding it cannot: that draws random numbers in the order of the parameters, from the model's generator.
+    A step with stochastic rounding cannot be divided: it draws random numbers in the order of the parameters, from the model's
+    generator.
     """
     kind = type(optimizer)
     draws = getattr(optimizer, "bf16_stochastic_round", False)
@@ -131,7 +135,7 @@ def constants_of(optimizer: Any) -> frozenset[str]:
 
 def lacks_buffers(group: Mapping[str, Any], state: dict[Any, Any], parameters: Iterable[nn.Parameter]) -> bool:
     """Returns True if some of a group's parameters have a momentum buffer and others do not yet."""
-    # With several ranks only one has state. On the others the state's own methods raise an error.
+    # With several ranks only one rank has state. On the other ranks the methods of the state raise an error, so this uses `dict`.
     buffers = [dict.get(state, p, {}).get("momentum_buffer") is not None for p in parameters]
     return bool(group.get("momentum")) and any(buffers) and not all(buffers)
 
@@ -156,5 +160,5 @@ def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any], 
 
 
 def _place(value: Tensor) -> int:
-    """Returns a tensor's address, or its identity if it has none or is on a disk."""
+    """Returns a tensor's address, or its identity if it has no memory or is on a disk."""
     return (value.data_ptr() if type(value) is Tensor else 0) or id(value)

@@ -18,11 +18,11 @@ class StepsLikeGpu(Protocol):
 
     @property
     def norms(self) -> Callable[[], Norms] | None:
-        """Returns an object that computes norms with the GPU's bits, one for each step. None: norms have the CPU's bits."""
+        """Makes the object that computes a step's norms with the GPU's bits. None: norms have the CPU's bits."""
         ...
 
     def against_group(self, group: Mapping[str, Any], known: set[int]) -> str:
-        """Returns why the next step of a group has other bits than the GPU's; empty if it has the GPU's.
+        """Returns why the next step of a group has other bits than the GPU's; empty if its bits are the GPU's.
 
         Called before each step, because user code may have changed settings of the group since :meth:`GpuBits.decide`.
 
@@ -38,7 +38,7 @@ class StepsLikeGpu(Protocol):
 
 
 class GpuBits:
-    """Decides which optimizers step on the CPU with the bits of their steps on the GPU. This default decides: none of them.
+    """Decides which optimizers step on the CPU with the bits of their steps on the GPU. By this default, no optimizer does.
 
     :func:`~sp_lightning.registry.gpu_bits` makes the object. With the capability ``kernels`` it is one of a subclass.
 
@@ -64,13 +64,13 @@ class GpuBits:
         scaled: bool,
         clips: bool,
     ) -> None:
-        """Decides, from the optimizers' present settings. Called when the policy of updates is made.
+        """Decides from the optimizers' present settings, and sets :attr:`stepping`. Called when the policy of updates is made.
 
         Args:
-            optimizers: the trainer's.
+            optimizers: the trainer's optimizers.
             module: the module that they train.
-            against: a reason that holds for all of them; empty if there is none.
-            fuse: True if groups run fused whose user has set neither ``fused`` nor ``foreach``.
+            against: a reason why no optimizer's steps have the GPU's bits; empty if there is none.
+            fuse: True if a group runs fused when the user has set neither ``fused`` nor ``foreach``.
             scaled: True if gradients are scaled (``16-mixed``).
             clips: True if norms of gradients may be needed, for clipping.
         """

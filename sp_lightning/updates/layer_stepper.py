@@ -11,14 +11,15 @@ from torch.optim import Optimizer
 from sp_lightning.layers.layer import StreamedLayer
 
 FRESH = 2
-"""The number of layers whose new weights stay on the GPU for their next fetch. Older ones are on the host by then."""
+"""The number of layers whose new weights stay on the GPU for their next fetch: the layers that were stepped last. The weights of
+earlier layers are fetched from the host."""
 
 Key = tuple[StreamedLayer, Optimizer]
 """A layer's state in one optimizer."""
 
 
 class LayerStepper:
-    """Steps layers on the GPU. This default steps none of them: the CPU steps all layers.
+    """Steps layers on the GPU. This default steps no layer: the CPU steps all layers.
 
     A layer that stays on the GPU has its own slot (``layer.own_slot``). While ``layer.kept`` is true, the GPU's copy of such a
     layer is the valid one, and the host's is out of date. To *land* the layer is to download it, with its state.
@@ -49,8 +50,9 @@ class LayerStepper:
         """Sets how the steps of a run proceed. Called before the first step, and when the policy of updates changes.
 
         Args:
-            state_on_disk: True if state is written to a disk between two updates, so that the GPU must not keep any.
-            ahead: True if the next forward waits for updates layer by layer. It may then fetch a layer from the step's results.
+            state_on_disk: True if state is written to a disk between two updates, so that the GPU must not keep any state.
+            ahead: True if the next forward waits for updates layer by layer. A fetch may then copy the results of a step on the
+                GPU.
         """
 
     def step_layer(self, key: Key, part_of: Any, step: Callable[[], Any], *, stays: bool, declared: bool) -> None:
@@ -71,10 +73,10 @@ class LayerStepper:
         return False
 
     def forget(self, key: Key) -> None:
-        """Drops references to a layer's state on the host. From now on only the user's optimizer holds it."""
+        """Drops references to a layer's state on the host. From now on only the user's optimizer holds that state."""
 
     def norms(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the norms of gradients as the GPU computes them, each a tensor without dimensions there."""
+        """Returns the norms of gradients as the GPU computes them: tensors without dimensions on the GPU."""
         raise NotImplementedError
 
     def synchronize_norms(self) -> None:
@@ -86,7 +88,7 @@ class LayerStepper:
         """Uploads a frozen layer that stays. From now on the GPU's copy is the valid one."""
 
     def hide(self, layer: StreamedLayer) -> None:
-        """Called after the update of a layer that stays: user code that reads its parameters has to land it from now on."""
+        """Called after the update of a layer that stays. From now on, code that reads its parameters lands the layer first."""
 
     def land(self, layer: StreamedLayer) -> None:
         """Downloads the weights of a layer and its state. The GPU's copy is still valid, too."""

@@ -63,7 +63,7 @@ class InPieces(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in FUSED_STEPS:
-            # In the background torch's dispatch to subclasses of Tensor is off. A narrow gradient needs it.
+            # In the background torch's dispatch to subclasses of Tensor is off. A narrow gradient needs it: this calls its class.
             lists = (each for each in args if type(each) is list)
             if any(type(each) is NarrowGradient for each in chain(args, *lists)):
                 return NarrowGradient.__torch_function__(func, types, args, kwargs)
@@ -98,7 +98,7 @@ class InPieces(TorchFunctionMode):
                 if update.needs_several_passes and weight.numel() > self._elements:
                     self._step_in_pieces(step, update)
                     continue
-            small.append(update)  # also large ones for which torch's operator alone is best
+            small.append(update)  # also a large update for which torch's operator alone is best
             small_elements += weight.numel()
             if small_elements >= self._elements:
                 self._step_together(step, small)
@@ -109,8 +109,11 @@ class InPieces(TorchFunctionMode):
     def _in_one_pass(self, operator: Callable[..., Any], settings: Mapping[str, Any], update: Update) -> bool:
         """Runs a compiled kernel, if there is one for this update. Returns True if it has run.
 
-        Kernels multiply a gradient by factors without writing it. So any other change prevents them, and any change of a gradient
-        in the weight's own dtype, which has to be written, because user code may read it.
+        First applies the changes to the gradient of a 16-bit weight, also if no kernel runs.
+
+        Kernels multiply a gradient by factors without writing the gradient. So no kernel runs in two cases: a change is not a
+        factor; or a gradient in the weight's own dtype has changes left. Such a gradient has to be written, because user code may
+        read it.
         """
         if update.weight.dtype in HALVES:  # torch also rounds a changed gradient to 16 bits, so it is changed in place
             for change in update.changes:
@@ -136,7 +139,7 @@ class InPieces(TorchFunctionMode):
                 cast.copy_(weight)
 
     def _step_together(self, step: Callable[..., Any], updates: Sequence[Update]) -> None:
-        """Steps parameters with one call of the operator. Each change of gradients, and the casts, are passes of their own."""
+        """Steps parameters with one call of the operator. Each change of gradients, and the casts, are separate passes."""
         gradients = [
             torch.empty_like(each.weight).copy_(each.gradient) if each.widens else each.gradient for each in updates
         ]
@@ -144,7 +147,7 @@ class InPieces(TorchFunctionMode):
             for change in each.changes:
                 change(gradient)
         columns = [list(column) for column in zip(*(each.state for each in updates), strict=True)]
-        # The operator takes an empty list for state that the optimizer does not have: all parameters have it, or none does.
+        # The operator takes an empty list for state that the optimizer does not have. All parameters have the same state or none.
         columns = [[] if column[0] is None else column for column in columns]
         step([each.weight for each in updates], gradients, *columns)
         for each in updates:

@@ -30,8 +30,8 @@ class HostGradScaler(torch.amp.GradScaler):
     the scale. Everything else is torch's code, including checkpoints.
 
     Attributes:
-        run_on_one_rank: runs the unscaling on one rank, for gradients that all ranks share. It is called with the function that
-            unscales, and returns that function's result on every rank; None on one device.
+        run_on_one_rank: runs the unscaling on one rank, for gradients that all ranks share; None on one device. Its argument is
+            the function that unscales. It returns the result of that function on every rank.
     """
 
     run_on_one_rank: Callable[[Callable[[], Found]], Found] | None = None
@@ -53,30 +53,30 @@ class HostGradScaler(torch.amp.GradScaler):
     def _unscale_on_this_rank(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Found:
-        """Unscales all gradients of an optimizer: torch's code the wide ones, this method the narrow ones."""
+        """Unscales all gradients of an optimizer: torch's code unscales wide gradients, and this method narrow gradients."""
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         unscale = Factor(inv_scale)
         narrow: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            widen_if_changed(parameter)
+            widen_if_changed(parameter)  # a narrow gradient with changes of an earlier step
             (narrow if is_narrow(parameter) else others).append(parameter)
         only_others: Any = SimpleNamespace(param_groups=[{"params": others}])  # torch reads only an optimizer's groups
         found = super()._unscale_grads_(only_others, inv_scale, found_inf, allow_fp16)
         if narrow:
             infinite = found.setdefault(torch.device("cpu"), found_inf)
-            # Before they are multiplied, as in torch.
+            # As in torch, gradients are searched before they are multiplied.
             if not _are_finite([unwidened(stored(parameter)) for parameter in narrow]):
                 infinite.fill_(1.0)
             for parameter in narrow:
                 is_recorded = change(parameter, unscale)  # the update will multiply the gradient by this factor
                 if not is_recorded and parameter.grad is not None:
-                    unscale(parameter.grad)  # another thread has read it meanwhile, which has widened it
+                    unscale(parameter.grad)  # another thread has read the gradient meanwhile, which has widened it
         return found
 
 
 def _are_finite(gradients: Sequence[Tensor]) -> bool:
-    """Returns True if gradients have neither infinities nor NaN. Each is read once, and nothing is written."""
+    """Returns True if all elements of gradients are finite. Each gradient is read once, and nothing is written."""
     # A norm is finite if all elements are, and a kernel computes it in one pass. In other dtypes than float16, squares of finite
     # numbers may be infinite.
     norms = host_kernels().norms([each for each in gradients if each.dtype is torch.float16])
@@ -84,7 +84,7 @@ def _are_finite(gradients: Sequence[Tensor]) -> bool:
         if not gradient.numel():
             continue
         norm = norms.get(id(gradient))
-        numbers = gradient.aminmax() if norm is None else [norm]  # aminmax returns NaN if there is one
+        numbers = gradient.aminmax() if norm is None else [norm]  # aminmax returns NaN if an element is NaN
         if not all(bool(number.isfinite()) for number in numbers):
             return False
     return True

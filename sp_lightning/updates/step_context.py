@@ -3,20 +3,20 @@
 Plain Lightning runs a step in the thread that calls ``optimizer.step()``, while no code of the model runs. The background runs
 it in another thread, while the next forward or the rest of backward runs. Five things that a step depends on may then differ:
 
-- *Random states* (torch, NumPy, Python) belong to the process. A step that draws would take numbers that the model draws. So
-  steps that draw never run in the background. Optimizers that are known to step each parameter by itself do not draw; a user's
-  class may.
+- *Random states* (torch, NumPy, Python) belong to the process. A step that draws random numbers would take numbers that the model
+  draws. So steps that draw never run in the background. Optimizers that are known to step each parameter by itself do not draw;
+  a user's class may draw.
 - *torch.compile* saves torch's random states before it compiles and restores them afterwards. Numbers that the model has drawn
   meanwhile are drawn again. It also reads settings of the process and sets some. torchao's optimizers compile their step for each
-  shape, dtype and setting (:func:`compiles`). So nothing else runs while they step: the run waits for each of their updates.
+  shape, dtype and setting (:func:`compiles`). So no other code runs while they step: the run waits for each of their updates.
 - While *another thread compiles*, ``torch.compiler.is_compiling()`` is true in all threads, and torch's optimizers compute
   differently. So a step waits until no thread compiles, and compilations wait until the step is over (:meth:`StepContext.run`).
 - *Default dtype and precision of matrix products* belong to the process. An optimizer makes its state in them. So on the GPU the
-  run waits for the update that makes state; on the CPU torch's fused steps name each dtype. A few optimizers read them in each
-  step (:func:`reads_settings`): changing them while such a step runs in the background is an error.
+  run waits for the update that makes state; on the CPU torch's fused steps name each dtype. A few optimizers read these settings
+  in each step (:func:`reads_settings`): changing a setting while such a step runs in the background is an error.
 - *Context variables* (torch keeps the settings of its compiler there), the default device, autocast, and whether denormal numbers
-  are zero belong to a thread. A step gets those of the caller of ``optimizer.step()``. Grad mode is off in both places. A thread
-  in the background is never in inference mode, and dispatch modes are left to the model.
+  are zero belong to a thread. A step gets the settings of the thread that called ``optimizer.step()``. Grad mode is off in both
+  threads. The background thread is never in inference mode, and dispatch modes are left to the model.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _process_settings() -> dict[str, Any]:
 # ---------------------------------------------------------------------- torch.compile in other threads
 
 _POLL_SECONDS = 0.01
-"""A step that waits for a compilation tests at this interval if the compilation waits for the step."""
+"""The interval at which a step that waits for a compilation tests whether that compilation waits for steps."""
 _compilation_waits = False  # True while the thread that compiles waits for steps
 
 
