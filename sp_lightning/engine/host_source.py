@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.layers.layer import AllRows, Kind, StreamedLayer
 from sp_lightning.layers.slots import BlockSource, Slots, Staged
@@ -157,14 +159,13 @@ class HostSource(BlockSource):
 
         On plain Lightning both would be one weight from then on. Copying the values into the block would make them two.
         """
-        names = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
-        for other in self._layers:
-            block = other.block
-            for span, parameter, address in zip(block.planned.spans, block.parameters, block.addresses, strict=True):
-                name = names.get(address)
-                # A displaced parameter is not at its address in the block. Parameters without elements have the address 0.
-                if name is not None and name != span.name and parameter.data_ptr() == address and parameter.numel():
-                    raise RuntimeError(tied(name, span.name))
+        with torch.DisableTorchFunctionSubclass():  # must not wait for updates: they do not change addresses
+            given = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
+            for other in self._layers:
+                for span, parameter in zip(other.block.planned.spans, other.block.parameters, strict=True):
+                    # Parameters without elements have the address 0.
+                    if parameter.numel() and (name := given.get(parameter.data_ptr())) not in (None, span.name):
+                        raise RuntimeError(tied(name, span.name))
 
 
 def tied(name: str, other: str) -> str:

@@ -51,7 +51,8 @@ class LikeGpu:
 
     def reference(self, group: Mapping[str, Any]) -> Like:
         """Returns the reference of a group's steps: the GPU, and the form of torch's steps on it."""
-        return Like(self.device, "fused" if group.get("fused") or self.fuse else "foreach")
+        fused = group.get("fused")
+        return Like(self.device, "fused" if fused or (self.fuse and fused is None) else "foreach")
 
     def against(self, optimizer: torch.optim.Optimizer, module: nn.Module, *, scaled: bool) -> str:
         """Returns why an optimizer's steps differ from the GPU's in the last bits; empty if they do not.

@@ -417,6 +417,7 @@ REASONS: list[tuple[str, Any, Any, dict[str, Any]]] = [
     ("foreach=True", partial(ADAMW, foreach=True), None, {}),
     ("foreach=False steps one parameter", partial(ADAMW, foreach=False), None, {}),
     ("fused=False steps one parameter", partial(ADAMW, fused=False), None, {}),
+    ("fused=False steps one parameter", partial(ADAMW, fused=False), None, {"fuse": True}),
     ("the learning rate is a tensor", partial(ADAMW, lr=torch.tensor(0.1)), None, {}),
     ("a beta is a tensor", partial(ADAMW, betas=(torch.tensor(0.9), torch.tensor(0.999))), None, {}),
     ("fused=True computes in double precision", partial(torch.optim.SGD, lr=0.1, fused=True), None, {}),

@@ -183,6 +183,21 @@ def test_tying_inside_a_step_is_refused(resident: list[str]) -> None:
         )
 
 
+@pytest.mark.parametrize("places", [(1, 3), (2, 2)])
+def test_new_memory_that_two_weights_share_is_refused(places: tuple[int, int]) -> None:
+    """Neither has the memory of its layer any more, so each got a copy, and the two parted silently."""
+
+    class Ties(Module):
+        def on_train_batch_start(self, *_: Any) -> None:
+            one, other = self.net[places[0]].first.weight, self.net[places[1]].second.weight
+            one.data = other.data = torch.ones_like(one)
+
+    with pytest.raises(
+        RuntimeError, match=r"was given the memory of 'net\.\d\.(first|second)\.weight'.*data\.clone\(\)"
+    ):
+        fit(lambda: Ties(nn.Sequential(*(Linears() for _ in range(4)))), vectors(), superpipeline(k=2))
+
+
 class Followed(Module):
     """A moving average, by ``how``, before the forward of each step."""
 
