@@ -1,9 +1,9 @@
-"""Keeps activations on the device while memory is left, and offloads the oldest ones before it ends.
+"""Keeps activations on the device while memory is free, and offloads the oldest ones before memory runs out.
 
 This is for batches whose memory use was not measured. If a batch fits, nothing is copied and nothing runs twice. If a batch does
 not fit, the oldest activations are offloaded first, because backward needs them last.
 
-torch's allocator gives no notice before memory ends. So free memory is compared with the expected allocations:
+torch's allocator gives no notice before memory runs out. So free memory is compared with the expected allocations:
 
 - Before a layer's forward. Expected are the gradients of weights, the most bytes that one layer has saved so far, and temporary
   results. Temporary results are estimated from the largest result that the layer's weights can compute from its input: for

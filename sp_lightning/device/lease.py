@@ -121,7 +121,7 @@ class Lease:
         return self._holders() != (tensors + own, objects, address)
 
     def _holders(self) -> tuple[int, int, int]:
-        """Returns the tensors that own the storage, the references to the storage object, and the storage's address."""
+        """Returns how many tensors own the storage, how many references the storage object has, and the storage's address."""
         storage = self._storage
         return storage_use_count(self._id), sys.getrefcount(storage), storage.data_ptr()
 

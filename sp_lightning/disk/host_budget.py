@@ -87,7 +87,7 @@ def remedy_for(missing: int, given: int | float | None) -> str:
 
 
 def itself() -> str:
-    """Returns words for an error: the process, with the memory that it has taken so far."""
+    """Returns a phrase for error messages: this process, and how much memory it has taken so far."""
     return f"the process, which itself takes {human_bytes(machine.resident_bytes())}"
 
 

@@ -91,7 +91,8 @@ class ScratchPlacement(Placement):
         self.file.leave()
 
     def complete_pending(self) -> None:
-        self.file.sync()
+        for file in (self.file, self._gradients):
+            file.sync()
 
     def block(
         self, layer: Layer, planned: PlannedLayer, device: Device, staging: Staging, allocate: Allocate, **options: Any

@@ -197,15 +197,15 @@ class StateOnDisk:
     def _alone(self) -> bool:
         """Returns True if no other thread can be computing with tensors that user code has read. Then their memory may be freed.
 
-        An operation on a tensor that was read is not noticed. So each other thread counts, except threads of this package, and
-        daemons that have never read state.
+        No code runs when a thread computes with a tensor that is in memory already. So any other thread may be doing that, except
+        threads of this package, and daemon threads that have never read state.
         """
         others = [each for each in threading.enumerate() if each is not threading.current_thread()]
         ours = "superpipeline"  # the names of this package's threads begin so
         return all((each.daemon and each.ident not in self._looking) or each.name.startswith(ours) for each in others)
 
     def give(self, tensor: OnDiskTensor) -> None:
-        """Reads a tensor to memory of its own. From then on it is an ordinary tensor."""
+        """Reads a tensor into new memory that it owns. From then on it is an ordinary tensor."""
         span = replace(tensor.span, offset=0)
         with no_inference_mode():
             memory = torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="cpu")

@@ -4,11 +4,17 @@ The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *ring*,
 user's Parameter is on the host (*host parameter*). While a step runs, modules hold another Parameter in its place (*device
 parameter*). A device parameter without memory is a *stand-in*.
 
-The engine decides *when* a layer is copied. A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* is copied, and
-*where* to. :func:`sp_lightning.plan.update_policy.decide` decides *when* optimizers step. Four parts decide *where* they step, in
-this order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must have room for steps;
-``trainer.step_place.StepPlace``, which chooses for ``"auto"``; and ``decide``, which raises an error if the GPU was asked for and
-cannot step.
+**Who decides what.**
+
+- The engine decides *when* a layer is copied, and to which free slot. It follows the *trace*: the order in which the last batch
+  used the layers, in forward and backward (``layers.prefetch.Trace``). The first batch uses the plan's order, reversed for
+  backward.
+- A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* is copied, and which ring of slots a layer uses. A
+  ``plan.window.Window`` chooses its k and k', and ``tuning.tuner`` changes them between batches.
+- :func:`sp_lightning.plan.update_policy.decide` decides *when* optimizers step.
+- Four parts decide *where* they step, in this order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must
+  have room for steps; ``trainer.step_place.StepPlace``, which chooses for ``"auto"``; and ``decide``, which raises an error if
+  the GPU was asked for and cannot step.
 
 **One layer, forward and backward.** Each number stands as a comment beside the code line that does it::
 
@@ -61,7 +67,8 @@ transition. Every test checks the table::
   demand allocates another one.
 - HELD protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
 
-**The parts**, from below. Each module of the engine imports only modules of the engine that are above it in this list:
+**The parts**, from below: a module imports only modules of the engine that are above it in this list, and the interfaces of
+capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tuner``):
 
 =======================  ============================================================================================
 ``residency``            The schedule: which layers are fetched, locked, attached and released (1) (2). The planner's simulator
@@ -71,13 +78,13 @@ transition. Every test checks the table::
 ``layers.write_back``    Copies weights to the host that user code has written on the device.
 ``host_source``          A layer's bytes on the host, updated and cast, before a transfer reads them.
 ``step``                 A step, from its first fetch until modules hold the host's parameters again.
+``placement``            Makes the parts that differ with several devices or a disk.
 ``backward``             Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9).
 ``saved_tensors``        Packs each weight that autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
 ``module_calls``         Calls :class:`~sp_lightning.engine.access.Access` before and after each module call.
 ``access``               All requests for a layer: a module call (4), a use of a weight elsewhere, a look-up of rows.
 ``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;
                          ``clipping`` measures gradient norms during backward.
-``placement``            Makes the parts that differ with several devices or a disk.
 ``assembly``, ``streamer``  Build the parts. :class:`~sp_lightning.engine.streamer.Streamer` passes each call of ``trainer`` to
                          one of them.
 =======================  ============================================================================================
@@ -155,6 +162,9 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
   :class:`~sp_lightning.layers.write_guard.WriteGuard`. A layer has a guard only after user code has made such a write possible.
 - The background thread writes host parameters while it runs an update. ``layer.update`` is set then, and a fetch of the layer
   waits for the update (``FETCH_AFTER_UPDATE``).
+- With ``optimizer_overlap="backward"``, an update in backward writes host weights and optimizer state of a layer whose gradients
+  are complete, and whose calls need no more weights (``Backward.complete``, ``Updating.before_early_update``). It never writes a
+  slot that backward may read. A later use of the layer in the same backward raises a ``RuntimeError``.
 - The optimizer step of a layer that stays on the GPU writes the layer's slot. ``layer.kept`` is set as long as the copy in the
   slot is the valid one.
 
@@ -172,7 +182,8 @@ A wrong guess of the prefetch costs an upload, never a result.
   that had arrived before are in ``param.grad``, as in plain PyTorch.
 - A transfer cannot be issued (out of memory, for example): its layers are HOST again. A layer whose slot is locked or
   viewed keeps the slot, and its next use fetches it again.
-- An update raises in the background: later updates are skipped. The next wait for an update raises that error, with a note that
-  names the layer. Every later wait raises it again, because only some layers have the new weights.
+- An update raises in the background: later updates are skipped. The next wait that may raise (the table in
+  ``updates/background.py``) raises that error, with a note that names the layer. Later ones raise it again, because only some
+  layers have the new weights.
 - The host and the device have written the same weight: copying it back raises a ``RuntimeError``. The layer is released anyway.
 """

@@ -134,7 +134,7 @@ class RunningCalls:
     def refuse_interrupted(self) -> None:
         """Checks, before a batch, that Ctrl-C has not interrupted the beginning or the end of a call between two steps.
 
-        A call that still counts as running shows the interrupt. Afterwards no call of this thread counts as running.
+        If a call still counts as running, Ctrl-C has interrupted it. Afterwards no call of this thread counts as running.
 
         Raises:
             RuntimeError: Ctrl-C has interrupted a call, and user code has caught the KeyboardInterrupt. Modules have held device

@@ -8,5 +8,5 @@ over memory, and optimizer steps on the CPU have the CPU's last bits.
 assembly, and ``jit`` compiles them for this processor and runs them on torch's threads. A kernel is used only if its results are
 bit-identical to torch's: ``update`` and ``norms`` compare them with torch's operators on the CPU, ``gpu`` and ``gpu_norms`` with
 torch's operators on this GPU.
-``step_like`` updates one parameter with the bits of the GPU.
+``step_like`` updates one parameter on the CPU; the result is bit-identical to that of a step on the GPU.
 """

@@ -42,7 +42,7 @@ def norms_like(device: torch.device, gradients: Sequence[Tensor]) -> list[Tensor
     """Returns the norm of each gradient, computed in float32: float32 tensors without dimensions.
 
     Args:
-        device: the GPU whose bits the norms have. :func:`has_norms_of` must be True for it.
+        device: the GPU. The norms are bit-identical to those that torch computes on it. :func:`has_norms_of` must be True for it.
         gradients: on the host, in one of :data:`DTYPES`, without gaps in memory. Dimensions may be in any order: the GPU reads
             memory from its beginning to its end as well.
     """

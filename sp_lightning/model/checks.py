@@ -262,6 +262,7 @@ def advice_to_group(streamed: Sequence[Unit], above: Mapping[nn.Module, str]) ->
     if longest is None or counts[longest] < _LEAST_TO_GROUP:
         return f"{said}Group every few of them, with what is computed between them, in a module: such modules become the layers."
     name, length = above[longest], len([*longest.children()])
+    # About √n groups of √n layers: then the inputs of all groups, and the activations of one group, together take least memory.
     step = -(-length // max(2, math.isqrt(counts[longest])))
     path = join_names("model", name)
     return (

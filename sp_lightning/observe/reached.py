@@ -25,17 +25,22 @@ _WARM_UP = 2  # optimizer steps, during which kernels are compiled and caches fi
 class Reached:
     """The seconds of training batches. Each is counted from the end of the previous batch: data loading, step and callbacks.
 
-    The first batch after validation, and the batches of the first two optimizer steps, do not count.
+    The first batch after validation, and the batches of a run's first two optimizer steps, do not count.
     """
 
     def __init__(self) -> None:
+        self._begun = 0  # the number of optimizer steps before the run: above 0 if it was resumed
         self._last: tuple[float, int] | None = None  # the end of the last batch, and the number of optimizer steps then
         self._seconds: dict[bool, list[float]] = {True: [], False: []}  # by whether the batch had an optimizer step
         self._shape: list[int] = []
 
+    def begins(self, step: int) -> None:
+        """Tells that the run begins, after ``step`` optimizer steps of earlier runs."""
+        self._begun = step
+
     def batch_ended(self, now: float, batch: Any, step: int) -> None:
         """Records a batch. Called at its end, with the number of optimizer steps so far."""
-        if self._last is not None and self._last[1] >= _WARM_UP:
+        if self._last is not None and self._last[1] - self._begun >= _WARM_UP:
             self._seconds[step > self._last[1]].append(now - self._last[0])
             self._shape = _shape_of(batch)
         self._last = now, step

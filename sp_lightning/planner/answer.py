@@ -188,7 +188,7 @@ def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, in
             found[changed(asked, with_layers.question)] = with_layers.predict(plan, row.modes).seconds, more
     ways: list[tuple[AskedOverlap, Place]] = []
     if estimate.step is not None and estimate.step.overlap == "forward":
-        # The default is preferred, because its option is left out.
+        # If "auto" means "backward", it is asked for, so that the command that is shown needs no --optimizer-overlap.
         overlap: AskedOverlap = "auto" if asked.but(optimizer_overlap="auto").mode == "backward" else "backward"
         ways.append((overlap, asked.optimizer_on))
     if asked.optimizer_on == "cpu":
@@ -247,21 +247,24 @@ def answer(estimate: Estimate) -> Answer:
 def _windows(estimate: Estimate) -> list[tuple[int, int]]:
     """Returns the asked pairs of k and k'.
 
-    By default, k is 1, 2, 4, … 64, and with a memory limit the largest number that fits; k' is 1 or 2. Pairs with more slots
-    (k + k') than layers are left out, except the smallest window.
+    By default, k is 1, 2, 4, … 64, the number with which all layers have a slot, and with a memory limit the largest that fits.
+    k' is 1 or 2. Pairs with more slots (k + k') than layers are left out, except the smallest window.
     """
     asked = estimate.question
     count = max(len(estimate.found.layers), 1)
     together = asked.k_prime or (1, 2)
     if asked.k:
         return [(k, k_prime) for k in asked.k for k_prime in together]
-    ks = {k for k in (1, 2, 4, 8, 16, 32, 64) if k < count} | {count}
-    pairs = {(k, k_prime) for k_prime in together for k in ks}
-    if asked.gpu_memory is not None:
-        room = asked.gpu_memory - estimate.activation_bytes
-        for k_prime in together:
+    pairs = set[tuple[int, int]]()
+    for k_prime in together:
+        most = max(1, count - k_prime)
+        pairs |= {(k, k_prime) for k in (1, 2, 4, 8, 16, 32, 64, most) if k <= most}
+        if asked.gpu_memory is not None:
+            room = asked.gpu_memory - estimate.activation_bytes
             fitting = bisect_right(
-                range(1, count + 1), room, key=lambda k: estimate.weight_bytes(estimate.plan(k, k_prime))
+                range(1, most + 1),
+                room,
+                key=lambda k, k_prime=k_prime: estimate.weight_bytes(estimate.plan(k, k_prime)),
             )
             pairs.add((max(1, fitting), k_prime))
     return sorted(pair for pair in pairs if sum(pair) <= max(count, 2))

@@ -344,7 +344,9 @@ def estimate_model(question: Question) -> Estimate:
         found = find_layers(module, layers=question.layers, keep_on_gpu=question.keep_on_gpu or (), autocast=autocast)
         if question.generate is not None:
             prompts, work = _generate(source, found, question)
-            made = Estimate(question, found, next(iter(source.batches)), None, work, prompts=prompts)
+            made = Estimate(
+                question, found, next(iter(source.batches)), None, work, prompts=prompts, notes=tuple(notes)
+            )
         else:
             with torch.set_grad_enabled(not question.predict):
                 items, known, why = _run_batch(source, found, question)

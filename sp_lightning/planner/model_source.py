@@ -435,10 +435,12 @@ class _Inputs:
         return (), inputs
 
     def _text(self, images: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tokens, and the arguments that mark which tokens are images. The first tokens of a sequence are its image.
+        """Returns the tokens, and for models with images the arguments that mark which tokens are images.
+
+        The first tokens of a sequence are its image. InstructBLIP's Q-Former gets the same tokens as its own text.
 
         Raises:
-            ValueError: an image takes more tokens than a sequence has.
+            ValueError: an image takes more tokens than a sequence has. The advised length has as much text as image.
         """
         ids = self._ids(self._tokens)
         count = count_features(self._module, images) // self._batch if images else 0

@@ -64,7 +64,7 @@ def _change_tensors(value: Any, change: Callable[[Keys, Tensor], Tensor], keys: 
     Args:
         value: the dictionaries and lists.
         change: called with the keys of a tensor and the tensor. Returns the new tensor.
-        keys: the keys of ``value`` in the whole checkpoint.
+        keys: the keys that lead from the whole checkpoint to ``value``.
     """
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.requires_grad:
         return rebuild(value, (change((*keys, *name.split(".")[1:]), part) for name, part in parts("", value)))

@@ -149,7 +149,8 @@ class GradientPlaces:
     def lock(self, staging: Staging) -> None:
         """Page-locks the memory of gradients that is not locked yet, except that of frozen layers, which would take memory.
 
-        If layers are updated in backward, only residents are locked, because the gradients of other layers are usually in slots.
+        If layers are updated in backward, only residents are locked. The gradients of other layers usually pass through the
+        locked buffers of :meth:`make_slots`.
         """
         for family in self.families.values():
             if (

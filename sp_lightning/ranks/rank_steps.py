@@ -199,7 +199,7 @@ class RankSteps(WholeSteps):
         return action if within else partial(self.once, action)
 
     def once(self, action: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs an action on the gradients of all ranks, on the primary. The other ranks wait for the primary, and return None."""
+        """Runs an action on the primary alone, on the gradients of all ranks. The other ranks wait for it, and return None."""
         return self._on_primary(partial(action, *args, **kwargs), lambda result: 0.0)[0]
 
     def _unscale(self, action: Callable[[], Found]) -> Found:

@@ -12,5 +12,5 @@ class AbsentTensor(Tensor):
     """
 
     def load(self) -> None:
-        """Loads the values into memory of the tensor's own. From then on it is an ordinary tensor."""
+        """Loads the values into new memory that the tensor owns. From then on it is an ordinary tensor."""
         raise NotImplementedError

@@ -126,6 +126,9 @@ class SuperpipelineCallback(Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(training=True)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._reached.begins(trainer.global_step)  # only now is a checkpoint's number of steps loaded
+
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
         self._stop_recording()  # validation does not count as part of the batch before it

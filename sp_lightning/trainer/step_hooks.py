@@ -101,10 +101,11 @@ class StepHooks:
         streamer = self._engine_or_none()
         if streamer is None or elsewhere(self._scope):
             return True
-        has_no_scope = scope.get() is None and self._scope is not None  # a thread that user code has started
+        # Code outside the run's context has no scope, usually because user code has started a thread.
+        has_no_scope = scope.get() is None and self._scope is not None
         if not has_no_scope and threading.get_ident() == streamer.threads.main:
             return False
-        # In all other threads, only the optimizer's weights tell which run the step belongs to.
+        # In all other threads and contexts, only the optimizer's weights tell which run the step belongs to.
         return not any(_is_ours(p, streamer) for p in _parameters(optimizer))
 
     def _layerwise(self, optimizer: Optimizer) -> LayerwiseStep | None:

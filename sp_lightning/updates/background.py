@@ -461,6 +461,7 @@ class _PendingUpdate(ParameterRole):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # `stride` is not in the set, because an absent tensor, whose shape is that of an expanded element, has other strides.
         if func in UNCHANGED_BY_UPDATES or func is Tensor.stride:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -470,7 +471,9 @@ class _PendingUpdate(ParameterRole):
         values = tree_leaves((args, kwargs))
         for kind in types:
             if issubclass(kind, _PendingUpdate):
-                kind._updates.complete_pending(values)  # after this the arguments have their ordinary classes again
+                kind._updates.complete_pending(
+                    values
+                )  # gives the arguments their ordinary classes, unless backward has updated them: refused next
                 kind._updates.refuse_updated(values)
         return func(*args, **(kwargs or {}))
 

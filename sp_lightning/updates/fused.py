@@ -5,7 +5,7 @@ torchao's optimizers step each parameter by itself, with one compiled function w
 threads.
 
 torch's unfused optimizers also step each parameter by itself. But their operators cut a tensor into as many parts as there are
-threads, which changes the last bits, and the background has one thread less.
+threads, which changes the last bits. With a GPU, updates in the background run on fewer threads (``Device.background_threads``).
 """
 
 from __future__ import annotations

@@ -337,6 +337,24 @@ def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
     assert_equal(torch.load(files[0])["state_dict"], plain.state, "weights")
 
 
+def test_a_failure_of_the_last_write_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later write or read would tell it."""
+    gradients_alone(monkeypatch)
+    call, writes = mapped_file.libc.sync_file_range, 0
+
+    def counted(*arguments: Any) -> int:
+        nonlocal writes
+        writes += 1
+        return int(call(*arguments))
+
+    monkeypatch.setattr(mapped_file.libc, "sync_file_range", counted)
+    fit(stack, vectors(), on_disk(tmp_path), recorded="nothing")
+    monkeypatch.setattr(mapped_file.libc, "sync_file_range", call)
+    break_calls(monkeypatch, "write error", writes - 1)
+    with pytest.raises(OSError, match=f"Gradients on the disk {FAULTS['write error'][2]}"):
+        fit(stack, vectors(), on_disk(tmp_path), recorded="nothing")
+
+
 def test_a_full_disk_is_an_error_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients_alone(monkeypatch)
     fill_disk(monkeypatch)

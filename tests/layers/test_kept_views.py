@@ -300,6 +300,37 @@ def test_a_long_kept_view_follows_its_weight() -> None:
         assert ours.module.seen == plain.module.seen
 
 
+class _ReadsAfterStep(Module):
+    """Reads a view that it took before its own optimizer step, after the step, and after a write of the weight."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))))
+        self.automatic_optimization = False
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        weights = [self.net[at][0].weight for at in (0, 2)]
+        views = TAKE["view"](weights)
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+        self.seen.append([view.sum().item() for view in views])
+        with torch.no_grad():
+            self.net[0][0].weight.mul_(0.5)
+        self.seen.append([view.sum().item() for view in views])
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_view_is_read_after_an_optimizer_step_of_user_code(options: dict[str, Any]) -> None:
+    """The slots are uploaded again then, and computation has to wait for it."""
+    plain = fit(_ReadsAfterStep, vectors(4))
+    with simulated():
+        ours = fit(_ReadsAfterStep, vectors(4), superpipeline(**options))
+    assert_same(ours, plain)
+    assert ours.module.seen == plain.module.seen
+
+
 class _WritesInBackward(Module):
     """Writes what it has kept in a hook of the first layer, when backward has updated the last one."""
 

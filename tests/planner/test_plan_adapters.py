@@ -106,13 +106,16 @@ def test_in_inference_adapters_are_beside_the_weights(
     assert beside["flops"] > merged["flops"]
 
 
-def test_stacked_experts_without_adapters_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("more", [[], ["--generate", "4"]])
+def test_stacked_experts_without_adapters_are_named(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = transformers.Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=16, num_experts=4, architectures=["Qwen3MoeForCausalLM"],
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, architectures=["Qwen3MoeForCausalLM"],
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    found = plan(capsys, str(tmp_path), "--tokens", "8", "--lora", "4", "--k", "1")
+    found = plan(capsys, str(tmp_path), "--tokens", "8", "--lora", "4", "--k", "1", *more)
     names = ", ".join(f"model.layers.*.mlp.experts.{name} (2)" for name in ("gate_up_proj", "down_proj"))
     said = "adapters of stacked experts and of their routers are not counted; name a factory that adds them (target_parameters)"
     assert f"{said}: {names}" in found["notes"]

@@ -172,6 +172,22 @@ def test_the_largest_window_that_fits_is_among_those_that_are_tried(capsys: pyte
     assert {1, 2, 4, 7, 8} <= {each["k"] for each in windows}
 
 
+class Sixteen(Module):
+    """A module with sixteen layers, and its batch."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Linear(16, 16) for _ in range(16))))
+        self.example_input_array = torch.zeros(4, 16)
+
+
+@pytest.mark.parametrize("limit", [(), ("--gpu-memory", "100GiB")])
+def test_a_window_in_which_all_layers_have_a_slot_is_among_those_that_are_tried(
+    capsys: pytest.CaptureFixture[str], limit: tuple[str, ...]
+) -> None:
+    found = plan(capsys, "tests.planner.test_plan_advice:Sixteen", *limit)
+    assert {(14, 2), (15, 1)} <= {(each["k"], each["k_prime"]) for each in found["windows"]}
+
+
 # ---------------------------------------------------------------------- accumulated batches, clipping
 
 STEPS = [(1, None), (4, None), (1, "norm"), (4, "norm"), (4, "value")]

@@ -492,6 +492,18 @@ def test_a_run_that_is_too_short_reports_nothing(
     assert "was not written: it needs two training batches in succession" in caplog.text
 
 
+def test_the_first_two_steps_of_a_resumed_run_do_not_count(tmp_path: Path) -> None:
+    checkpoint, file = tmp_path / "last.ckpt", tmp_path / "report.json"
+
+    class Saves(Example):
+        def on_train_end(self) -> None:
+            self.trainer.save_checkpoint(checkpoint)
+
+    fit(fused(Saves), vectors(4), SuperpipelineStrategy(k=2), recorded="nothing")
+    trained(file, ckpt_path=checkpoint, max_epochs=2)
+    assert json.loads(file.read_text())["batches"] == 6, "of the eight of the second epoch"
+
+
 def test_accumulated_batches_count_as_often_as_they_come() -> None:
     """A step of 0.2 s after eight batches of 0.02 s, three of which were measured."""
     reached, now, step = Reached(), 0.0, 0
