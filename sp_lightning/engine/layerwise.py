@@ -296,7 +296,9 @@ class LayerwiseStep:
         self._context = self._context_here()  # user code may have changed settings since the step began
         self._engine.backward.on_complete = self._engine.backward.wanted = None  # a later backward is not of this step
         self._updates.end_early()
-        self._engine.before(deferred=bool(self.begun))  # a forward without a backward may have left transfers in flight
+        self._engine.before(
+            deferred=bool(self.begun), writes=True
+        )  # a forward without a backward may have left transfers in flight
         self._engine.gather(self._optimizer)
         try:
             by_layer = self._groups_by_layer()

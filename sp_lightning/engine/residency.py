@@ -188,13 +188,19 @@ class Residency:
         """
         if self.slots.none_evicted and len(self.resting) == len(self.slots.never_evicted):
             return  # every layer rests, so every layer is on the device
-        for ring in self.prefetch.rings:
-            more = True
-            while more:
-                pairs, more = self.prefetch.next(ring)
-                if not pairs:
-                    break
-                self._fetch(pairs)
+        # Uploads end in the order in which they are issued. So of several rings, the one whose layer is used next is first.
+        transfers = {ring: found for ring in self.prefetch.rings if (found := self.prefetch.next(ring))[0]}
+        while transfers:
+            one = len(transfers) == 1  # nearly always
+            ring = next(iter(transfers)) if one else min(transfers, key=lambda ring: self._next_use(transfers[ring][0]))
+            pairs, more = transfers.pop(ring)
+            self._fetch(pairs)
+            if more and (found := self.prefetch.next(ring))[0]:
+                transfers[ring] = found
+
+    def _next_use(self, pairs: Sequence[tuple[StreamedLayer, Slot]]) -> float:
+        """Returns the number of uses of layers before the next use of the first layer of a transfer."""
+        return self.prefetch.trace.next_use(pairs[0][0])
 
     def renew_views(self) -> None:
         """Fetches the host's present weights into stale slots that tensors view.

@@ -137,7 +137,13 @@ class Step(Part):
         self.residency.fetch_ahead()
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
-        """Fetches the first layers of the next step, of ``phase``. The caller ensures that no code writes weights before it."""
+        """Fetches the first layers of the next step, of ``phase``. The caller ensures that no code writes weights before it.
+
+        First uploads residents, because the forward waits for them at its beginning, and uploads end in the order in which they
+        were issued. If an update of the residents is under way, they are uploaded when the step begins.
+        """
+        if self.source.ready(self.residents.layer):
+            self.residents.refresh()
         self.residency.prefetch.start(phase, training=training)
         self.expected = phase
         self.residency.fetch_ahead()

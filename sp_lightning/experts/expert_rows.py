@@ -102,7 +102,8 @@ class ExpertRows(AllRows):
         self._training = False
         self._this_step = False  # whether the latest call was in the running step
         self._steadiness = 0.0
-        self._read_whole = False  # whether autograd graphs may use other rows than routed ones
+        # Whether autograd graphs may use other rows than routed ones. Stays True, because such a graph may be kept.
+        self._read_whole = False
         self._gradient_rows: dict[int, set[int] | None] = {}  # by the parameter's index, in the running backward
 
     def allocate(self, plan: Plan) -> int:

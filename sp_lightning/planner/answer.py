@@ -260,14 +260,17 @@ def _windows(estimate: Estimate) -> list[tuple[int, int]]:
         most = max(1, count - k_prime)
         pairs |= {(k, k_prime) for k in (1, 2, 4, 8, 16, 32, 64, most) if k <= most}
         if asked.gpu_memory is not None:
-            room = asked.gpu_memory - estimate.activation_bytes
-            fitting = bisect_right(
-                range(1, most + 1),
-                room,
-                key=lambda k, k_prime=k_prime: estimate.weight_bytes(estimate.plan(k, k_prime)),
-            )
-            pairs.add((max(1, fitting), k_prime))
+            pairs.add((_largest_that_fits(estimate, asked.gpu_memory, k_prime, most), k_prime))
     return sorted(pair for pair in pairs if sum(pair) <= max(count, 2))
+
+
+def _largest_that_fits(estimate: Estimate, gpu_memory: int, k_prime: int, most: int) -> int:
+    """Returns the largest k of at most ``most`` whose window fits beside the activations; 1 if none fits."""
+
+    def needed(k: int) -> int:
+        return estimate.weight_bytes(estimate.plan(k, k_prime)) + estimate.activation_bytes
+
+    return max(1, bisect_right(range(1, most + 1), gpu_memory, key=needed))
 
 
 def _smallest(rows: Sequence[Row]) -> Row:

@@ -28,7 +28,6 @@ class SharedMemory:
 
     Attributes:
         nbytes: the size in bytes, a multiple of the page size.
-        bytes: the mapping of the memory.
         common: the whole memory, flat ``uint8``. All processes see writes to it.
         own: this process's private view of the whole memory.
 
@@ -40,15 +39,11 @@ class SharedMemory:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._descriptor = os.dup(descriptor)
-        self.bytes = mmap.mmap(descriptor, nbytes)
+        mapping = mmap.mmap(descriptor, nbytes)
         with suppress(OSError):
-            self.bytes.madvise(mmap.MADV_DONTFORK)  # forked workers of a DataLoader do not write the memory
-        self.common = _tensor(self.bytes)
+            mapping.madvise(mmap.MADV_DONTFORK)  # forked workers of a DataLoader do not write the memory
+        self.common = _tensor(mapping)
         self.own = OwnView(self._descriptor, self.common)
-
-    def words(self, kind: str) -> memoryview:
-        """Returns the shared memory as numbers of 8 bytes (``"q"`` or ``"d"``)."""
-        return memoryview(self.bytes).cast(kind)  # type: ignore[call-overload]
 
     def view_anew(self, begin: int, end: int) -> OwnView:
         """Returns a new private view of a part of the memory, which shows the shared values. ``begin`` is a multiple of pages."""

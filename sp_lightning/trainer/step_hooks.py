@@ -26,6 +26,7 @@ from sp_lightning.torch_compat.private import (
     remove_global_step_hooks,
     run_first_after_step,
 )
+from sp_lightning.trainer.user_hooks import calls_closure_first
 from sp_lightning.updates.background import updates_here
 from sp_lightning.updates.fused import runs_fused
 
@@ -134,7 +135,7 @@ class StepHooks:
         if self._engine.updating.stepper.steps_all:
             self._refuse_without_gpu(optimizer, args, kwargs)
         self._stepping.append(optimizer)
-        self._prepare(optimizer)
+        self._prepare(optimizer, writes=_writes_first(optimizer, args, kwargs))
         self._remove_hooks(optimizer)  # hooks of an earlier step that raised an error
         afterwards = optimizer.register_step_post_hook(self.give_back_groups)
         run_first_after_step(optimizer, afterwards)  # so that the user's hooks after the step find the user's groups
@@ -147,9 +148,10 @@ class StepHooks:
         """Runs after the user's hooks before the step: prepares the engine again. Without a closure, changes the groups."""
         if updates_here():
             return
-        self._prepare(optimizer)  # the user's hooks may have written weights on the device
-        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        if not has_closure:  # with a closure, groups change after it: it computes gradients, and may use the groups
+        # The user's hooks may have written weights on the device.
+        self._prepare(optimizer, writes=_writes_first(optimizer, args, kwargs))
+        # With a closure, groups change after it: it computes gradients, and may use the groups.
+        if not _has_closure(args, kwargs):
             self._change_groups(optimizer)
 
     def _wrap_closure(self, optimizer: Optimizer, argument: Any) -> Any:
@@ -214,19 +216,25 @@ class StepHooks:
         if what:
             raise RuntimeError(f'optimizer_on="gpu": {what}. Leave optimizer_on out: then the host steps.')
 
-    def _prepare(self, optimizer: Optimizer) -> None:
+    def _prepare(self, optimizer: Optimizer, *, writes: bool = True) -> None:
         """Prepares the engine for a step: copies weights that user code has written on the device to the host.
 
         Also replaces device parameters in the optimizer by host parameters. If torch's code will do the step, waits for updates.
         Called again after each piece of user code that runs before the optimizer's own code: the step's time counts from the
         last call.
+
+        Args:
+            optimizer: the optimizer.
+            writes: False if the step writes no weights before its closure, after which this is called again.
         """
         parameters = _parameters(optimizer)
         kinds = {*map(type, parameters)}  # few classes; one issubclass() call per weight would take longer
         if any(issubclass(kind, DeviceParameter) for kind in kinds):
             _replace_device_parameters(optimizer)
             parameters = _parameters(optimizer)
-        self._engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)
+        self._engine.updating.before(
+            deferred=self._layerwise(optimizer) is not None, writes=writes, parameters=parameters
+        )
         self._begun = perf_counter()
 
     def _change_groups(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
@@ -336,6 +344,16 @@ class _OfProcess:
 
 
 _of_process = _OfProcess()
+
+
+def _has_closure(args: Any, kwargs: Any) -> bool:
+    """Returns True if the arguments of a step, of which the first is the optimizer, include a closure."""
+    return any(map(callable, (*args[1:], *kwargs.values())))
+
+
+def _writes_first(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+    """Returns True if a step may write weights before it calls its closure, or has none."""
+    return not (_has_closure(args, kwargs) and calls_closure_first(optimizer))
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

@@ -40,6 +40,23 @@ def test_masks_are_those_of_plain_lightning() -> None:
     assert (ours.trainer.lightning_module.linear[0].weight_mask == 0).float().mean() > 0.4
 
 
+def test_a_mask_that_a_step_writes_in_place() -> None:
+    """It was lost at the end of the step."""
+
+    class Writes(Pruned):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if batch_idx in (1, 2):
+                with torch.no_grad():
+                    self.linear[1].weight_mask[batch_idx] = 0
+            return super().training_step(batch, batch_idx)
+
+    plain = fit(Writes, vectors(5))
+    with simulated():
+        ours = fit(Writes, vectors(5), SuperpipelineStrategy(k=1, fused_optimizer=False))
+    assert_same(ours, plain)
+    assert not ours.trainer.lightning_module.linear[1].weight_mask[:3].any()
+
+
 def test_masks_are_sent_once() -> None:
     """Nobody has written them: the second batch finds them on the device."""
 

@@ -57,7 +57,7 @@ def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True, q
 
 def update(streamer: Streamer, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step, as the strategy's hooks on it do."""
-    streamer.updating.before(deferred=False)
+    streamer.updating.before(deferred=False, writes=True)
     optimizer.step()
     streamer.invalidate()
 
