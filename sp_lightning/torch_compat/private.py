@@ -756,7 +756,7 @@ FEATURES = {
         "trace_of": "compiled blocks in bf16-mixed and 16-mixed",
         "restart_trace": "compiled blocks in bf16-mixed and 16-mixed",
         "original_module": "torch.compile(block) in bf16-mixed and 16-mixed",
-        "compiled_graphs": "stats().compiled_graphs",
+        "compiled_graphs": "stats().compiled_graphs; the line on blocks that are compiled again and again",
         "starts_graph_with_hooks": "torch.compile of attention modules",
         "WHY_LEFT_OUT": "torch.compile(fullgraph=True)",
         "DYNAMO_MARKS": "torch.compile: mark_dynamic on weights",

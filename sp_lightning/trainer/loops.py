@@ -408,6 +408,8 @@ class LoopStrategy(ReadableStrategy):
             if run.streamer is None:  # building the engine again has failed
                 self._close()
             raise
+        if phase == "train":
+            run.training_batch_begins()
         if phase == "train" and run.hooks.may_write_weights("train"):  # other loops: `quiet` in `_step`
             run.engine.invalidate()
         if (phase == "train") == run.trains:  # not for validation within training, which the tuner does not measure

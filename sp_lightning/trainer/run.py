@@ -39,12 +39,14 @@ from sp_lightning.observe.messages import (
     note,
     say_once,
 )
+from sp_lightning.observe.recompiles import Recompiles
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.host_memory import HostBudget, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.window import Window
 from sp_lightning.registry import layer_stepper, make_tuner
+from sp_lightning.torch_compat.private import compiled_graphs
 from sp_lightning.trainer.compat import last_checkpoint, note_device
 from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
@@ -155,6 +157,7 @@ class Run:
         self.streamer: Streamer | None = None
         self.tuner: BaseTuner
         self.hooks = UserHooks(module, debug_writes=options.debug_writes)
+        self._recompiles = Recompiles()
         self.steps = OptimizerSteps(self, options, log)
         try:
             self._build()
@@ -169,6 +172,11 @@ class Run:
         """The engine of a run that is not over."""
         assert self.streamer is not None
         return self.streamer
+
+    def training_batch_begins(self) -> None:
+        """Logs a line if blocks are compiled again and again."""
+        if line := self._recompiles.batch_begins(compiled_graphs()):
+            say_once(self._log, line)
 
     # ------------------------------------------------------------------ results for users
 
