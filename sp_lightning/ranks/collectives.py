@@ -190,8 +190,10 @@ class Collectives:
         """
         waited = f"while {self.name} waited for {in_words(why)}"
         ended = None if self._locks is None else self._locks.ended()
-        if ended is not None:  # the process may have reported its error: gives the thread of `Failures` time to read it
-            sleep(0.3)
+        if ended is not None and self._failures is not None:
+            sleep(
+                3 * self._failures.pause
+            )  # the process may have reported its error, which the thread of `Failures` reads
         if self._failures is not None and (error := self._failures.error(waited)) is not None:
             return error
         if ended is None:

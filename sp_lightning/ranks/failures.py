@@ -39,6 +39,7 @@ class Failures:
 
     Attributes:
         first: the name of the rank that failed first, and its error; None until this process has read an error.
+        pause: seconds between two reads of the store.
     """
 
     def __init__(self, run: str, rank: int, names: Sequence[str], place: Callable[[], str]) -> None:
@@ -46,7 +47,7 @@ class Failures:
         self._rank = rank
         self._names = names
         self._place = place
-        self._pause = 0.1 * max(1, len(names) // 32)  # seconds between two reads: one process serves all ranks
+        self.pause = 0.1 * max(1, len(names) // 32)  # one process serves the store to all ranks
         self.first: tuple[str, str] | None = None
         # A separate connection: a call that waits on the process group's connection would block calls on the same connection.
         self._store: Any = store_of_default_group().clone()
@@ -69,7 +70,7 @@ class Failures:
         failure, wanted, mine = (self._prefix + key for key in ("failure", "places wanted", f"place {self._rank}"))
         answered = False
         with suppress(RuntimeError):  # the process with the store has ended: collectives with it raise errors
-            while not over.wait(self._pause):
+            while not over.wait(self.pause):
                 if self._store.check([failure]):
                     who, _, error = self._store.get(failure).decode(errors="replace").partition("\n")
                     self.first = who, error
@@ -85,7 +86,7 @@ class Failures:
         """
         kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else type(error)
         text = f"{self._names[self._rank]}\n{kind.__name__}: {error}"
-        self._try(lambda: self._store.compare_set(f"{self._prefix}failure", "", text), 3 * self._pause)
+        self._try(lambda: self._store.compare_set(f"{self._prefix}failure", "", text), 3 * self.pause)
 
     def error(self, waited: str) -> RankError | RankInterrupt | None:
         """Returns the error to raise if a rank has failed, as far as this process has read; None otherwise.
@@ -109,7 +110,7 @@ class Failures:
 
         def call() -> None:
             self._store.set(f"{self._prefix}places wanted", "")
-            sleep(3 * self._pause + 0.5)
+            sleep(3 * self.pause + 0.5)
             for rank, name in enumerate(self._names):
                 key = f"{self._prefix}place {rank}"
                 if self._store.check([key]):

@@ -126,7 +126,7 @@ class Group:
         """
 
     def barrier(self, what: str) -> None:
-        """Waits until all processes of the node have called this method. ``what`` names the barrier in errors."""
+        """Waits until all processes of all nodes have called this method. ``what`` names the barrier in errors."""
 
     def gather(self, number: int, what: str) -> list[int]:
         """Returns the numbers that all processes of the node pass. ``what`` names the collective in errors."""

@@ -27,7 +27,7 @@ class Two(Collectives):
         self.number = self.node = 0
         self.nodes = 1
         self.size = self.world = 2
-        failures: Any = SimpleNamespace(reads=True, error=lambda waited: None, places=lambda: places or {})
+        failures: Any = SimpleNamespace(pause=0.1, reads=True, error=lambda waited: None, places=lambda: places or {})
         locks: Any = SimpleNamespace(ended=lambda: ended)
         self._failures, self._locks = failures, locks
         if late:
