@@ -232,6 +232,7 @@ class StayingLayers:
             device.copy(targets, sources, Stream.UPLOAD)
             self._state.note("bring", layer.index, begun, Stream.UPLOAD, sources)
             self._arrive(sources, memory)
+            layer.stepped = device.record(Stream.STEP)  # a step may follow, or none, or an error
             uploaded = {id(each): part(memory, span).data for each, span in zip(held.tensors, held.spans, strict=True)}
         parameters = [p for group in groups for p in group["params"]]
         twins = {id(p): twin_of(p, weights.targets[id(p)]) for p in parameters}
@@ -314,7 +315,7 @@ class StayingLayers:
                 written.append((p.grad, twin.grad))
         for gradient, on_gpu in written:
             if type(gradient) is NarrowGradient:
-                gradient.narrow_and_changes = on_gpu, ()
+                gradient.narrow_and_changes, gradient.computed = (on_gpu, ()), device.record(Stream.STEP)
             else:
                 device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
                 device.copy([gradient], [on_gpu], Stream.DOWNLOAD)

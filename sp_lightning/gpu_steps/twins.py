@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.layout import Span
 from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.narrow_gradient import memory_for_values
 from sp_lightning.layers.roles import ParameterRole
 from sp_lightning.torch_compat.private import is_traceable_wrapper_subclass, tree_leaves
 
@@ -59,7 +60,7 @@ def written_by(
             )
         yield p.data, twin.detach()  # with the version that the step has left, whenever the copy is made
         if gradient is not None and p.grad is not None:
-            yield p.grad, gradient
+            yield memory_for_values(p), gradient
 
 
 def for_fetch(

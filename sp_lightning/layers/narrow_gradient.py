@@ -205,22 +205,36 @@ def widen(parameter: nn.Parameter) -> None:
     leave(parameter, _HasNarrowGradient)
 
 
+def memory_for_values(parameter: nn.Parameter) -> Tensor:
+    """Returns ``param.grad`` for a caller that writes all of it. A narrow gradient becomes a plain host tensor without values."""
+    gradient = stored(parameter)
+    assert gradient is not None
+    _widen(gradient, values=False)
+    leave(parameter, _HasNarrowGradient)
+    return gradient
+
+
 def drop(parameter: nn.Parameter) -> None:
     """Sets a parameter's gradient to None if it is narrow."""
     if type(stored(parameter)) is NarrowGradient:
         parameter.grad = None
 
 
-def _widen(gradient: Any) -> None:
-    """Makes a narrow gradient a plain tensor with its values after all changes, in the parameter's dtype. Calls ``looked_at``."""
+def _widen(gradient: Any, *, values: bool = True) -> None:
+    """Makes a narrow gradient a plain tensor with its values after all changes, in the parameter's dtype. Calls ``looked_at``.
+
+    Without ``values``, the caller writes the tensor.
+    """
     with _lock:
         if type(gradient) is not NarrowGradient:
             return
         with no_torch_functions(), no_inference_mode(), no_dispatch_modes(), torch.no_grad():
             came, changes = gradient.narrow_and_changes
-            wide = torch.empty_like(came, dtype=gradient.dtype, device="cpu").copy_(came)
-            for each in changes:
-                each(wide)
+            wide = torch.empty_like(came, dtype=gradient.dtype, device="cpu")
+            if values:
+                wide.copy_(came)
+                for each in changes:
+                    each(wide)
             _tensor_data.__set__(gradient, wide)
         gradient.looked_at()
         gradient.__class__ = Tensor  # type: ignore[assignment]

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.layers.slots import Slots
@@ -188,3 +189,30 @@ def test_buffers_are_device_memory() -> None:
     """On a GPU that is torch's error about two devices; here nothing noticed it."""
     with simulated(), pytest.raises(Mixed):
         fit(MixesBuffer, vectors(1), superpipeline())
+
+
+def test_foreach_operators_count_their_writes() -> None:
+    """Under a dispatch mode torch leaves the versions as they are, so code that notices writes was never reached."""
+    with Watch(SimDevice(torch.device("cpu"))):
+        tensor = torch.zeros(3)
+        torch._foreach_add_([tensor], 1.0)
+        assert tensor._version == 1
+
+
+def test_new_memory_has_other_bytes_in_each_call() -> None:
+    with Watch(SimDevice(torch.device("cpu"))):
+        first, second = (torch.empty(2, dtype=torch.int64) for _ in range(2))
+        assert not torch.equal(first, second)
+        assert first._version == 0
+        assert not torch.equal(torch.empty_like(first), torch.empty_like(first))
+
+
+@pytest.mark.parametrize("add", [Tensor.index_add, Tensor.index_add_, Tensor.scatter_add, Tensor.scatter_add_])
+def test_atomic_additions_may_have_other_last_bits_in_each_call(add: Any) -> None:
+    where, numbers = torch.tensor([0] * 50 + [1]), torch.rand(51)
+    with Watch(SimDevice(torch.device("cpu")), unrepeatable=True):
+        sums = {tuple(add(torch.zeros(3), 0, where, numbers).tolist()) for _ in range(9)}
+        assert len(sums) == 2
+        assert len({each[1:] for each in sums}) == 1, "a sum of two numbers has no order"
+        with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=True):
+            assert len({tuple(add(torch.zeros(3), 0, where, numbers).tolist()) for _ in range(9)}) == 1

@@ -57,6 +57,34 @@ def assert_as_plain(act: Callable[[], Act], make: Callable[[Any], Optimizer], wa
     assert_same(ours, after_batches(act(), make, "auto", **options))
 
 
+class LeavesOut(Stepped):
+    """The third batch has no loss, or uses only the last block, so that layers that stay are not stepped."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx != 2:
+            return super().training_step(batch, batch_idx)
+        return self.net.blocks[-1](batch).square().mean() if self.kept else None  # type: ignore[index,operator,union-attr]
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_that_steps_no_layer_is_plains(kept: int, way: str) -> None:
+    """Weights are read after each batch, so the next step uploads state. Landing did not wait for that upload."""
+
+    def trained(strategy: Any) -> Outcome:
+        reads = Does(on_train_batch_end=lambda _, module, *__: [p.detach().norm() for p in module.parameters()])
+        return fit(partial(LeavesOut, kept), vectors(6), strategy, callbacks=[reads], recorded="losses")
+
+    with simulated():
+        ours = trained(WAYS[way]())
+    assert_same(ours, trained("auto"))
+
+
 # ---------------------------------------------------------------------- state
 
 

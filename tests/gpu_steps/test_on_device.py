@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from sp_lightning.device.device import Stream, Wait
 from sp_lightning.gpu_steps.on_device import StepsOnDevice
 from sp_lightning.gpu_steps.step_slots import StepSlots
 from tests.support.models import vectors
+from tests.support.nets import Does
 from tests.support.on_device import Stepped, alternating, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
@@ -257,6 +259,28 @@ def test_what_has_no_gradient_keeps_its_state(steps: int) -> None:
     """Once the state of the part that steps is of the same shapes, which does not make it the same."""
     ours = fit(alternating, vectors(5), on_device(), limit_train_batches=steps)
     assert_same(ours, fit(alternating, vectors(5), limit_train_batches=steps))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stay", [0, 0.5, 1.0])
+@pytest.mark.parametrize("read", [False, True])
+def test_gradients_that_a_step_writes_are_plains(precision: Any, stay: float, read: bool) -> None:
+    """torch's ``foreach`` step with Nesterov momentum writes them. In mixed precision they had no memory for its results."""
+
+    def trained(strategy: Any) -> tuple[Outcome, list[Any]]:
+        seen: list[Any] = []
+        note = Does(
+            on_train_batch_end=lambda _, module, *__: seen.append([p.grad.clone() for p in module.parameters()])
+        )
+        make = partial(Stepped, partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, foreach=True))
+        ended = fit(make, vectors(3), strategy, callbacks=[note] * read, recorded="nothing", precision=precision)
+        return ended, seen or [p.grad for p in ended.module.parameters()]
+
+    with simulated():
+        ours, seen = trained(on_device(gpu_layers=stay))
+    plain, expected = trained("auto")
+    assert_same(ours, plain)
+    assert_equal(seen, expected, "gradients")
 
 
 def test_a_step_shows_in_the_versions_of_weights() -> None:

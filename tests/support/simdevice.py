@@ -12,6 +12,10 @@ It shows missing waits that a synchronous CPU hides. It shows them in each run, 
 - **Unpinning** host memory is a write by the host or its background. :func:`simulated` raises such races at its end.
 - **Watch.** A dispatch mode that sees every operator. An operator that uses a slot is an access by compute, and one that uses the
   host store an access by the host, whether the engine declares it or not. An operator that uses both raises :class:`Mixed`.
+- **Versions.** Under a dispatch mode, torch's ``foreach`` operators do not count their writes. The watch counts them.
+- **New memory** of ``torch.empty`` has other bytes in each call, as that of a GPU's allocator.
+- **Unrepeatable kernels**, if asked for: ``index_add`` and ``scatter_add`` have other last bits in each call, as on a GPU, where
+  atomic operations add numbers in any order. Not with deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -435,17 +440,58 @@ def _range(memory: Tensor) -> tuple[int, int]:
 
 _READ_NOTHING = {torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
 """Operators that use only the shape of a tensor."""
+_ALLOCATE = {f"aten::{each}" for each in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
+_ATOMIC = {f"aten::{each}" for each in ("index_add", "index_add_", "scatter_add", "scatter_add_")}
+"""Operators that add numbers on a GPU by atomic operations."""
 
 
 class Watch(TorchDispatchMode):
-    """A dispatch mode that records the accesses of every operator of the model; see the module's docstring."""
+    """A dispatch mode that records the accesses of every operator of the model; see the module's docstring.
 
-    def __init__(self, device: SimDevice) -> None:
+    Args:
+        device: the device.
+        unrepeatable: True if atomic additions have other last bits in each call.
+    """
+
+    def __init__(self, device: SimDevice, unrepeatable: bool = False) -> None:
         super().__init__()
         self._device = device
+        self._calls = 0  # of operators whose bytes differ in each call
+        self._unrepeatable = unrepeatable
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, func._schema.name
+        result = self._recorded(func, args, kwargs)
+        if name in _ALLOCATE:
+            self._fill(result)
+        elif name.startswith("aten::_foreach_") and name.endswith("_"):
+            increment_version([each for each in args[0] if not each.is_inference()])
+        elif name in _ATOMIC and self._unrepeatable and not torch.are_deterministic_algorithms_enabled():
+            self._change_last_bits(func, args, kwargs, result)
+        return result
+
+    def _fill(self, memory: Tensor) -> None:
+        """Fills new memory with another byte than in the last call, except if torch fills it."""
+        filled = torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        if type(memory) is Tensor and memory.device.type == "cpu" and memory.layout is torch.strided and not filled:
+            self._calls += 1
+            memory.untyped_storage().fill_(
+                self._calls * 37 % 256 if memory.dtype is not torch.bool else self._calls % 2
+            )
+
+    def _change_last_bits(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+        """Changes the last bit of half of the numbers that are sums of three numbers or more: they depend on the order."""
+        own, dim, index, added = args
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(own.element_size())
+        if not own.is_floating_point() or bits is None:
+            return
+        several = func(torch.zeros_like(own), dim, index, torch.ones_like(added)) > 1
+        self._calls += 1
+        chance = torch.rand(own.shape, generator=torch.Generator().manual_seed(self._calls))
+        chosen = several & result.isfinite() & (result != 0) & (chance < 0.5)
+        result.copy_(torch.where(chosen, (result.view(bits) ^ 1).view(own.dtype), result))
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._device.inside or _is_view(func) or func in _READ_NOTHING:
             return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
@@ -522,7 +568,7 @@ def _shapes(tensors: list[Tensor]) -> list[tuple[int, ...]]:
 
 @contextmanager
 def simulated(
-    omit: Wait | None = None, *, watch: bool = True, capacity: int | None = None
+    omit: Wait | None = None, *, watch: bool = True, capacity: int | None = None, unrepeatable: bool = False
 ) -> Iterator[list[SimDevice]]:
     """A context in which every strategy runs on a simulated device.
 
@@ -530,6 +576,7 @@ def simulated(
         omit: see :class:`SimDevice`.
         watch: True to record the accesses of the model's operators.
         capacity: see :class:`SimDevice`.
+        unrepeatable: see :class:`Watch`. Plain Lightning differs from itself then.
 
     Yields:
         The list of the devices that were made, to which each run adds one.
@@ -543,7 +590,7 @@ def simulated(
     def make(device: torch.device) -> SimDevice:
         made.append(SimDevice(device, omit, capacity))
         if watch:
-            mode = Watch(made[-1])
+            mode = Watch(made[-1], unrepeatable)
             mode.__enter__()
             modes.append(mode)
         return made[-1]
