@@ -29,8 +29,14 @@ Run = Callable[[Compiled, Tensor, Tensor, list[Tensor | None], dict[str, float]]
 
 _COUNT, _COUNT_OF_HALVES = 1 << 16, 1 << 18
 """Elements of a sample in float32, and of a sample in 16 bits: more, because few 16-bit results show how float32 was rounded."""
-_STEPS = (1.0, 2.0, 3.0, 7.0, 31.0, 1000.0, 54321.0)
-"""The step numbers at which results are compared: each has another bias correction."""
+_STEPS = {
+    1.0: slice(None), 2.0: slice(1, None), 3.0: slice(-1), 7.0: slice(None), 31.0: slice(3, -1), 1000.0: slice(-2),
+    54321.0: slice(None),
+}  # fmt: skip
+"""The step numbers at which results are compared, each with the compared part of the sample.
+
+Each step has another bias correction. torch's operators on a GPU have two loops, which nvcc compiles separately: one for tensors
+that begin at a multiple of four elements and have a multiple of four elements, and one for all others."""
 _TABLE = 256
 """The number of consecutive steps for which the GPU computes the powers of a beta at once."""
 
@@ -115,8 +121,10 @@ Outcome = list[Tensor | None]
 def _expected(variant: Variant, drawn: Callable[[], Outcome], steps: float) -> Outcome:
     """Returns the sample's weight and state after step number ``steps`` of torch's optimizer on the GPU, in host memory."""
     assert variant.like is not None
-    to = partial(Tensor.to, device=variant.like.device, copy=True)
-    weight, gradient, *state = [each if each is None else to(each) for each in drawn()]
+    # The part is taken on the GPU, because a copy of the part alone would begin at a multiple of four elements.
+    weight, gradient, *state = [
+        each if each is None else each.to(variant.like.device, copy=True)[_STEPS[steps]] for each in drawn()
+    ]
     assert weight is not None
     assert gradient is not None
     state = step_as_torch(variant.kind, variant.like.form, weight, gradient, state, steps, settings_of(variant))
@@ -133,8 +141,8 @@ def _agrees(
 ) -> bool:
     """Returns True if a kernel updates the sample with the GPU's bits at each of :data:`_STEPS`."""
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-        for steps in _STEPS:
-            weight, gradient, *state = [each if each is None else each.clone() for each in drawn()]
+        for steps, part in _STEPS.items():
+            weight, gradient, *state = [each if each is None else each[part].clone() for each in drawn()]
             assert weight is not None
             assert gradient is not None
             run(kernel, weight, gradient, state, numbers(variant, settings_of(variant), steps))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Variant
 
@@ -62,6 +63,17 @@ class Compiled:
         """
         failed = self._parallel_for(0, count, least, self._address, ctypes.addressof(arguments))
         assert not failed, "a kernel raises nothing"
+
+
+def address(tensor: Tensor, what: str) -> int:
+    """Returns the address of a tensor for a kernel, which reads and writes host memory without looking at the tensor's device.
+
+    Args:
+        tensor: the tensor.
+        what: its name, for the message of the assertion that it is on the host.
+    """
+    assert tensor.is_cpu, f"A kernel for the CPU got a {what} of shape {tuple(tensor.shape)} on {tensor.device}."
+    return tensor.data_ptr()
 
 
 def is_installed() -> bool:

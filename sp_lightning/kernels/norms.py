@@ -14,7 +14,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from sp_lightning.kernels.jit import Compiled, find_kernel
+from sp_lightning.kernels.jit import Compiled, address, find_kernel
 from sp_lightning.kernels.variants import NORM_RECIPES, NormArguments, NormRecipe
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 
@@ -41,7 +41,10 @@ def norms_of(gradients: Sequence[Tensor]) -> dict[int, Tensor]:
 
 def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
     found, many = torch.empty(len(gradients), dtype=torch.float32, device="cpu"), ctypes.c_int64 * len(gradients)
-    places, counts = many(*(each.data_ptr() for each in gradients)), many(*(each.numel() for each in gradients))
+    places, counts = (
+        many(*(address(each, "gradient") for each in gradients)),
+        many(*(each.numel() for each in gradients)),
+    )
     kernel.run(len(gradients), 1, NormArguments(ctypes.addressof(places), ctypes.addressof(counts), found.data_ptr()))
     return list(found.unbind())
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from sp_lightning.device.host_kernels import HALVES, Operands
 from sp_lightning.kernels import gpu
 from sp_lightning.kernels.gpu import Outcome, Settings, same, settings_of
-from sp_lightning.kernels.jit import Compiled, find_kernel
+from sp_lightning.kernels.jit import Compiled, address, find_kernel
 from sp_lightning.kernels.variants import BLOCK, RECIPES, Arguments, GpuRecipe, Like, Recipe, Variant, float32, is_near
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import FUSED_STEPS
@@ -145,7 +145,7 @@ def _run(kernel: Compiled, operands: Operands, numbers: Mapping[str, float], cou
     places = {f"s{at}": each for at, each in enumerate(operands.moments)}
     places |= {"weight": operands.weight, "gradient": operands.gradient}
     places |= {} if operands.cast is None else {"cast": operands.cast}
-    arguments = Arguments(count=count, **numbers, **{name: each.data_ptr() for name, each in places.items()})
+    arguments = Arguments(count=count, **numbers, **{name: address(each, name) for name, each in places.items()})
     kernel.run(-(-count // BLOCK), 1, arguments)
 
 

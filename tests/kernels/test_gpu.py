@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.benchmarks.gpu_bits import plain_variants
-from sp_lightning.device.host_kernels import HALVES
+from sp_lightning.device.host_kernels import HALVES, Operands
 from sp_lightning.kernels import gpu, gpu_norms, update
 from sp_lightning.kernels.step_like import step_like
 from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
@@ -107,13 +110,23 @@ def test_an_unknown_formula_is_never_used() -> None:
         assert update.is_confirmed(variant)
 
 
-@pytest.mark.parametrize("differs", [(2.0, 10.0), (10_000.0, 100_000.0)], ids=["early", "late"])
-def test_formulas_are_compared_at_many_steps(differs: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU may have other bits only where steps are many: powers of betas depend on that."""
+@pytest.mark.parametrize(
+    "differs",
+    [
+        pytest.param(lambda weight, steps: 2 <= steps <= 10, id="early"),
+        pytest.param(lambda weight, steps: steps >= 10_000, id="late"),
+        pytest.param(lambda weight, steps: weight.numel() % 4, id="odd sizes"),
+        pytest.param(lambda weight, steps: weight.storage_offset() % 4 and not weight.numel() % 4, id="odd offsets"),
+    ],
+)
+def test_formulas_are_compared_at_many_steps_sizes_and_offsets(
+    differs: Callable[[Tensor, float], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU may have other bits only for some numbers of steps, because of powers of betas, and for odd tensors."""
 
     def stepped(kind: Any, form: Any, weight: Tensor, gradient: Tensor, state: Any, steps: float, settings: Any) -> Any:
         found = step_as_torch(kind, form, weight, gradient, state, steps, settings)
-        if differs[0] <= steps <= differs[1]:
+        if differs(weight, steps):
             weight.mul_(1.5)
         return found
 
@@ -325,6 +338,40 @@ def test_norms_are_compared_in_each_dtype(differs: torch.dtype, monkeypatch: pyt
             lambda tensors: [each * 2 if each.dtype is differs else each for each in foreach_norm(tensors)],
         )  # fmt: skip
         assert not gpu_norms.has_norms_of(CPU, 1)
+
+
+def test_the_host_waits_for_one_copy_of_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    norms, copied, to = [*torch.rand(9).unbind(), torch.rand((), device="meta")], list[Any](), Tensor.to
+
+    def noted(self: Tensor, *where: Any) -> Tensor:
+        copied.append(self.shape)
+        return to(self, *where)
+
+    monkeypatch.setattr(Tensor, "to", noted)
+    assert gpu_norms.GpuNorms(torch.device("meta")).total(norms).is_meta
+    assert copied == [(9,)], "all in one; the last norm is on the GPU already"
+
+
+def test_no_python_runs_for_each_chunk() -> None:
+    """It would hold the interpreter's lock during backward."""
+    kernel: Any = SimpleNamespace(run=lambda count, _, given: ctypes.memset(given.sums, 0, 4 * count))
+
+    def calls(chunks: int) -> int:
+        noted, gradient = list[str](), torch.zeros(1).expand(chunks * gpu_norms.CHUNK)
+        sys.setprofile(lambda frame, event, of: noted.append(event))
+        gpu_norms._run(kernel, [gradient])
+        sys.setprofile(None)
+        return len(noted)
+
+    assert calls(1) == calls(500)
+
+
+@pytest.mark.parametrize("what", ["weight", "gradient"])
+def test_a_kernel_never_gets_an_address_on_the_gpu(what: str) -> None:
+    tensors = {name: torch.zeros(32, device="meta" if name == what else "cpu") for name in ("weight", "gradient")}
+    operands = Operands(**tensors, cast=None, state=[torch.zeros(32)])
+    with EmulatedGpu(), pytest.raises(AssertionError, match=rf"got a {what} of shape \(32,\) on meta"):
+        update.update_in_one_pass(torch._fused_sgd_, SETTINGS[torch._fused_sgd_], operands, [], Like(CPU, "foreach"))
 
 
 def test_norms_that_differ_are_never_used() -> None:
