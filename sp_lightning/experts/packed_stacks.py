@@ -30,7 +30,8 @@ from sp_lightning.torch_compat.private import (
 )
 
 _AT_ONCE = 2**25
-"""About this number of values is quantised at once, because torchao makes several temporary tensors in float32."""
+"""About this number of values is quantised or dequantised at once: torchao makes several temporary tensors in float32, and
+:meth:`PackedStack.dequantize` needs 4 bytes for two values."""
 _BLOCKS = {"nvfp4": 16, "mxfp4": 32}
 """By format, the number of values with a common scale. They follow each other along the inputs of a linear layer."""
 _QUANTISED = (torch.float32, torch.bfloat16)
@@ -145,18 +146,38 @@ class PackedStack(Tensor):
         return "mxfp4" if self.factors is None else "nvfp4"
 
     def dequantize(self) -> Tensor:
-        """Returns the weight, with this tensor's shape, strides and dtype."""
-        scales = self.scales.float()
-        if self.factors is not None:
-            scales = self.factors * scales
-        # torch multiplies in float32 and rounds once. Values of 4 bits are exact in every dtype. The cache of `_pairs` must not
-        # get a tracer's tensors.
-        make_pairs = _pairs if type(self.values) is Tensor else _pairs.__wrapped__
-        values = make_pairs(self.dtype, self.device)[self.values.int()].view(*scales.shape, -1)
-        dense = values.mul_(scales.unsqueeze(-1)).flatten(-2)
-        if self.flipped:
-            dense = dense.transpose(-1, -2).contiguous()
+        """Returns the weight, with this tensor's shape, strides and dtype. Some experts at a time have temporary tensors."""
+        *first, rows, columns = self.values.shape
+        columns *= 2
+        dense = torch.empty(
+            (*first, columns, rows) if self.flipped else (*first, rows, columns), dtype=self.dtype, device=self.device
+        )
+        # A tracer's compiler makes one kernel without temporary tensors. The cache of `_pairs` must not get a tracer's tensors.
+        traced = type(self.values) not in (Tensor, FakeTensor)
+        pairs = (_pairs if type(self.values) is Tensor else _pairs.__wrapped__)(self.dtype, self.device)
+        for target, values, scales, factors in self._pieces(dense, rows * columns if not traced else 1):
+            scales = scales.float() if factors is None else factors * scales.float()
+            made = (
+                torch.empty_like(target.transpose(-1, -2), memory_format=torch.contiguous_format)
+                if self.flipped
+                else target
+            )
+            torch.index_select(pairs, 0, values.reshape(-1).int(), out=made.view(-1).view(pairs.dtype))
+            # torch multiplies in float32 and rounds once. Values of 4 bits are exact in every dtype.
+            made.view(*scales.shape, -1).mul_(scales.unsqueeze(-1))
+            if self.flipped:
+                target.copy_(made.transpose(-1, -2))
         return dense.transpose(-1, -2) if self.transposed else dense
+
+    def _pieces(self, dense: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+        """Yields the dense weight, values, scales and factors of some experts at a time; ``size``: values of one expert."""
+        parts = (dense, self.values, self.scales, self.factors)
+        if self.values.dim() == 2:
+            yield parts
+            return
+        count = max(1, _AT_ONCE // size)
+        for begin in range(0, len(dense), count):
+            yield tuple(each if each is None else each[begin : begin + count] for each in parts)  # type: ignore[misc]
 
     def _each(
         self,
@@ -245,10 +266,14 @@ class PackedStack(Tensor):
 
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the two values of each byte, of shape ``(256, 2)``. Made once per device, because the host waits for the copy."""
+    """Returns the two values of each byte as one number, of shape ``(256,)``: a kernel copies both at once.
+
+    Made once per device, because the host waits for the copy.
+    """
     with no_inference_mode():
         values = torch.tensor(_VALUES, dtype=dtype, device="cpu")
-        return torch.stack([values.repeat(16), values.repeat_interleave(16)], 1).to(device)
+        pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], 1).to(device)
+        return pairs.view({2: torch.int32, 4: torch.int64, 8: torch.complex128}[dtype.itemsize]).view(-1)
 
 
 def _writes_packed(func: Any, args: Any, kwargs: Any) -> bool:

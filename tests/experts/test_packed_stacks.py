@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import sp_lightning
 from sp_lightning.experts import packed_stacks
 from sp_lightning.experts.packed_stacks import PackedStack, named_stacks
 from sp_lightning.model.wrapped import builder, parts
+from sp_lightning.torch_compat.private import TorchDispatchMode, tree_leaves
 from tests.support import stacked
 from tests.support.poison import poisoned
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -116,6 +118,40 @@ def test_stacks_are_packed_and_dequantised_in_pieces(kind: Any, monkeypatch: pyt
     for one, other in zip(whole, pieces, strict=True):
         assert_equal(dict(parts("", other)), dict(parts("", one)), "parts")
         assert_equal(other.dequantize(), one.dequantize(), "values")
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of tensors that operators make, until they are freed."""
+
+    most = now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        if made.untyped_storage()._cdata not in given:
+            weakref.finalize(made.untyped_storage(), self._count, -made.nbytes)
+            self._count(made.nbytes)
+        return made
+
+    def _count(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_dequantising_takes_little_more_memory_than_its_result(
+    kind: str, flipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block, form = (16, torch.float8_e4m3fn) if kind == "nvfp4" else (32, torch.float8_e8m0fnu)
+    values, scales = torch.zeros(16, 64, 64, dtype=torch.uint8), torch.ones(16, 64, 128 // block).to(form)
+    factors = torch.ones(16, 1, 1) if kind == "nvfp4" else None
+    weight = PackedStack(values, scales, factors, flipped, False, torch.bfloat16)
+    weight.dequantize()  # makes the table
+    monkeypatch.setattr(packed_stacks, "_AT_ONCE", 64 * 128)
+    with Peak() as peak:
+        nbytes = weight.dequantize().nbytes
+    assert nbytes < peak.most < 1.25 * nbytes
 
 
 @pytest.mark.parametrize("name", SIZES)
