@@ -15,9 +15,11 @@ from sp_lightning.experts.expert_cache import ExpertCache
 from sp_lightning.experts.expert_rows import ExpertRows
 from sp_lightning.experts.stacks import adapting_modules, routed_share, stacked_rows, stacks_in
 from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.model.blocks import uses_torchscript
 from sp_lightning.model.found import Found, Layer, Place, Unit, is_stack, join_names, tensor_bytes
 from sp_lightning.model.rows import RowFinder
 from sp_lightning.plan.units import in_gib
+from sp_lightning.torch_compat.private import is_compiled
 
 Places = Mapping[nn.Parameter, tuple[Place, ...]]
 
@@ -30,6 +32,29 @@ class ExpertsAndEmbeddings(RowFinder):
 
     def callers(self, root: nn.Module) -> Mapping[nn.Module, nn.Module]:
         return adapting_modules(root)
+
+    def tables_in(self, units: Sequence[Unit], places: Places) -> list[Unit]:
+        """Takes embeddings out of larger modules: out of wrappers in a list, and out of BERT's module of three embeddings.
+
+        Such an embedding has more than half of its unit's bytes, and :meth:`looked_up` would return it.
+        """
+        tables = []
+        for unit in units:
+            if unit.module is None or unit.chosen or unit.expert or not unit.parameters:
+                continue
+            if any(is_compiled(child) or uses_torchscript(child) for child in unit.module.modules()):
+                continue
+            name, weight = max(unit.parameters, key=lambda named: tensor_bytes(named[1]))
+            inner = places[weight][0].module
+            table = Unit(name.rpartition(".")[0], inner, [(name, weight)], within=True)
+            if (
+                inner is not unit.module
+                and 2 * table.nbytes > unit.nbytes
+                and table in self.looked_up([*units, table], places)
+            ):
+                unit.parameters = [named for named in unit.parameters if named[1] is not weight]
+                tables.append(table)
+        return tables
 
     def looked_up(self, units: Sequence[Unit], places: Places) -> list[Unit]:
         """Returns the embeddings of which only looked-up rows are uploaded.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sp_lightning.model.found import join_names
+from sp_lightning.model.found import join_names, tensor_bytes
 from sp_lightning.model.rows import RowFinder
 from sp_lightning.torch_compat.private import is_compiled
 
@@ -26,18 +26,34 @@ def has_parts(module: nn.Module) -> bool:
 def is_repeated(module: nn.Module) -> bool:
     """Returns True for a container of repeated blocks, and for a ``ModuleList`` of one block that is not only a wrapper.
 
-    A container has repeated blocks if at least two children with parts have the same class, or if at least two groups of single
-    modules (:func:`groups_in`) have parameters of the same shapes.
+    A container has repeated blocks if at least two children with parts have the same class and do not share their weights
+    (:func:`not_shared`), or if at least two groups of single modules (:func:`groups_in`) have parameters of the same shapes.
     """
     if not isinstance(module, CONTAINERS):
         return False
     if type(module) is nn.ModuleList and len(module) == 1:
         # `children()`, and not `module[0]`: a list may hold None, as in diffusers' VAEs without attention.
         return any(has_parts(child) and not is_wrapper(child) for child in module.children())
-    kinds = Counter(type(child) for child in module.children() if has_parts(child))
+    kinds = Counter(type(child) for child in not_shared(module) if has_parts(child))
     shapes = Counter(tuple(p.shape for p in group.parameters()) for group in groups_in(module))
     alike = any(count >= 2 for kind, count in kinds.items() if kind not in CONTAINERS)
     return alike or max(shapes.values(), default=0) > 1
+
+
+def not_shared(container: nn.Module) -> list[nn.Module]:
+    """Returns the children of a container that have most of their bytes to themselves: no other child has the same parameters.
+
+    The other children are not blocks. They are losses, heads or tasks around one network, and the network has the blocks.
+    """
+    children = {child: [*child.parameters()] for child in container.children()}
+    holders = Counter(parameter for parameters in children.values() for parameter in parameters)
+    if len(holders) == holders.total():
+        return [*children]
+
+    def nbytes(parameters: list[nn.Parameter], *, shared: bool) -> int:
+        return sum(tensor_bytes(parameter) for parameter in parameters if (holders[parameter] > 1) is shared)
+
+    return [child for child, each in children.items() if nbytes(each, shared=True) <= nbytes(each, shared=False)]
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -69,7 +85,7 @@ def groups_in(module: nn.Module) -> list[nn.Module]:
     if not isinstance(module, CONTAINERS):
         return []
     sequences: list[nn.Module] = [
-        child for child in module.children() if type(child) is nn.Sequential and has_parts(child)
+        child for child in not_shared(module) if type(child) is nn.Sequential and has_parts(child)
     ]
     bare = [child for child in sequences if _is_bare(child)]
     groups = [child for child in bare if sum(bool(inner._parameters) for inner in child.modules()) > 1]

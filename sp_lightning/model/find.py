@@ -21,6 +21,7 @@ from sp_lightning.model.blocks import (
     has_blocks,
     has_parts,
     is_repeated,
+    not_shared,
     uses_torchscript,
 )
 from sp_lightning.model.checks import (
@@ -99,8 +100,9 @@ def find_layers(
     units = list(walk.units(module, names[module]))
     places = _places(module, whole)
     lowered = set() if autocast is None else _lowered(module, places)
+    units += finder.tables_in(_moving(units, _small(units), kept), places)
     small = _small(units)
-    moving = [unit for unit in units if unit not in small and any(p not in kept for _, p in unit.parameters)]
+    moving = _moving(units, small, kept)
     looked_up = finder.looked_up(moving, places)
     streamed = [unit for unit in moving if unit not in looked_up]
     found, tables = (tuple(_layer(unit, kept, lowered, places) for unit in each) for each in (streamed, looked_up))
@@ -181,6 +183,11 @@ def _small(units: Sequence[Unit]) -> set[Unit]:
             break
         small.update(unit for unit in alike if not unit.chosen)
     return small
+
+
+def _moving(units: Iterable[Unit], small: set[Unit], kept: set[nn.Parameter]) -> list[Unit]:
+    """Returns the units that are uploaded: those with a parameter that does not stay on the device."""
+    return [unit for unit in units if unit not in small and any(p not in kept for _, p in unit.parameters)]
 
 
 def _residents(units: Iterable[Unit], small: set[Unit], kept: set[nn.Parameter]) -> Layer:
@@ -323,11 +330,11 @@ class _Walk:
                 self._owned.add(parameter)
                 full = join_names(name, key)
                 yield Unit(full, None, [(full, parameter)])
-        repeated = is_repeated(module) and not self._is_all(module)
+        blocks = not_shared(module) if is_repeated(module) and not self._is_all(module) else ()
         routed = are_experts(name, module)
         self._groups.update(groups_in(module))
         for key, child in module.named_children():
-            yield from self.units(child, join_names(name, key), is_block=repeated, is_expert=routed)
+            yield from self.units(child, join_names(name, key), is_block=child in blocks, is_expert=routed)
 
     def _undivided(self, module: nn.Module, name: str, is_expert: bool) -> Iterator[Unit]:
         """Yields the unit of a module that is not divided, and then the units of the experts inside it.

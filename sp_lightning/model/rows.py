@@ -31,6 +31,18 @@ class RowFinder:
         """
         return {}
 
+    def tables_in(self, units: Sequence[Unit], places: Mapping[nn.Parameter, tuple[Place, ...]]) -> list[Unit]:
+        """Takes embeddings of which only the rows in a batch are uploaded out of the units of larger modules.
+
+        Args:
+            units: the units that do not stay on the device. They lose the weights of these embeddings.
+            places: all places of each parameter in the module tree.
+
+        Returns:
+            The units of these embeddings.
+        """
+        return []
+
     def looked_up(self, units: Sequence[Unit], places: Mapping[nn.Parameter, tuple[Place, ...]]) -> list[Unit]:
         """Returns the embeddings of which only the rows in a batch are uploaded.
 

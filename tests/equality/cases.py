@@ -84,6 +84,7 @@ COVERS = {
     "lbfgs": "an optimizer whose step calls forward and backward several times",
     "sparse-embedding": "a gradient that is sparse",
     "tied-apart": "one weight in two layers that are apart, and a parameter beside all layers",
+    "shared-trunk": "a list of heads around one network, which is called once for each head",
     "one-linear": "one layer and nothing else",
     "transformer-encoder": "torch's own transformer, with its fast path in evaluation",
 }
@@ -122,6 +123,7 @@ OF_TABLES = {
     "frozen": "no gradient at all",
     "thawed": "a gradient from the second batch on",
     "kept": "the last step's gradients are held by the user",
+    "inside": "tables inside of larger modules, two of them in a list",
     "sparse-and-dense": "a sparse gradient and a dense one of one weight",
     "dense-and-sparse": "the same, in the other order",
 }
@@ -140,7 +142,8 @@ CASES |= {
     f"rows/{name}": Case(
         make, tables.numbers, f"rows of an embedding: {OF_TABLES[name]}", name in ("looked-up", "sparse"),
         frozenset() if name != "sparse" or clips_sparse_gradients() else BY_HAND - {"accumulate_grad_batches"},
-        shown_by=lambda plan: [table.name for table in plan.tables] == ["net.table"] or not is_installed("experts"),
+        shown_by=lambda plan: all(table.name.startswith("net.table") for table in plan.tables)
+        and bool(plan.tables) is is_installed("experts"),
         fusible="sparse" not in name,
     )
     for name, make in tables.CASES.items()

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from tests.support.findable import MODELS
-from tests.support.models import Block, Module, Stack, vectors
+from tests.support.models import Block, Module, SharedTrunk, Stack, WithTrunk, vectors
 from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.tables import Inside
 from tests.support.tiers import first
 
 SLOW = ("vgg", "vit", "swin", "resnet50")
@@ -95,6 +96,43 @@ def test_a_list_of_one_network_is_not_one_layer(module: nn.Module, first: str) -
     layers = find_layers(module).layers
     assert layers[0].name == first
     assert len(layers) >= 4
+
+
+def times_around(count: int, wrap: Callable[[nn.Module], nn.Module], network: Callable[[], nn.Module]) -> nn.Module:
+    shared = network()
+    return nn.ModuleList(wrap(shared) for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (times_around(2, Wraps, linears), ["0.module.0", "0.module.1", "0.module.2", "0.module.3"]),
+        (
+            times_around(2, Wraps, lambda: Stack(2)),
+            ["0.module.stem", "0.module.blocks.0", "0.module.blocks.1", "0.module.head"],
+        ),
+        (
+            times_around(2, lambda network: nn.Sequential(network, nn.Linear(16, 16)), linears),
+            ["0.0.0", "0.0.1", "0.0.2", "0.0.3", "0.1", "1.1"],
+        ),
+        (SharedTrunk(), [f"tasks.0.trunk.{i}" for i in range(6)] + [f"tasks.{i}.head" for i in range(3)]),
+        # Most of each is its own: blocks, of which the first has the shared weights.
+        (times_around(3, WithTrunk, lambda: nn.LayerNorm(16)), ["0", "1", "2"]),
+    ],
+)
+def test_a_list_around_one_network_is_cut_in_the_network(module: nn.Module, expected: list[str]) -> None:
+    """torchphysics' solvers have a list of conditions that share their network: all of it was one layer."""
+    assert [layer.name for layer in find_layers(module).layers] == expected
+
+
+def test_tables_inside_of_modules_are_uploaded_by_rows() -> None:
+    """pykeen's representations in a list, and BERT's embeddings, were uploaded whole."""
+    found = find_layers(Inside())
+    assert [table.name for table in found.tables] == ["table.0.words", "table.1.words"]
+    assert [layer.name for layer in found.layers] == [f"blocks.{index}" for index in range(4)]
+    whole = find_layers(Inside(), layers="table.*")
+    assert [layer.name for layer in whole.layers][:2] == ["table.0", "table.1"]
+    assert not whole.tables
 
 
 def test_a_single_block_in_a_list_is_a_layer() -> None:

@@ -209,6 +209,29 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class WithTrunk(nn.Module):
+    """A head of its own behind a network that others share."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk, self.head = trunk, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.trunk(x))
+
+
+class SharedTrunk(nn.Module):
+    """A list of tasks, and torchphysics' conditions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        trunk = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+        self.tasks = nn.ModuleList(WithTrunk(trunk) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([task(x) for task in self.tasks]).sum(0)
+
+
 class Reused(Stack):
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -671,6 +694,7 @@ CASES: dict[str, Case] = {
         lambda: [torch.randint(0, 64, (4,), generator=torch.Generator().manual_seed(i)) for i in range(3)],
     ),
     "tied-apart": Case(lambda: Module(BadlyTied()), vectors),
+    "shared-trunk": Case(lambda: Module(SharedTrunk()), vectors),
     "one-linear": Case(lambda: Module(nn.Linear(16, 16)), vectors),
     "transformer-encoder": Case(
         lambda: Module(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 4)),

@@ -46,6 +46,31 @@ class WrittenInForward(Text):
         return x
 
 
+class Words(nn.Module):
+    """A table with other weights beside it, as BERT's, and a dropout behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(ROWS, 16), nn.LayerNorm(16)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        return F.dropout(self.norm(self.words(numbers)), 0.1, self.training)
+
+
+class Inside(Text):
+    """Two wrappers around tables in one list, as pykeen's representations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.ModuleList([Words(), Words()])  # type: ignore[assignment]
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        x = self.table[0](numbers)  # type: ignore[index]
+        for block in self.blocks:
+            x = block(x)
+        return x + self.table[1](numbers.flip(0))  # type: ignore[index]
+
+
 class Checkpointed(Text):
     def forward(self, numbers: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(super().forward, numbers, use_reentrant=False)
@@ -144,6 +169,7 @@ CASES: dict[str, Callable[[], Module]] = {
     "frozen": lambda: Frozen(Text()),
     "thawed": lambda: Thaws(Text()),
     "kept": lambda: KeepsGradients(Text()),
+    "inside": lambda: Module(Inside()),
     "sparse-and-dense": lambda: Sgd(BothWays(sparse=True)),
     "dense-and-sparse": lambda: Sgd(BothWays()),
 }
