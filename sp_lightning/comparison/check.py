@@ -129,7 +129,7 @@ class _Checking:
         if plain is None or again is None:
             return self._without_plain(variants[0])
         self._but = unrepeatable(again.record, plain.record, "logged values")
-        _refuse_unrepeatable(compare(again.record, plain.record, ["gradients"], self._but))
+        self._refuse_unrepeatable(compare(again.record, plain.record, ["gradients"], self._but))
         if names := sorted({name.removeprefix("0.") for _, name in self._but}):
             self.found.notes.append(
                 f"Not compared, because plain Lightning logs others when run twice: {', '.join(names)}."
@@ -142,6 +142,21 @@ class _Checking:
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
         self._compare_with_plain(variants, plain)
         return self.found
+
+    def _refuse_unrepeatable(self, compared: dict[str, Compared]) -> None:
+        """Raises a NotRunError if two runs of plain Lightning differ. Trains twice more to find the first module that differs."""
+        differ = [f"{what} ({each.first.name}, {each.first.how})" for what, each in compared.items() if each.first]
+        if not differ:
+            return
+        names = ("plain, hooks on modules", "plain again, hooks on modules")
+        try:
+            first, again = (self._run(RunVariant(name, **self._plain, watched="modules")) for name in names)
+            where = " ".join(first_module(again, first)[1:])
+        except _STOPS as error:
+            where = str(error)
+        raise NotRunError(
+            f"Plain Lightning, run twice from the same seed, differs from itself: {'; '.join(differ)}. {where} {_REPEATABLE}"
+        )
 
     def _plain_steps(self, options: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns where and how plain Lightning's optimizers step, as arguments of :class:`RunVariant`."""
@@ -362,17 +377,6 @@ def _figures(done: RunResult, counted: int | None = None) -> RunFigures:
     return RunFigures(done.way.name, done.seconds, ours if done.peak_bytes is None else done.peak_bytes)
 
 
-def _refuse_unrepeatable(compared: dict[str, Compared]) -> None:
-    """Raises a NotRunError if two runs of plain Lightning differ."""
-    differ = [f"{what} ({each.first.name}, {each.first.how})" for what, each in compared.items() if each.first]
-    if differ:
-        raise NotRunError(
-            f"Plain Lightning, run twice from the same seed, differs from itself: {'; '.join(differ)}. Whatever is random has to "
-            "be the same in each run: seed generators of your own where the factory makes them, and choose deterministic kernels "
-            "(torch.use_deterministic_algorithms(True))."
-        )
-
-
 def _is_refusal(error: BaseException) -> bool:
     """Returns True if a ``raise`` statement of this package ended the run, and not user code, torch, or a failed assertion."""
     at = None if error.__cause__ is None else error.__cause__.__traceback__
@@ -385,6 +389,12 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 _PACKAGE = Path(__file__).parents[1]
+_REPEATABLE = (
+    "No strategy can be bit-identical to such a program. Seed generators of your own where the factory makes them. Choose "
+    "kernels that repeat: Trainer(deterministic=True, benchmark=False). In backward, flash and cuDNN attention may add in "
+    "another order each time: deterministic=True chooses others, as torch.nn.attention.sdpa_kernel(SDPBackend.MATH) does. The "
+    "package flash-attn needs deterministic=True in its call (FLASH_ATTENTION_DETERMINISTIC=1 in transformers)."
+)
 
 
 def _fits_host(subject: Subject) -> bool:

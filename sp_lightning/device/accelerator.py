@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 
 _NEW_ZERO = 10.0
 """Seconds after which a timeline takes a new zero event, so that float32 milliseconds resolve at least a microsecond."""
+
+_LEAST_PAUSE, _MOST_PAUSE = 20e-6, 200e-6
+"""Seconds between two looks at an event for which the host waits. The first pauses are the shortest, for short waits."""
 
 
 class Accelerator(Device):
@@ -118,8 +121,14 @@ class Accelerator(Device):
             self._sum_waits()
 
     def synchronize(self, event: torch.Event | None, why: Wait) -> None:
-        if event is not None:
-            event.synchronize()
+        if event is None:
+            return
+        # event.synchronize() alone would spin on a core, which the CPU's optimizer steps need. torch.Event ignores blocking=True.
+        pause = _LEAST_PAUSE
+        while not event.query():
+            sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE)
+        event.synchronize()
 
     def has_happened(self, event: torch.Event | None) -> bool:
         return event is None or event.query()
@@ -139,7 +148,14 @@ class Accelerator(Device):
         torch.accelerator.set_device_index(self.device.index)
 
     def free_bytes(self) -> int | None:
-        free, reserved, used = map(self._counted, ("get_memory_info", "memory_reserved", "memory_allocated"))
+        free = self._counted("get_memory_info")
+        if (
+            self.device.type == "cuda"
+        ):  # memory_reserved and memory_allocated each copy all statistics to a flat dictionary
+            nested = torch.cuda.memory_stats_as_nested_dict(self.device)
+            reserved, used = (nested[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "allocated"))
+        else:
+            reserved, used = map(self._counted, ("memory_reserved", "memory_allocated"))
         if free is None or reserved is None or used is None:
             return None
         allowed = free[0]

@@ -121,7 +121,10 @@ def test_randomness_that_cannot_be_repeated_is_said_first() -> None:
     report = check(planted.Unrepeatable)
     assert report.status == 2
     assert not report.rows
-    assert "Plain Lightning, run twice from the same seed, differs from itself: losses (" in str(report)
+    said = str(report)
+    assert "Plain Lightning, run twice from the same seed, differs from itself: losses (" in said
+    assert "The first module whose output differs is 'net" in said
+    assert "Trainer(deterministic=True, benchmark=False)" in said
 
 
 def test_an_error_of_one_mode_is_a_difference_and_a_refusal_is_said() -> None:

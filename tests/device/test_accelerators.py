@@ -182,13 +182,24 @@ def test_where_torch_counts_nothing_there_is_no_budget_and_no_peak(xpu: Accelera
         assert xpu.peak_bytes() is None
 
 
+def test_the_host_waits_without_spinning(xpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, event = list[float](), mock.Mock(query=mock.Mock(side_effect=[False] * 6 + [True]))
+    monkeypatch.setattr("sp_lightning.device.accelerator.sleep", lambda pause: pauses.append(pause))
+    xpu.synchronize(event, Wait.APPLY_AFTER_DRAIN)
+    assert pauses == [20e-6, 40e-6, 80e-6, 160e-6, 200e-6, 200e-6]
+    event.synchronize.assert_called_once()
+
+
 @pytest.mark.parametrize(("fraction", "free"), [(1.0, 600 + 300 - 100), (0.5, 500 - 100), (0.2, 200 - 100)])
 def test_the_budget_is_within_what_the_user_allows_this_process(
     fraction: float, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's allocator raises out of memory beyond torch.cuda.set_per_process_memory_fraction, however much is free."""
     gpu = accelerator("cuda")
-    counters = {"mem_get_info": (600, 1000), "memory_reserved": 300, "memory_allocated": 100}
+    current = {
+        f"{name}_bytes": {"all": {"current": nbytes}} for name, nbytes in (("reserved", 300), ("allocated", 100))
+    }
+    counters = {"mem_get_info": (600, 1000), "memory_stats_as_nested_dict": current}
     with mock.patch.multiple("torch.cuda", **{name: mock.Mock(return_value=each) for name, each in counters.items()}):
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction, raising=False)
         assert gpu.free_bytes() == free
