@@ -210,18 +210,23 @@ class Plan:
 
     @property
     def update_bytes(self) -> int:
-        """Device memory of steps: slots for weights, gradients and Adam's state; wide gradients; casts of three layers."""
+        """Device memory of steps: slots for weights, wide gradients and Adam's state; Adam's root; casts of three layers."""
         if not self.steps_on_device:
             return self.staying_bytes
         largest = max(each.gradient_bytes for each in self.trained)
         narrow = max(each.narrow_bytes for each in self.trained)
-        return self.step_slots * 4 * largest + 3 * narrow + self.staying_bytes
+        return (self.step_slots * 4 + 1) * largest + 3 * narrow + self.staying_bytes
 
     @property
     def staying_bytes(self) -> int:
-        """Device memory of layers that stay, without their slots: gradients, Adam's state, and the masters of casts."""
-        total = 0
-        for layer in (self.layers[index] for index in self.stay):
+        """Device memory of layers that stay, without their slots: gradients, Adam's state, the masters of casts, and steps.
+
+        The step of a layer makes two tensors for each weight, in the weight's dtype: the gradient, widened or clipped, and the
+        root of Adam's ``foreach`` step. The allocator keeps their memory for steps, which have a stream of their own.
+        """
+        layers = [self.layers[index] for index in self.stay]
+        total = 2 * max((layer.gradient_bytes for layer in layers), default=0)
+        for layer in layers:
             masters = 0 if layer.masters is None else self.moving[layer.masters].nbytes
             total += 3 * layer.gradient_bytes - layer.narrow_bytes + masters
         return total
@@ -273,7 +278,7 @@ class Plan:
         stay, kept = self.staying[0], self.cache_bytes
         moved_whole = f"of them {in_gib(stay)} of buffers and modules that are moved whole" if stay else ""
         steps = self.update_bytes - self.staying_bytes
-        stays = f"{len(self.stay)} of {len(self.layers)}: gradients, optimizer state and float32 weights, beside their slots"
+        stays = f"{len(self.stay)} of {len(self.layers)}: gradients, optimizer state, float32 weights, steps; beside their slots"
         of_stacks = f"{kept / self.stack_bytes:.0%} of {in_gib(self.stack_bytes)}" if kept else ""
         totals = {
             "slots": (self.slot_bytes, slots),

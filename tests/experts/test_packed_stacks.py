@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ import sp_lightning
 from sp_lightning.experts import packed_stacks
 from sp_lightning.experts.packed_stacks import PackedStack, named_stacks
 from sp_lightning.model.wrapped import builder, parts
-from sp_lightning.torch_compat.private import TorchDispatchMode, tree_leaves
 from tests.support import stacked
+from tests.support.made_bytes import MadeBytes
 from tests.support.poison import poisoned
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.tiers import first
@@ -120,24 +119,6 @@ def test_stacks_are_packed_and_dequantised_in_pieces(kind: Any, monkeypatch: pyt
         assert_equal(other.dequantize(), one.dequantize(), "values")
 
 
-class Peak(TorchDispatchMode):
-    """Counts the bytes of tensors that operators make, until they are freed."""
-
-    most = now = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        made = func(*args, **(kwargs or {}))
-        if made.untyped_storage()._cdata not in given:
-            weakref.finalize(made.untyped_storage(), self._count, -made.nbytes)
-            self._count(made.nbytes)
-        return made
-
-    def _count(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.most = max(self.most, self.now)
-
-
 @pytest.mark.parametrize("flipped", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_dequantising_takes_little_more_memory_than_its_result(
@@ -149,7 +130,7 @@ def test_dequantising_takes_little_more_memory_than_its_result(
     weight = PackedStack(values, scales, factors, flipped, False, torch.bfloat16)
     weight.dequantize()  # makes the table
     monkeypatch.setattr(packed_stacks, "_AT_ONCE", 64 * 128)
-    with Peak() as peak:
+    with MadeBytes() as peak:
         nbytes = weight.dequantize().nbytes
     assert nbytes < peak.most < 1.25 * nbytes
 

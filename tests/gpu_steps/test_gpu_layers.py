@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from torch import Tensor
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Wait
 from sp_lightning.device.layout import PAGE
+from sp_lightning.gpu_steps.staying import StayingLayers
 from sp_lightning.observe.stats import Stats
 from tests.support.emulated_gpu import gpu_device
 from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, plain, said
 from tests.support.like_gpu import Stepped as OfKind
+from tests.support.made_bytes import MadeBytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
@@ -105,6 +108,32 @@ def test_steps_of_layers_that_stay_write_their_slots() -> None:
     stats, plan = strategy.stats(), strategy.plan
     assert stats.extra_slots == 0
     assert stats.peak_device_bytes <= plan.peak_device_bytes - (plan.update_bytes - plan.staying_bytes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16-mixed"}, {"precision": "32-true", "gradient_clip_val": 1e-3}],
+    ids=["widens", "clips"],
+)
+def test_the_plan_counts_what_a_step_makes(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the budget full of layers that stay, the allocator had to free memory in each step, or ran out of it."""
+    made, step = list[int](), StayingLayers.step
+
+    def counted(*args: Any, **settings: Any) -> None:
+        with MadeBytes() as counts:
+            step(*args, **settings)
+        made.append(counts.most)
+
+    monkeypatch.setattr(StayingLayers, "step", counted)
+    strategy, make = on_device(gpu_layers=ALL), partial(Stepped, partial(torch.optim.AdamW, foreach=True))
+    with simulated():
+        fit(make, vectors(4), strategy, recorded="nothing", **options)
+    plan = strategy.plan
+    most = max(made[len(made) // 2 :])  # without the first steps, which make state
+    weights = max(4 * sum(math.prod(span.shape) for span in layer.spans) for layer in plan.layers)
+    masters = sum(plan.moving[layer.masters].nbytes for layer in plan.layers if layer.masters is not None)
+    kept = masters + sum(3 * layer.gradient_bytes - layer.narrow_bytes for layer in plan.layers)
+    assert 2 * weights <= most <= plan.staying_bytes - kept <= 2 * max(layer.gradient_bytes for layer in plan.layers)
 
 
 class CountsPages(Callback):
