@@ -244,6 +244,11 @@ def choose_batch(options: argparse.Namespace, config: Path, clock: Clock, tokens
     given |= {name: getattr(options, name) for name in ("batch_size", "accumulate_grad_batches", "precision", "rates")}
     if torch.cuda.is_available() and options.accelerator != "cpu":
         given["gpu_memory"] = f"{torch.cuda.mem_get_info()[0]}B"
+    elif options.rates is None:
+        say(
+            "The plan assumes a GPU (100 TFLOP/s), and this run computes on the CPU: it plans far too many steps, so the "
+            "learning rate falls too late. Measure first: python -m sp_lightning rates > rates.json, then add --rates rates.json"
+        )
     hours = (clock.end() - clock.elapsed()) / 3600
     return ask_plan(config, hours=hours, tokens=options.length, dataset_tokens=tokens, gradient_clip="norm", **given)
 

@@ -376,6 +376,17 @@ def test_the_plan_is_asked_for_with_what_was_given(tmp_path: Path, monkeypatch: 
     assert command[-1] == "--json"
 
 
+@pytest.mark.parametrize("rates", [None, Path("rates.json")], ids=["assumed", "measured"])
+def test_rates_that_are_assumed_on_a_cpu_are_said(
+    rates: Path | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cram_llm, "ask_plan", lambda *_, **__: None)
+    options = cram_llm.make_parser().parse_args(["--hours", "1", "--accelerator", "cpu"])
+    options.rates, clock = rates, SimpleNamespace(end=lambda: 3600.0, elapsed=lambda: 0.0)
+    cram_llm.choose_batch(options, Path("config"), clock, 1000)  # type: ignore[arg-type]
+    assert ("assumes a GPU (100 TFLOP/s)" in capsys.readouterr().out) is (rates is None)
+
+
 def test_set_up_may_not_take_all_of_the_time(
     cram: Callable[..., cram_llm.Result], capsys: pytest.CaptureFixture[str]
 ) -> None:
