@@ -10,9 +10,11 @@ second run. A fingerprint of each tensor remains: sums over its memory, less tha
 
 from __future__ import annotations
 
+import math
 import threading
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -47,6 +49,12 @@ _SMALL = 2**14
 
 _COLUMNS = 1021
 """The memory of a larger tensor is summed to this number of 64-bit numbers. It is prime."""
+
+_SHORT = 4
+"""Saved int64 tensors of one dimension and at most this many elements may be a seed that a kernel has not written."""
+
+_CLOSE, _NEAR = 2.0**-13, 2.0**-5
+"""The largest distances that count as rounding: of two runs with deterministic kernels; of one of them and a usual run."""
 
 _PENDING = 2
 """The byte of a result that is not on the host yet. Results are 0 or 1."""
@@ -89,25 +97,32 @@ class SavedRun:
 
     Args:
         layer_at: finds weights on the device.
+        values: True to keep also a copy of each floating-point tensor, on the host.
 
     Attributes:
         found: the fingerprints.
+        values: the copies, each flat.
+        short: the number of fingerprints up to the last short tensor of integers (:data:`_SHORT`); 0 without one.
     """
 
-    def __init__(self, layer_at: LayerAt) -> None:
+    def __init__(self, layer_at: LayerAt, *, values: bool = False) -> None:
         self._layer_at = layer_at
+        self._keeps_values = values
         self.found: list[Fingerprint] = []
+        self.values: list[Tensor] = []
+        self.short = 0
         # Several operators may save one tensor: for example, those that compute queries, keys and values.
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Fingerprint]] = {}
 
     @contextmanager
-    def noting(self, unpack: Callable[[Callable[..., Any], Any], Any]) -> Iterator[None]:
+    def noting(self, unpack: Callable[[Callable[..., Any], Any], Any], *, alone: bool = False) -> Iterator[None]:
         """A context in which each tensor is recorded before the present hooks pack it.
 
         Args:
             unpack: called in place of the present unpack hook, with that hook and its argument.
+            alone: True to keep each tensor instead of calling the present hooks.
         """
-        present = top_saved_tensors_hooks()
+        present: Any = (Tensor.detach, Tensor.detach) if alone else top_saved_tensors_hooks()
         if present is None:  # in a trial in which no hooks pack tensors: only outputs are compared
             yield
             return
@@ -158,12 +173,30 @@ class SavedRun:
             return Fingerprint(kind, place=place, cast_in=(layer.block, _begin(tensor)) if place[1] is None else None)
         if may_be_unwritten(tensor):
             return Fingerprint(kind)
+        if tensor.dtype is torch.int64 and tensor.ndim == 1 and tensor.numel() <= _SHORT:
+            self.short = len(self.found) + 1
         if tensor.nbytes <= _SMALL:
+            self._keep(tensor)
             return Fingerprint(kind, _values(tensor))
         key = (storage_id(storage), tensor._version, tensor.storage_offset(), *kind)
         if key not in self._known:
+            self._keep(tensor)
             self._known[key] = StorageWeakRef(storage), Fingerprint(kind, _values(tensor))
         return self._known[key][1]
+
+    def _keep(self, tensor: Tensor) -> None:
+        if self._keeps_values and tensor.is_floating_point():
+            self.values.append(tensor.detach().flatten().to("cpu", copy=True))
+
+    def filled(self, among: int) -> Set[int]:
+        """Returns the positions, among the first ones, of int64 tensors that have only the value that torch fills memory with."""
+        most = torch.iinfo(torch.int64).max
+        whole = (
+            (at, each.sums[0].view(torch.int64))
+            for at, each in enumerate(self.found[:among])
+            if each.kind[0] is torch.int64 and len(each.sums) == 1
+        )
+        return {at for at, values in whole if bool((values == most).all())}
 
 
 def _begin(tensor: Tensor) -> int:
@@ -246,8 +279,78 @@ def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
     return lanes.sum(0).view(torch.uint8), rest.clone().view(torch.uint8)
 
 
-def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """A context with deterministic kernels, where torch has them. In it torch fills new memory, and gives no warnings."""
+    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one for each kernel that is not deterministic
+        try:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = True
+            yield
+        finally:
+            torch.use_deterministic_algorithms(enabled, warn_only=warns)
+            torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def only_rounding_differs(runs: Sequence[SavedRun], device: torch.device) -> bool:
+    """Returns True if complete runs of one forward have saved the same, apart from rounding and from unwritten memory.
+
+    Some kernels add numbers in an order that differs each time (atomic additions), so last bits differ. With deterministic
+    kernels the runs agree, or almost agree if a kernel is not torch's. A forward that reads an iterator or a counter differs by
+    more.
+
+    Args:
+        runs: the runs in their order. The last three have kept their values, and the last two have run inside
+            :func:`deterministic`.
+        device: the device that compares values.
+    """
+    *_, usual, one, other = runs
+    if any(len(run.found) != len(usual.found) or len(run.values) not in (0, len(usual.values)) for run in runs):
+        return False
+    unwritten = one.filled(len(one.found)) & other.filled(len(other.found))
+    for at, (before, *each) in enumerate(zip(*(run.found for run in runs), strict=True)):
+        if any((before.kind, before.place, len(before.sums)) != (now.kind, now.place, len(now.sums)) for now in each):
+            return False
+        dtype = before.kind[0]
+        if at in unwritten or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            continue
+        if any(not torch.equal(*pair) for now in each for pair in zip(before.sums, now.sums, strict=True)):
+            return False
+    close = max((min(16 * torch.finfo(each.dtype).eps, _CLOSE) for each in one.values), default=0.0)
+    return _distance(usual, one, device) <= _NEAR and _distance(one, other, device) <= close
+
+
+def _distance(run: SavedRun, filled: SavedRun, device: torch.device) -> float:
+    """Returns how far the floating-point tensors of two runs are from each other.
+
+    The distance of two tensors is the root mean square of their difference, relative to that of the tensor or of all tensors,
+    whichever is larger: rounding of large values is not small beside their mean, which may be 0.
+
+    Args:
+        run: a run.
+        filled: a run in which torch has filled new memory, with NaN. Elements that are NaN there are not compared.
+        device: the device that compares.
+    """
+    found = []  # for each tensor the sum of squares of differences, and of values, and the number of elements
+    for pair in zip(run.values, filled.values, strict=True):
+        gap = size = 0.0
+        for one, other in zip(*(each.split(2**24) for each in pair), strict=True):
+            one, other = one.to(device).double(), other.to(device).double()
+            gap += float(torch.where((one == other) | other.isnan(), 0.0, one - other).square().sum())
+            size += float(torch.where(other.isfinite(), other, 0.0).square().sum())
+        found.append((gap, size, pair[0].numel()))
+    mean = sum(size for _, size, _ in found) / max(sum(number for *_, number in found), 1)
+    far = [math.sqrt(gap / (max(size, mean * number) or math.ulp(0.0))) for gap, size, number in found]
+    return math.inf if any(map(math.isnan, far)) else max(far, default=0.0)
+
+
+def differences(first: SavedRun, second: SavedRun, unwritten: Set[int] = frozenset()) -> list[Tensor]:
     """Compares two runs up to the last tensor of the second run, because torch ends the second run early.
+
+    Tensors at positions in ``unwritten`` are not compared.
 
     Each device compares all of its values at once. The host waits only to compare a weight's cast with autocast's own cast (see
     :meth:`Fingerprint.with_sums`).
@@ -258,7 +361,9 @@ def differences(first: SavedRun, second: SavedRun) -> list[Tensor]:
     """
     found: list[Tensor] = []
     pairs: dict[torch.device, dict[tuple[int, int], tuple[Tensor, Tensor]]] = {}
-    for one, other in zip(first.found, second.found, strict=False):
+    for at, (one, other) in enumerate(zip(first.found, second.found, strict=False)):
+        if at in unwritten and one.kind == other.kind:
+            continue
         if bool(one.place) != bool(other.place):  # a weight's cast in the slot, and autocast's own cast
             one, other = (_on_the_host(each.with_sums()) for each in (one, other))
         if (one.kind, one.place) != (other.kind, other.place) or len(one.sums) != len(other.sums):

@@ -89,10 +89,11 @@ def with_inner_experts(found: Found) -> dict[str, str]:
 def summary(modes: Modes) -> str:
     """Returns which units have which mode, for logs."""
     groups = {mode: [unit for unit, each in modes.items() if each == mode] for mode in get_args(Mode)}
-    return "; ".join(f"{mode} {len(units)} ({_some(units)})" for mode, units in groups.items() if units)
+    return "; ".join(f"{mode} {len(units)} ({some(units)})" for mode, units in groups.items() if units)
 
 
-def _some(units: Sequence[str]) -> str:
+def some(units: Sequence[str]) -> str:
+    """Returns the names of units for logs; of many units only the first two and the last."""
     return ", ".join(units) if len(units) <= 4 else f"{units[0]}, {units[1]}, … {units[-1]}"
 
 

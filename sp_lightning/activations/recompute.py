@@ -19,20 +19,30 @@ So the tensors that the two runs save are compared (``fingerprints``).
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, GraphExecGroup, checkpoint
 
-from sp_lightning.activations.fingerprints import Differences, LayerAt, SavedRun, differences
+from sp_lightning.activations.fingerprints import (
+    Differences,
+    LayerAt,
+    SavedRun,
+    deterministic,
+    differences,
+    only_rounding_differs,
+)
 from sp_lightning.activations.once_only import explained, known_cause
+from sp_lightning.activations.policy import some
 from sp_lightning.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.device.accelerator import generator_states, set_generator_states
 from sp_lightning.engine.activations import ActivationSetup
@@ -87,6 +97,10 @@ class Recompute:
         self.in_trial = False
         self._unfit: dict[str, str] = {}
         self._watched: list[FirstRun] = []
+        self._unpacked: FirstRun | None = None  # the one that has run again last
+        # Positions of tensors that a unit saves unwritten, by the unit and the dtypes of the tensors up to the last short one.
+        self._unwritten: dict[tuple[Any, ...], Set[int]] = {}
+        self._rounding: list[str] = []  # the units that round in another way each time they run
 
     def run(self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward so that autograd keeps only its inputs.
@@ -114,28 +128,89 @@ class Recompute:
                     output = forward(*args, **kwargs)
                 first.ended()
                 return output
-            # The second run gets new lists and dicts, with the items from before the first run, which may have added items.
-            args, kwargs = tree_unflatten([once[position] for position in positions], structure)
+            self._forget_unpacked(first)
+
+            # Each run gets new lists and dicts, with the items from before the first run, which may have added items.
+            def take() -> Any:
+                return tree_unflatten([once[position] for position in positions], structure)
+
+            def whole() -> SavedRun:
+                return self._run_whole(first, forward, take, _Around(self._anchor.device), alone=True)
+
+            unwritten = self._find_unwritten(first, whole)
+            args, kwargs = take()
             # Backward may compute several gradients at once, by torch.vmap.
             with (
                 no_transforms(),
                 self._rerun(unit, args),
                 first.restored(self._watch_outside(unit)),
-                self._compared(first),
+                self._compared(first, unwritten),
             ):
                 return first.before.context.copy().run(forward, *args, **kwargs)
 
         return checkpoint(run, self._anchor, *once.values(), use_reentrant=False)
 
+    def _forget_unpacked(self, next_run: FirstRun | None) -> None:
+        """Frees the tensors that backward has unpacked. Only those of one forward are held, if the user retains the graph."""
+        if (before := self._unpacked) is not None:
+            before.read.clear()
+        self._unpacked = next_run
+
     @contextmanager
-    def _compared(self, first: FirstRun) -> Iterator[None]:
+    def _compared(self, first: FirstRun, unwritten: Set[int]) -> Iterator[None]:
         """A context for a second run. At its end, the tensors that both runs have saved are compared."""
         second = SavedRun(self._layer_at)
         try:
             with second.noting(_unpacked):
                 yield
         finally:  # torch ends the second run by an exception
-            self.differences.add(differences(first.saved, second), first.differs)
+            self.differences.add(differences(first.saved, second, unwritten), first.differs)
+
+    def _run_whole(
+        self,
+        first: FirstRun,
+        forward: Callable[..., Any],
+        take: Callable[[], Any],
+        around: _Around,
+        *,
+        alone: bool = False,
+        values: bool = False,
+    ) -> SavedRun:
+        """Runs a forward again to the end, only to see which tensors it saves.
+
+        Args:
+            first: the first run.
+            forward: the forward.
+            take: returns its positional and keyword arguments.
+            around: the random states and autocast of the first run.
+            alone: as :meth:`SavedRun.noting` describes it.
+            values: as :class:`SavedRun` describes it.
+        """
+        run = SavedRun(self._layer_at, values=values)
+        with around.again():
+            args, kwargs = take()
+            with (
+                self._rerun(first.unit, args),
+                first.restored(self._watch_outside(first.unit)),
+                run.noting(_unpacked, alone=alone),
+            ):
+                output = first.before.context.copy().run(forward, *args, **kwargs)
+        run.note(output)
+        return run
+
+    def _find_unwritten(self, first: FirstRun, again: Callable[[], SavedRun]) -> Set[int]:
+        """Returns the positions of tensors that a forward saves without having written them.
+
+        FlashAttention saves memory for a seed, which its kernel writes only if there is dropout. One more run, in which torch
+        fills new memory, shows whether a short tensor of integers is of this kind.
+        """
+        if not (short := first.saved.short):
+            return frozenset()
+        key = (first.unit, *(each.kind[0] for each in first.saved.found[:short]))
+        if key not in self._unwritten:
+            with deterministic():
+                self._unwritten[key] = again().filled(short)
+        return self._unwritten[key]
 
     @contextmanager
     def _rerun(self, unit: str, inputs: Any) -> Iterator[None]:
@@ -176,6 +251,12 @@ class Recompute:
     def end_trial(self) -> dict[str, str]:
         """Ends the trial. Returns the units that cannot be recomputed, each with the reason."""
         unfit, self._unfit, self.in_trial = self._unfit, {}, False
+        if self._rounding:
+            (self._setup.log or logging.getLogger("lightning.pytorch.superpipeline")).info(
+                "Superpipeline: kernels of %s are not deterministic (last bits differ each time they run). So these activations "
+                'are offloaded or kept, and not computed again (activations="auto").', some(self._rounding)
+            )  # fmt: skip
+            self._rounding.clear()
         return unfit
 
     def try_out(
@@ -222,31 +303,26 @@ class Recompute:
         The output is not used. If the runs differ, or if the second run raises an error, the unit cannot be recomputed.
 
         Raises:
-            Unrepeatable: each run saves other values, so the additional runs may have changed the results of later steps.
+            Unrepeatable: each run saves other values, so the additional runs may have changed the results of later steps. Values
+                that only round in another way do not count: see :func:`only_rounding_differs`.
         """
         if not self.in_trial or first.unit in self._unfit:
             return
 
-        def again() -> SavedRun:
-            run = SavedRun(self._layer_at)
-            with around.again():
-                args, kwargs = given.take()
-                with (
-                    self._rerun(first.unit, args),
-                    first.restored(self._watch_outside(first.unit)),
-                    run.noting(_unpacked),
-                ):
-                    output = first.before.context.copy().run(forward, *args, **kwargs)
-            run.note(output)
-            return run
-
+        again = partial(self._run_whole, first, forward, given.take, around)
         moves = False
         try:
+            unwritten = self._find_unwritten(first, again)
             second = again()
-            if _differ(first.saved, second):
+            if _differ(first.saved, second, unwritten):
                 self._unfit[first.unit] = str(first.differs())
                 # If a third run equals the second run, a run does not change the next: only the first run had other conditions.
-                moves = _differ(second, again())
+                third = again(values=True)
+                if moves := _differ(second, third, unwritten):
+                    with deterministic():
+                        further = again(values=True), again(values=True)
+                    moves = not only_rounding_differs((first.saved, second, third, *further), self._anchor.device)
+                    self._rounding += [] if moves else [first.unit]
         except torch.OutOfMemoryError:  # steps that recompute have more memory than the trial
             pass
         except Exception as error:  # a second run may raise anything
@@ -259,6 +335,7 @@ class Recompute:
     def backward_ended(self) -> None:
         """Called at the end of a backward. Drops its differences. In a trial, finds units with writes after their forward."""
         self.differences.clear()
+        self._forget_unpacked(None)
         watched, self._watched = self._watched, []
         for first in watched if self.in_trial else ():
             try:
@@ -276,9 +353,9 @@ def is_checkpointed() -> bool:
     return checkpoint_hook() is not None  # inside our own checkpoint, a SavedRun's hooks are the current ones
 
 
-def _differ(one: SavedRun, other: SavedRun) -> bool:
-    """Returns True if two complete runs have saved different values."""
-    found = differences(one, other)
+def _differ(one: SavedRun, other: SavedRun, unwritten: Set[int]) -> bool:
+    """Returns True if two complete runs have saved different values, apart from those at positions in ``unwritten``."""
+    found = differences(one, other, unwritten)
     return len(one.found) != len(other.found) or any(each.item() for each in found)
 
 
@@ -358,6 +435,8 @@ class FirstRun:
         unit: the module's name.
         before: the snapshot.
         saved: fingerprints of the tensors that autograd saves in the run.
+        read: the tensors that the running backward has unpacked, by the objects that the graph holds in their place. The graph
+            frees these objects, and so the tensors, as soon as it would free saved tensors.
     """
 
     def __init__(
@@ -376,6 +455,8 @@ class FirstRun:
         self.saved = SavedRun(layer_at)
         self._volatile = volatile
         self._again = 0  # the number of further runs
+        self.read: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self._task = -1  # the backward that has unpacked them
         self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
         self.scripted: str | None = None
         """The function of TorchScript that has saved a tensor for backward in the forward."""
@@ -481,18 +562,32 @@ class FirstRun:
                 self.refuse(done())
 
     def unpacked(self, unpack: Callable[[Any], Any], packed: Any) -> Any:
-        """Unpacks a tensor that the forward has saved. The first call runs the forward again.
+        """Unpacks a tensor that the forward has saved. The first call in a backward runs the forward again.
+
+        A tensor may be unpacked several times, as in plain autograd: ``len(ctx.saved_tensors)`` unpacks all. torch's checkpoint
+        unpacks it once.
 
         Raises:
             Unrepeatable: a tensor among the forward's arguments was written since, or the second run has saved other tensors.
         """
+        if (task := current_graph_task()) != self._task:
+            self.read.clear()
+            self._task = task
+        if (tensor := self.read.get(packed)) is None:
+            tensor = self.read[packed] = self._unpack(unpack, packed)
+        return tensor
+
+    def _unpack(self, unpack: Callable[[Any], Any], packed: Any) -> Any:
         before = self._again
         try:
             return unpack(packed)
         except CheckpointError as error:
-            if self._again == before:  # the error is not about a second run of this forward
-                raise
-            raise self.differs() from error  # the second run has saved tensors of other shapes or dtypes, or fewer
+            if self._again != before:  # the second run has saved tensors of other shapes or dtypes, or fewer
+                raise self.differs() from error
+            with (
+                GraphExecGroup()
+            ):  # unpacked before and freed since: in a new group torch's checkpoint runs the forward again
+                return self._unpack(unpack, packed)
         except RuntimeError as error:
             # Arguments are unpacked before the second run begins.
             if self._again == before and _MODIFIED in str(error):

@@ -10,7 +10,7 @@ import torch
 
 from sp_lightning.plan.plan import Plan
 from sp_lightning.registry import is_installed
-from tests.support import experts, models, quantised, stacked, tables
+from tests.support import experts, kernels, models, quantised, stacked, tables
 from tests.support.runs import Batches, Make
 
 
@@ -197,4 +197,12 @@ CASES |= {
 CASES["own-function"] = Case(
     models.convolutions, lambda: models.images(8),
     "a function of the user's, which saves a weight and has a backward inside its own, behind convolution and BatchNorm",
+)  # fmt: skip
+CASES["unwritten-memory"] = Case(
+    models.twice(kernels.RunsKernel), models.vectors,
+    "a function that saves memory that nothing has written, as FlashAttention does without dropout",
+)  # fmt: skip
+CASES["saved-twice"] = Case(
+    models.twice(kernels.CountsSaved), models.vectors,
+    "a function whose backward reads its saved tensors twice, as mamba's kernels do",
 )  # fmt: skip

@@ -1,0 +1,68 @@
+"""Autograd functions as packages of kernels have them: they save memory that nothing wrote, and read saved tensors twice."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.support.repeated_block import Block
+
+_numbers = itertools.count(10**6)
+
+
+def new_memory() -> Tensor:
+    """Two numbers that nothing has written. An earlier tensor has left other bytes there than the last time."""
+    torch.full((4,), next(_numbers))
+    return torch.empty(4, dtype=torch.int64)[2:]
+
+
+class Kernel(torch.autograd.Function):
+    """Doubles, outside of torch. ``saved`` makes a tensor that it saves beside its input, ``rounds`` a factor of its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Callable[[], Tensor], rounds: Callable[[], float]) -> Tensor:  # type: ignore[override]
+        out = torch.empty_like(x)
+        out.copy_(torch.from_numpy(x.detach().float().cpu().numpy() * np.float32(2 * rounds())))
+        ctx.save_for_backward(x, saved(), out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * 2, None, None
+
+
+class RunsKernel(Block):
+    """As FlashAttention 2, which saves memory for a seed and writes it only if there is dropout."""
+
+    saved = staticmethod(new_memory)
+
+    def rounds(self) -> float:
+        return 1.0
+
+    def factor(self, x: Tensor) -> Any:
+        return Kernel.apply(self.inner(x), self.saved, self.rounds)
+
+
+class Scales(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        assert len(ctx.saved_tensors) == 2
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0).to(weight.dtype)
+
+
+class CountsSaved(Block):
+    """As mamba's and MegaBlocks' kernels."""
+
+    def factor(self, x: Tensor) -> Any:
+        return Scales.apply(torch.tanh(self.inner(x)), self.inner.bias)
