@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from sp_lightning.activations.fingerprints import SavedRun, only_rounding_differs
-from sp_lightning.activations.recompute import Unrepeatable
+from sp_lightning.activations.recompute import FirstRun, Unrepeatable
 from sp_lightning.torch_compat.private import current_graph_task
 from tests.support.kernels import CountsSaved, RunsKernel, new_memory
 from tests.support.models import Module, Stack, twice, vectors
@@ -95,6 +95,7 @@ def test_memory_that_a_kernel_has_not_written_is_not_compared() -> None:
     assert_same(ours, fit(twice(RunsKernel), vectors()))
 
 
+@pytest.mark.rest("recompute finds such memory in the same way")
 def test_auto_recomputes_a_forward_with_such_memory() -> None:
     ours, modes = auto(with_one(RunsKernel))
     assert_same(ours, fit(with_one(RunsKernel), BATCHES))
@@ -204,3 +205,26 @@ def test_auto_recomputes_a_forward_whose_saved_tensors_are_read_twice() -> None:
     ours, modes = auto(twice(CountsSaved))
     assert_same(ours, fit(twice(CountsSaved), BATCHES))
     assert set(modes.values()) == {"recompute"}
+
+
+def test_what_is_read_twice_is_computed_once_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+    firsts: set[Any] = set()
+    held: list[int] = []
+    factor, unpacked = CountsSaved.factor, FirstRun.unpacked
+
+    def counted(self: Any, x: Tensor) -> Any:
+        runs.append(self)
+        return factor(self, x)
+
+    def watched(self: Any, *args: Any) -> Any:
+        tensor = unpacked(self, *args)
+        firsts.add(self)
+        held.append(sum(len(each.read) > 0 for each in firsts))
+        return tensor
+
+    monkeypatch.setattr(CountsSaved, "factor", counted)
+    monkeypatch.setattr(FirstRun, "unpacked", watched)
+    fit(lambda: RetainsGraph(twice(CountsSaved)().net), vectors(1), superpipeline(k=1, activations="recompute"))
+    assert len(runs) == 5 * 3  # a forward and two backwards
+    assert max(held) == 1
