@@ -283,16 +283,17 @@ def _sums(tensor: Tensor) -> tuple[Tensor, ...]:
 def deterministic() -> Iterator[None]:
     """A context with deterministic kernels, where torch has them. In it torch fills new memory, and gives no warnings."""
     enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one for each kernel that is not deterministic
         try:
             torch.use_deterministic_algorithms(True, warn_only=True)
-            torch.utils.deterministic.fill_uninitialized_memory = True
+            memory.fill_uninitialized_memory = True
             yield
         finally:
             torch.use_deterministic_algorithms(enabled, warn_only=warns)
-            torch.utils.deterministic.fill_uninitialized_memory = fills
+            memory.fill_uninitialized_memory = fills
 
 
 def only_rounding_differs(runs: Sequence[SavedRun], device: torch.device) -> bool:
