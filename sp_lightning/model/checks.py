@@ -8,11 +8,12 @@ from types import FunctionType, MethodType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 
 from sp_lightning.model.blocks import has_blocks
 from sp_lightning.model.found import Layer, OverlappingPair, Unit, join_names, tensor_bytes
 from sp_lightning.model.wrapped import parts
-from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
+from sp_lightning.torch_compat.private import FakeTensor, forward_pre_hooks, is_compiled, is_traceable_wrapper_subclass
 
 
 def refuse_cuda_graphs(module: nn.Module) -> None:
@@ -165,6 +166,8 @@ def _extent(tensor: Tensor) -> int:
 _LEAST_TO_GROUP = 4
 # Below this share of the parameter bytes, a note states how little is streamed.
 _MOSTLY = 0.95
+# Above this share of the parameter bytes, a note states that buffers stay on the device.
+_MANY_BUFFERS = 1 / 10
 
 
 def notes_on(
@@ -181,7 +184,9 @@ def notes_on(
         units: all units.
         streaming: the layers and the tables.
     """
-    return (*_notes_on_whole(whole), *_notes_on_units(units), *_note_on_share(module, streaming))
+    return (
+        *_notes_on_whole(whole), *_notes_on_units(units), *_note_on_share(module, streaming), *_note_on_buffers(module)
+    )  # fmt: skip
 
 
 def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], others: Collection[nn.Parameter]) -> str:
@@ -242,6 +247,23 @@ def _note_on_share(module: nn.Module, streaming: Iterable[Layer]) -> list[str]:
     if not total or streamed >= _MOSTLY * total:
         return []
     return [f"only {streamed / total:.0%} of the parameter bytes are streamed; the rest is resident."]
+
+
+def _note_on_buffers(module: nn.Module) -> list[str]:
+    """Returns a note if buffers have a considerable share of the model's bytes."""
+    sizes = {name: tensor_bytes(buffer) for name, buffer in module.named_buffers()}
+    total = sum(sizes.values())
+    if not total or total <= _MANY_BUFFERS * sum(map(tensor_bytes, module.parameters())):
+        return []
+    name = max(sizes, key=lambda name: sizes[name])
+    hooks = (hook for child in module.modules() for hook in forward_pre_hooks(child).values())
+    remedy = ""
+    if any(isinstance(hook, BasePruningMethod) for hook in hooks):
+        remedy = (
+            " Masks of torch.nn.utils.prune are among them. Before prediction, make the pruning permanent: "
+            "torch.nn.utils.prune.remove(module, name)."
+        )
+    return [f"{len(sizes)} buffers of {total / 2**20:.1f} MiB stay on the device, the largest is {name!r}.{remedy}"]
 
 
 def advice_to_group(streamed: Sequence[Unit], above: Mapping[nn.Module, str]) -> str:

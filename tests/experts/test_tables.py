@@ -27,7 +27,7 @@ from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.stacked import Stack
-from tests.support.tables import CASES, ROWS, Replaced, Sgd, Text, numbers
+from tests.support.tables import CASES, ROWS, OutputsByTable, Replaced, Sgd, Text, numbers
 
 
 def test_tables_are_updated_first() -> None:
@@ -389,3 +389,11 @@ def test_a_weight_that_is_replaced_between_batches_is_taken_in() -> None:
     """Not in poisoned memory, which hides what the block has when the new weight lies elsewhere."""
     ours = fit(lambda: Replaced(Text()), numbers(), superpipeline(k=1))
     assert_same(ours, fit(lambda: Replaced(Text()), numbers()))
+
+
+@pytest.mark.parametrize(("net", "said"), [(Text, False), (OutputsByTable, True)])
+def test_a_peak_far_above_the_plan_is_logged(net: type[Text], said: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Code reads the whole table, of which the plan has no row."""
+    with caplog.at_level("INFO", "lightning.pytorch.superpipeline"):
+        fit(lambda: Module(net()), numbers(), superpipeline(k=1))
+    assert any("layers=['net.table'] puts it into the plan" in line for line in caplog.messages) is said

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import prune
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.model.find import find_layers
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit
 from tests.support.simdevice import simulated
@@ -71,3 +74,13 @@ def test_masks_are_sent_once() -> None:
     with simulated():
         trained: Any = fit(Twice, vectors(3), SuperpipelineStrategy(k=1)).trainer.lightning_module
     assert trained.addresses[0] == trained.addresses[1] == trained.addresses[2]
+
+
+def test_the_plan_names_the_bytes_of_masks_and_the_remedy() -> None:
+    module = Stack(4)
+    assert not find_layers(module).notes
+    for child in module.modules():
+        if isinstance(child, nn.Linear):
+            prune.l1_unstructured(child, "weight", 0.5)
+    (note,) = find_layers(module).notes
+    assert re.search(r"buffers of .* stay on the device.*prune\.remove\(module, name\)", note)
