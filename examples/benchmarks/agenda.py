@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-import shlex
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
 from examples.benchmarks.contestants import THREADS
-from examples.benchmarks.rows import Row, code
+from examples.benchmarks.rows import Row, digest
 from examples.benchmarks.workloads import SIZES, Workload
+
+CORE = ("device", "engine", "layers", "plan", "store", "trainer", "updates")
+"""Folders of the package that every training runs."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """A module of this package that is run as it is and appends its own row.
+    """A module of this package that is run as it is and appends its own rows.
 
     Attributes:
         name: of the module.
         arguments: of its command line, beyond ``--out``.
-        time_out: seconds.
+        expected: seconds, as long as no run has told them.
+        folders: of the package that it is about; all others may change, and its row still counts.
+        writes: it has ``--out``. Otherwise its row keeps the end of what it says.
     """
 
-    name: str
+    module: str
     arguments: tuple[str, ...] = ()
-    time_out: float = 60
+    expected: float = 60
+    folders: tuple[str, ...] = CORE
+    writes: bool = True
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.module, *self.arguments])
 
 
 @dataclass(frozen=True)
@@ -33,32 +44,66 @@ class Contest:
 
     Attributes:
         contestants: by name.
-        time_out: seconds for each of them.
+        expected: seconds of each of them, as long as no run has told them.
         device_gib: GiB of device memory for each, None for all.
+        folders: see :class:`Module`.
     """
 
     workload: Workload
     contestants: tuple[str, ...]
-    time_out: float = 75
+    expected: float = 40
     device_gib: float | None = None
+    folders: tuple[str, ...] = (*CORE, "activations", "gpu_steps", "kernels", "tuning")
+
+    @property
+    def name(self) -> str:
+        within = "" if self.device_gib is None else f" in {self.device_gib:g} GiB"
+        return f"{self.workload.name}{within}: {', '.join(self.contestants)}"
 
 
 @dataclass(frozen=True)
 class Tests:
-    """Tests that ``pytest`` runs, with a row that says how they ended.
+    """Tests that ``pytest`` runs, in several processes; those that have passed before are left out.
 
     Attributes:
         name: of the row.
-        arguments: of pytest.
-        time_out: seconds.
+        tests: files of ``tests/gpu``, or tests in them (``test_cuda.py::test_copies_overlap_compute``).
+        expected: seconds, as long as no run has told them.
+        needs: distributions that they test.
     """
 
     name: str
-    arguments: tuple[str, ...]
-    time_out: float = 90
+    tests: tuple[str, ...]
+    expected: float = 60
+    needs: tuple[str, ...] = ()
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(folder for name in self.files for folder in (*CORE, *GPU_TESTS[name])))
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(each.partition("::")[0] for each in self.tests))
 
 
-Agenda = list[Module | Contest | Tests]
+GPU_TESTS: dict[str, tuple[str, ...]] = {
+    "test_plain_bits.py": ("kernels",),
+    "test_layers_that_stay.py": ("gpu_steps", "kernels"),
+    "test_everyday.py": ("activations", "experts", "gpu_steps", "model", "tuning"),
+    "test_compiled_blocks.py": ("activations", "gpu_steps", "model"),
+    "test_models.py": ("model",),
+    "test_user_code.py": ("activations", "gpu_steps"),
+    "test_steps_on_device.py": ("gpu_steps",),
+    "test_sharing.py": ("activations", "gpu_steps", "sharing"),
+    "test_fork.py": (),
+    "test_cuda.py": ("activations", "kernels", "tuning"),
+    "test_delays.py": ("activations", "experts", "gpu_steps"),
+    "test_several_devices.py": ("ranks",),
+}
+"""Files of ``tests/gpu``, with the folders that each is about beyond :data:`CORE`."""
+
+Item = Module | Contest | Tests
+Agenda = list[Item]
 
 TRAINING = (
     "plain", "superpipeline-2:1", "superpipeline-4:2", "fsdp2", "deepspeed", "fsdp2-exact", "torchao", "fsdp"
@@ -69,171 +114,124 @@ ACTIVATIONS = (
     "plain", "superpipeline-2:1-keep", "superpipeline-2:1-recompute", "superpipeline-2:1-offload",
     "superpipeline-2:1-auto", "plain-recompute", "plain-offload",
 )  # fmt: skip
+QUANTISERS = ("torchao", "bitsandbytes")
 
 
 def of_size(size: str, precision: str) -> Agenda:
     """Everything at one size: two sequences per step; the families that have this size."""
-    length, time_out = (64, 60.0) if size == "tiny" else (4096, 300.0)
+    length, expected = (64, 15.0) if size == "tiny" else (4096, 135.0)
     agenda: Agenda = [Module("limits", ("--seconds", "4" if size == "tiny" else "20"))]
     if size in SIZES["llm"]:
         items = 2 * length
         agenda += [
-            Contest(Workload("train", "llm", size, precision, items, length), TRAINING, time_out),
-            Contest(Workload("predict", "llm", size, precision, items, length), PREDICTION, time_out),
+            Contest(Workload("train", "llm", size, precision, items, length), TRAINING, expected),
+            Contest(Workload("predict", "llm", size, precision, items, length), PREDICTION, expected),
         ]
     if size in SIZES["vision"]:
-        agenda.append(Contest(Workload("train", "vision", size, precision, 8), PAIR, time_out))
+        agenda.append(Contest(Workload("train", "vision", size, precision, 8), PAIR, expected))
     if size in SIZES["vlm"]:
-        agenda.append(Contest(Workload("train", "vlm", size, precision, 2 * length, length), PAIR, time_out))
+        agenda.append(Contest(Workload("train", "vlm", size, precision, 2 * length, length), PAIR, expected))
     return [*agenda, Module("overhead")]
 
 
-def train(family: str, size: str, items: int, precision: str = "bf16-mixed") -> Workload:
+def train(family: str, size: str, items: int, precision: str = "bf16-mixed", steps: int = 8) -> Workload:
     """A few steps, each block's activations computed again in backward."""
-    return Workload("train", family, size, precision, items, 4096, checkpointing=True, steps=8)
+    return Workload("train", family, size, precision, items, 4096, checkpointing=True, steps=steps)
 
 
-def _foresight(size: str, tokens: int) -> Module:
-    """Predicted beside measured step time, of the window that the contest has."""
-    sizes = f"--size {size} --tokens {tokens} --length 4096"
-    arguments = f"{sizes} --precision bf16-mixed --gradient-checkpointing --windows 2:1 --seconds 5"
-    return Module("foresight", tuple(arguments.split()), 80)
-
-
-def small_on_one_card() -> Agenda:
-    """1.5B beside its rivals: plain Lightning has room for it on 80 GB. Each list of one card ends within eight minutes."""
-    contest = Contest(train("llm", "1.5B", 16384), ("plain", "superpipeline-2:1", "fsdp2", "deepspeed"), 90)
-    return [contest, _foresight("1.5B", 16384)]
-
-
-def middle_on_one_card() -> Agenda:
-    """3B beside its rivals: plain takes nearly all of 80 GB."""
-    contest = Contest(
-        train("llm", "3B", 16384), ("superpipeline-2:1", "superpipeline-2:1-device", "plain", "fsdp2", "deepspeed"), 90
-    )
-    return [contest, _foresight("3B", 16384)]
-
-
-def large_on_one_card() -> Agenda:
-    """8B in bfloat16, for which plain takes 64 GB beside its activations."""
-    return [Contest(train("llm", "8B", 16384, "bf16-true"), ("superpipeline-2:1", "plain", "fsdp2"), 150)]
-
-
-def others_on_one_card() -> Agenda:
-    """What others have published of one card, at sizes and tokens like theirs.
-
-    RoundPipe (arXiv 2604.27085), full fine-tuning on one RTX 4090 of 24 GB with 64k tokens per step: Qwen3-1.7B 8,881 and
-    Llama-3.1-8B 3,142 tokens/s. MegaTrain on one H100: Qwen2.5-7B 272 TFLOPS.
-    """
-
-    def on_24_gb(size: str, time_out: float) -> Contest:
-        workload = Workload("train", "llm", size, "bf16-true", 65536, 4096, steps=6)
-        return Contest(workload, ("superpipeline-2:1-auto",), time_out, device_gib=24)
-
-    seven = Workload("train", "llm", "7B", "bf16-true", 65536, 4096, checkpointing=True, steps=6)
-    return [on_24_gb("8B", 190), Contest(seven, ("superpipeline-2:1",), 140), on_24_gb("1.5B", 110)]
-
-
-def next_on_one_card() -> Agenda:
-    """What has no row of the present code yet, most valuable first; what has one is left out (``is_done``).
-
-    First whether steps on the CPU have this GPU's bits, then the figures of README, by README's own snippet, then what was mended
-    since tests ran on a GPU last, then what helps to choose defaults, then rivals, then smaller cards and larger models.
-    """
-    small, large = train("llm", "1.5B", 16384), train("llm", "8B", 16384, "bf16-true")
-    in_16_bits = Workload("train", "llm", "14B", "bf16-true", 8192, 4096, checkpointing=True, steps=6)
-    on_24_gb = Workload("train", "llm", "8B", "bf16-true", 8192, 4096, checkpointing=True, steps=6)
-    timeline = "--size 1.5B --tokens 16384 --length 4096 --seconds 4"
+def first_call() -> Agenda:
+    """What a first call has to give, as if no second one came: is it exact, and how fast are ordinary programs."""
+    runs = ("plain", "clipped", "clipped by value", "accumulated, clipped")
+    exact = [
+        f"test_plain_bits.py::test_the_unchanged_program_has_the_same_bits[AdamW-{run}-{precision}]"
+        for run in runs
+        for precision in ("32-true", "bf16-mixed", "bf16-true")
+    ]
+    exact += [
+        f"test_layers_that_stay.py::test_some_steps_on_the_gpu_and_the_others_on_the_cpu[AdamW-{run}-{precision}]"
+        for run in ("plain", "clipped", "accumulated, clipped")
+        for precision in ("bf16-mixed", "bf16-true")
+    ]
+    everyday = ("plain", "default", "default-clipped", "default-hooked", "stay")
     return [
-        Module("gpu_bits", ("--millions", "50"), 75),
-        Tests("plain-bits", ("tests/gpu/test_plain_bits.py",), 90),
-        Contest(small, ("plain", "default", "default-clipped", "plain-clipped"), 75),
-        Tests("stay", ("tests/gpu/test_layers_that_stay.py",), 90),
-        Contest(small, ("plain", "stay", "stay-clipped"), 75),
-        Contest(large, ("plain", "default", "default-clipped", "stay-clipped"), 120),
-        Tests("user-code", ("tests/gpu/test_user_code.py",), 90),
-        Tests("device-paths", ("tests/gpu/test_sharing.py", "tests/gpu/test_steps_on_device.py"), 120),
-        Tests("compiled", ("tests/gpu/test_compiled_blocks.py",), 90),
-        Contest(small, ("plain-compiled", "default-compiled"), 110),
-        Module("beside_plan", tuple(timeline.split()), 110),
-        Module("second_runs", ("--width", "4096", "--tokens", "8192", "--precision", "bf16-true"), 60),
-        Contest(small, tuple(f"superpipeline-2:1-threads{threads}" for threads in THREADS), 60),
-        Contest(small, ("fsdp2", "deepspeed", "deepspeed-2"), 90),
-        Contest(on_24_gb, ("default",), 120, device_gib=24),
-        Contest(in_16_bits, ("default",), 200, device_gib=24),
-        Contest(small, tuple(f"superpipeline-{k}:1-backward" for k in (1, 2, 4, 99)), 60),
-        Contest(Workload("predict", "llm", "7B", "bf16-true", 8192, 4096, steps=12), PREDICTION, 60),
+        Module("gpu_bits", ("--seconds", "25", "--rounds", "8"), 45, folders=("kernels",)),
+        Tests("AdamW", tuple(exact), 45),
+        Contest(train("llm", "1.5B", 16384), everyday, 32),
+        Contest(train("llm", "8B", 16384, "bf16-true", steps=6), everyday, 42),
     ]
 
 
-def is_done(item: Module | Contest | Tests, found: Iterable[Row]) -> bool:
-    """Whether an accelerator has given rows of the present code for all of an item.
+def now() -> Agenda:
+    """The one list of a GPU: :func:`first_call`, then what has no row yet. What has one is left out (:func:`is_done`).
 
-    The contestants of a contest count if they ran in one run. A rival that is not installed is left out there.
+    First what users do that no GPU has run, then all other tests, then figures that help to choose defaults, then rivals, then
+    smaller cards and larger models. 24 GiB with 64k tokens are as in RoundPipe (arXiv 2604.27085), full fine-tuning on an RTX
+    4090: Qwen3-1.7B 8,881 and Llama-3.1-8B 3,142 tokens/s. 7B with 64k are as in MegaTrain on one H100: Qwen2.5-7B 272 TFLOPS.
     """
-    rows_here = [row for row in found if row.get("code") == code() and row["machine"]["accelerator"] is not None]
-    well = [row for row in rows_here if row["status"] == "ok"]
-    if isinstance(item, Tests):
-        return any(row["kind"] == "gpu-tests" and row["name"] == item.name for row in well)
-    if isinstance(item, Module):
-        commands = [shlex.split(row["command"]) for row in well if row["kind"] == item.name.replace("_", "-")]
-        return any(set(item.arguments) <= set(command) for command in commands)
-    wanted = asdict(item.workload)
-    runs: defaultdict[str, set[str]] = defaultdict(set)
-    for row in rows_here:
-        shape = row.get("workload", {})
-        same = all(shape.get(name) == value for name, value in wanted.items())
-        if "contestant" in row and same and row["limits"]["device_gib"] == item.device_gib:
-            runs[row["run"]] |= {row["contestant"]} if row["status"] in ("ok", "missing") else set()
-    return any(set(item.contestants) <= names for names in runs.values())
+    small = train("llm", "1.5B", 16384)
+    others = [name for name in GPU_TESTS if name != "test_several_devices.py"]
+    in_16_bits = train("llm", "14B", 8192, "bf16-true", steps=6)
+    window = "--size 1.5B --tokens 16384 --length 4096 --precision bf16-mixed --gradient-checkpointing --seconds 8"
+    windows = "--windows 1:1 2:1 4:1 4:2 12:1"
+
+    def published(size: str) -> Workload:
+        return Workload("train", "llm", size, "bf16-true", 65536, 4096, steps=6)
+
+    return [
+        *first_call(),
+        Tests("everyday", ("test_compiled_blocks.py", "test_everyday.py"), 60),
+        Tests("quantised", ("test_models.py::test_torchao", "test_models.py::test_bitsandbytes"), 40, QUANTISERS),
+        Tests("all", tuple(others), 240),
+        Module("first_light", (), 60),
+        # The table of k and k' of three models belongs here: contests of superpipeline-k:k', and their prediction.
+        Contest(small, tuple(f"superpipeline-{k}:1-backward" for k in (1, 2, 4, 99)), 32),
+        Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "tuning")),
+        Contest(small, ("plain", "plain-clipped", "stay-clipped"), 32),
+        Contest(small, ("plain-compiled", "default-compiled"), 60),
+        Module("limits", ("--seconds", "16"), 30),
+        Module("beside_plan", ("--size", "1.5B", "--tokens", "16384", "--length", "4096", "--seconds", "4"), 75),
+        Module(
+            "second_runs", ("--width", "4096", "--tokens", "8192", "--precision", "bf16-true"), 30, ("activations",)
+        ),
+        Contest(small, tuple(f"superpipeline-2:1-threads{threads}" for threads in THREADS), 32),
+        Contest(small, ("plain", "fsdp2", "deepspeed", "deepspeed-2", "torchao"), 45),
+        Contest(train("llm", "8B", 8192, "bf16-true", steps=6), ("default",), 60, device_gib=24),
+        Contest(in_16_bits, ("default",), 100, device_gib=24),
+        Contest(Workload("predict", "llm", "7B", "bf16-true", 8192, 4096, steps=12), PREDICTION, 40),
+        Contest(Workload("train", "vision", "huge", "bf16-mixed", 96), ACTIVATIONS, 45),
+        Contest(Workload("train", "llm", "1.5B", "bf16-mixed", 16384, 16384), ACTIVATIONS, 45),
+        Contest(published("8B"), ("superpipeline-2:1-auto",), 120, device_gib=24),
+        Contest(train("llm", "7B", 65536, "bf16-true", steps=6), ("superpipeline-2:1",), 90),
+        Contest(train("vlm", "1.5B", 8192), PAIR, 45, device_gib=16),
+        Contest(train("vision", "giant", 64), PAIR, 45, device_gib=16),
+        Module("overhead", (), 40),
+        Module("shared_base", ("--accelerator", "gpu", "--rounds", "1"), 200, (*CORE, "sharing"), writes=False),
+    ]
+
+
+def several_gpus() -> Agenda:
+    """On a machine with several GPUs: their tests, and one, two, four and eight of them. Has not run yet."""
+    found = max(1, torch.cuda.device_count())
+    numbers = [str(each) for each in (1, 2, 4, 8) if each <= found]
+    arguments = ("--ranks", *numbers, "--width", "2048", "--layers", "24", "--tokens", "8192")
+    return [Tests("several", ("test_several_devices.py",), 90), Module("ranks", arguments, 300, (*CORE, "ranks"))]
 
 
 def pretended() -> Agenda:
-    """What a CPU can do of the lists of one card: whether they work."""
+    """What a CPU, which may be busy, can do of :func:`now`, with tiny sizes: whether it works."""
     workload = Workload("train", "llm", "tiny", "bf16-mixed", 128, 64, checkpointing=True, steps=5)
-    foresight = Module("foresight", ("--tokens", "64", "--windows", "1:1", "2:1", "--seconds", "0.1"))
-    return [Contest(workload, ("deepspeed", "superpipeline-2:1")), foresight]
-
-
-def h200() -> Agenda:
-    """Chosen for ten minutes on one H200 with 16 cores and 128 GiB of host memory."""
-    large = train("llm", "3B", 32768)
     return [
-        Module("limits", ("--seconds", "16")),
-        Contest(
-            large,
-            ("plain", "superpipeline-2:1", "superpipeline-2:1-off", "superpipeline-4:2", "fsdp2", "deepspeed"),
-            120,
-        ),
-        Contest(Workload("predict", "llm", "7B", "bf16-true", 8192, 4096, steps=12), PREDICTION, 60),
-        Contest(train("llm", "3B", 8192), PAIR, 60, device_gib=16),
-        Contest(train("vlm", "1.5B", 8192), PAIR, 60, device_gib=16),
-        Contest(train("vision", "giant", 64), PAIR, 60, device_gib=16),
-        Contest(train("llm", "7B", 8192, "bf16-true"), PAIR, 75, device_gib=24),
-        Contest(train("llm", "1.5B", 32768), ("plain", "superpipeline-2:1", "fsdp2", "deepspeed"), 60),
-        Module("overhead"),
-        Contest(train("llm", "3B", 8192), (*PAIR, "fsdp2", "deepspeed"), 60),
-        Contest(
-            large, ("superpipeline-8:4", "superpipeline-4:1", "superpipeline-8:2", "torchao", "fsdp2-exact", "fsdp")
-        ),
-        Contest(train("vision", "huge", 256), PAIR, 60),
-    ]
-
-
-def activations() -> Agenda:
-    """What becomes of activations where they dominate, for ten minutes on the machine of :func:`h200`.
-
-    Estimated from what autograd saves in two layers on a CPU: about 34 GiB of activations in the first, 48 in the second.
-    Plain Lightning has room for them, so has the host; 16 GiB, where ``"auto"`` chooses, have not.
-    """
-    return [
-        Contest(Workload("train", "vision", "huge", "bf16-mixed", 96), ACTIVATIONS, 120),
-        Contest(Workload("train", "llm", "1.5B", "bf16-mixed", 16384, 16384), ACTIVATIONS, 120),
+        Module("first_light", ("--pretend", "--seconds", "400"), 200),
+        Tests("tests", ("test_fork.py",), 200),
+        Module("beside_plan", ("--tokens", "64", "--seconds", "0.1"), 200),
+        Module("limits", ("--seconds", "0.4"), 200),
+        Contest(workload, ("deepspeed", "superpipeline-2:1"), 200),
+        Module("foresight", ("--tokens", "64", "--windows", "1:1", "2:1", "--seconds", "0.1"), 200),
     ]
 
 
 def tiny_activations() -> Agenda:
-    """The same for any machine, with just enough in a batch that what is saved is worth moving."""
+    """The contests of activations in :func:`now` for any machine, with just enough in a batch that it is worth moving."""
     return [
         Contest(Workload("train", "vision", "tiny", "bf16-mixed", 64), ACTIVATIONS),
         Contest(Workload("train", "llm", "tiny", "bf16-mixed", 1024, 256), ACTIVATIONS),
@@ -241,14 +239,73 @@ def tiny_activations() -> Agenda:
 
 
 LISTS: dict[str, Callable[[], Agenda]] = {
-    "1.5B": small_on_one_card,
-    "3B": middle_on_one_card,
-    "8B": large_on_one_card,
-    "card": others_on_one_card,
-    "next": next_on_one_card,
+    "now": now,
+    "ranks": several_gpus,
     "pretend": pretended,
-    "h200": h200,
-    "activations": activations,
     "activations-tiny": tiny_activations,
 }
 """Lists chosen for a machine or a question, by name on the command line."""
+
+
+def paths(item: Item) -> tuple[str, ...]:
+    """The files and folders that an item is about, in the repository."""
+    tests = tuple(f"tests/gpu/{name}" for name in item.files) if isinstance(item, Tests) else ()
+    return (*tests, *(f"sp_lightning/{folder}" for folder in item.folders))
+
+
+def on_accelerator(found: Iterable[Row]) -> list[Row]:
+    """Rows of an accelerator; of this machine's, if it has one."""
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return [row for row in found if row["machine"]["accelerator"] and here in (None, row["machine"]["accelerator"])]
+
+
+def is_done(item: Item, found: Iterable[Row]) -> bool:
+    """Whether an accelerator has given a row of an item, with the present code of what the item is about."""
+    present = digest(paths(item))
+    return any(
+        row.get("item") == item.name and row["digest"] == present and row["status"] in ("ok", "missing")
+        for row in on_accelerator(found)
+    )
+
+
+def expected(item: Item, found: Sequence[Row]) -> float:
+    """Seconds that an item is expected to take: as in the last run; otherwise what is written here.
+
+    Contestants are looked up one by one. Tests count as many as they took when all of them ran.
+    """
+    if isinstance(item, Contest):
+        return sum(expected_of(item, name, found) for name in item.contestants)
+    wanted = {"item": item.name, "status": "ok"} | ({"left_out": 0} if isinstance(item, Tests) else {})
+    return _last(found, "seconds", wanted) or item.expected
+
+
+def expected_of(item: Contest, contestant: str, found: Sequence[Row]) -> float:
+    """The same of one contestant."""
+    flat = [{**row, **row["workload"], **row["limits"]} for row in found if row.get("contestant") == contestant]
+    wanted = {"status": "ok", "device_gib": item.device_gib, **asdict(item.workload)}
+    return _last(flat, "process_seconds", wanted) or item.expected
+
+
+def _last(found: Sequence[Row], key: str, wanted: Row) -> float | None:
+    """A value of the last row that has it, of those with the wanted values."""
+    matching = (
+        row for row in reversed(found) if key in row and all(row.get(name) == value for name, value in wanted.items())
+    )
+    return next((float(row[key]) for row in matching), None)
+
+
+def passed_before(item: Tests, found: Iterable[Row]) -> list[str]:
+    """The tests of an item's files that have passed on an accelerator, with the present code of what their file is about."""
+    present = digests(item)
+    return [
+        test
+        for row in on_accelerator(found)
+        for name, (its, tests) in row.get("passed", {}).items()
+        if present.get(name) == its
+        for test in tests
+    ]
+
+
+def digests(item: Tests) -> dict[str, str]:
+    """A digest for each file of tests."""
+    return {name: digest(paths(Tests(name, (name,)))) for name in item.files}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +47,9 @@ def hold(workload: Workload, names: Sequence[str], limits: Limits, out: Path) ->
     """Run the contestants one after the other; each row is in the file before the next begins."""
     done = []
     for name in names:
+        begun = time.monotonic()
         row = {**rows.origin(), **describe(workload, name, limits), **compete(workload, name, limits)}
+        row["process_seconds"] = time.monotonic() - begun
         rows.append(out, row)
         print(line(row), flush=True)
         done.append(row)

@@ -118,17 +118,24 @@ class Superpipeline(Contestant):
 
 
 class WithHook(Task):
-    """A Task with a hook that many modules have."""
+    """A Task with a hook that many modules have, beside every batch."""
 
-    def on_validation_epoch_end(self) -> None:
+    def on_train_batch_end(self, *_: Any) -> None:
         """Metrics would be logged here."""
 
 
+@dataclass(frozen=True)
 class Ordinary(Contestant):
-    """This project as README shows it: ``strategy="superpipeline"`` and no option, around an ordinary module."""
+    """This project as README shows it: ``strategy="superpipeline"`` and no option, around an ordinary module.
+
+    Attributes:
+        task: the module.
+    """
+
+    task: type[Task] = Task
 
     def module(self, net: nn.Module, workload: Workload) -> Task:
-        return WithHook(net, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
+        return self.task(net, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         return {"strategy": "superpipeline"}
@@ -287,6 +294,7 @@ ORDINARY: tuple[Contestant, ...] = (
     Contestant("plain-compiled", "plain Lightning, compiled blocks", {"train": 1.0}, compiled=True),
     Ordinary("default", "superpipeline, README's snippet", _OURS, updates_on_host=True),
     Ordinary("default-clipped", "superpipeline, README's snippet, clipped", _OURS, updates_on_host=True, clips=1.0),
+    Ordinary("default-hooked", "superpipeline, README's snippet, a hook", _OURS, updates_on_host=True, task=WithHook),
     Staying("stay", 'superpipeline, gpu_layers="auto"', _OURS, updates_on_host=True),
     Staying("stay-clipped", 'superpipeline, gpu_layers="auto", clipped', _OURS, updates_on_host=True, clips=1.0),
     Ordinary(

@@ -34,11 +34,6 @@ STALLS = {  # counters of superpipeline, and their columns
     "update_stall_seconds": "wait for updates, s",
     "activation_stall_seconds": "wait for activations, s",
 }
-# Kinds of rows that no contestant has.
-MODULES = (
-    "limits", "overhead", "compiled", "update", "ranks", "experts", "first-light", "beside-plan", "foresight",
-    "gpu-bits",
-)  # fmt: skip
 NO_PICTURES = "No pictures: they need matplotlib, and device memory figures of training, that is, an accelerator."
 
 
@@ -105,7 +100,7 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
     for run in dict.fromkeys(row["run"] for row in together):
         rows_of_run = [row for row in together if row["run"] == run]
         sections.append(section("Several devices of one node", rows_of_run[0], _ranks(rows_of_run)))
-    others = [row for row in found if row["kind"] in MODULES and row["status"] != "ok"]
+    others = [row for row in found if "contestant" not in row and row["status"] != "ok"]
     sections += [section(f"Did not run: {row['kind']}", row, _note(row)) for row in others]
     return "\n\n".join(sections) + "\n"
 
@@ -150,7 +145,7 @@ def grouped(found: Sequence[Row]) -> list[list[Row]]:
     """Rows of contestants, of one workload, device memory and run each."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in found:
-        if row["kind"] not in MODULES:
+        if "contestant" in row:
             groups.setdefault((row["workload"]["name"], row["limits"]["device_gib"], row["run"]), []).append(row)
     return list(groups.values())
 

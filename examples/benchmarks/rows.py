@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import hashlib
 import json
@@ -10,6 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -83,13 +85,31 @@ def commit() -> str:
         return os.environ.get("COMMIT", "unknown")
 
 
+def digest(paths: Iterable[str]) -> str:
+    """A digest of the code in files and folders of the repository. Comments, docstrings and line breaks do not change it."""
+    files = (path for name in paths for path in sorted(_files(REPOSITORY / name)))
+    return hashlib.sha256(b"".join(_code(path) for path in files)).hexdigest()[:12]
+
+
+def _files(path: Path) -> Iterable[Path]:
+    if not path.exists():
+        raise ValueError(
+            f"{path}: there is no such file or folder, so that it has no digest. Expected one of the repository."
+        )
+    return path.rglob("*.py") if path.is_dir() else [path]
+
+
+class _NoText(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+
 @cache
-def code() -> str:
-    """A digest of the package's source: rows with the same one come from the same engine, whatever the commit says."""
-    digest = hashlib.sha256()
-    for path in sorted((REPOSITORY / "sp_lightning").rglob("*.py")):
-        digest.update(path.relative_to(REPOSITORY).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
+def _code(path: Path) -> bytes:
+    return (
+        path.relative_to(REPOSITORY).as_posix().encode()
+        + ast.unparse(_NoText().visit(ast.parse(path.read_bytes()))).encode()
+    )
 
 
 def run() -> str:
@@ -106,7 +126,6 @@ def origin() -> Row:
         "versions": {name: found for name in DISTRIBUTIONS if (found := installed(name))},
         "python": platform.python_version(),
         "commit": commit(),
-        "code": code(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
     }

@@ -25,6 +25,10 @@ _LEAST_PAUSE, _MOST_PAUSE = 20e-6, 200e-6
 """Seconds between two looks at an event for which the host waits. The first pauses are the shortest, for short waits."""
 
 
+_CONTEXT = 2**30
+"""More bytes than this process's context takes beside torch's allocator."""
+
+
 class Accelerator(Device):
     """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 
@@ -165,6 +169,14 @@ class Accelerator(Device):
             allowed = min(allowed, free[1] * torch.cuda.get_per_process_memory_fraction(self.device) - reserved)
         # Memory that torch's allocator has reserved and no tensor uses can be allocated as well.
         return int(allowed + reserved - used)
+
+    def held_by_others(self) -> tuple[int, int] | None:
+        memory, reserved = map(self._counted, ("get_memory_info", "memory_reserved"))
+        if memory is None or reserved is None:
+            return None
+        free, total = memory
+        held = total - free - reserved
+        return (held, total) if held > _CONTEXT else None
 
     def mark(self, stream: Stream) -> Any:
         if not self.timelines:

@@ -348,6 +348,10 @@ class Device:
         """Returns the bytes of device memory that can still be allocated; None for the CPU."""
         return None
 
+    def held_by_others(self) -> tuple[int, int] | None:
+        """Returns the bytes that other programs hold and those of all device memory; None if they hold little."""
+        return None
+
     def stall_seconds(self, *why: Wait) -> float:
         """Returns the seconds that the compute stream has waited for these reasons. A synchronous copy counts in full."""
         return sum(self._stalled[each] for each in why)

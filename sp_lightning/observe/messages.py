@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from sp_lightning.plan.choices import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.window import FREE_THE_GPU
 
 _SAID: set[str] = set()
 """The lines that this process has logged with :func:`say_once`."""
@@ -46,6 +49,16 @@ ON_THE_HOST = (
     "weights."
 )
 
+_GPU = {
+    "too old": "torch {torch} needs a driver for CUDA {cuda}. Update the driver (nvidia-smi names it), or install a torch "
+    "for an older CUDA: https://pytorch.org/get-started/previous-versions.",
+    "out of memory": f"Other programs hold the GPU's memory. {FREE_THE_GPU}",
+    "not compiled with CUDA": "torch {torch} has no CUDA. Install one that has: https://pytorch.org/get-started/locally.",
+    "": "Does this list a GPU: nvidia-smi? If it does not, install its driver. In a container, start it with --gpus all. Is "
+    "CUDA_VISIBLE_DEVICES empty? Unset it.",
+}
+"""The next step if a GPU cannot be used, by a sign in torch's error."""
+
 _SIGNS = {
     "don't yet support saved tensor hooks": TRANSFORMS,
     "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode": TRACES,
@@ -56,6 +69,15 @@ def in_our_words(error: BaseException) -> str | None:
     """Returns the message that replaces an error of torch's which this package causes; None for other errors."""
     text = str(error) if isinstance(error, (RuntimeError, TypeError)) else ""
     return next((message for sign, message in _SIGNS.items() if sign in text), None)
+
+
+def about_gpu(error: BaseException) -> str | None:
+    """Returns the next step if torch's first call of a GPU has raised this error; None for other errors."""
+    if not any(name in str(error) for name in ("CUDA", "NVIDIA")):
+        return None
+    text = str(error).replace("driver version is insufficient", "driver is too old")
+    step = next(step for sign, step in _GPU.items() if sign in text)
+    return step.format(torch=torch.__version__, cuda=torch.version.cuda)
 
 
 def note(error: BaseException, mixed: str | None, file: str | None) -> None:

@@ -17,10 +17,18 @@ from sp_lightning.plan.choices import Count, OptimizerOn, Share
 from sp_lightning.plan.plan import Plan, make_plan
 from sp_lightning.plan.units import human_bytes
 
+FREE_THE_GPU = "List them: nvidia-smi. End them, or choose another GPU: CUDA_VISIBLE_DEVICES=1."
+"""The next step if other programs fill a GPU."""
+
 # This share of the free memory is left to the rounding of allocators and to libraries.
 _MARGIN = 1 / 16
 # k and k' if nothing limits memory (on the CPU): the smallest window in which transfers overlap with computation.
 _WITHOUT_LIMIT = (2, 1)
+
+
+def about_others(held: int, total: int) -> str:
+    """Returns the next step if other programs hold these bytes of a GPU's memory."""
+    return f"Other programs hold {human_bytes(held)} of the GPU's {human_bytes(total)}. {FREE_THE_GPU}"
 
 
 class Window:
@@ -262,6 +270,8 @@ class Window:
             remedy = self._smaller_layers(plan, smallest, find)
         free = f"{_bytes(room)} are free on {device.device}"
         available = free if self._budget is None else f"with gpu_memory={self._budget!r} there are {_bytes(room)}"
+        if (others := device.held_by_others()) is not None:
+            remedy += f" {about_others(*others)}"
         what = "Weights and gradients need" if self._training else "Weights need"
         return (
             f"{what} {_bytes(self._least(plan))} with k={plan.k} and k_prime={plan.k_prime}, and {available}. The least is "

@@ -24,6 +24,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from sp_lightning.observe.messages import about_gpu
 from sp_lightning.registry import part_of_several_devices
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.trainer.compat import given_checkpoint_io, set_inherited, wraps_another
@@ -156,7 +157,12 @@ class HostStrategy(_Base):
 
     def setup_environment(self) -> None:
         _refuse_processes_alone(self)
-        super().setup_environment()
+        try:
+            super().setup_environment()  # the first call of a GPU
+        except RuntimeError as error:
+            if (step := about_gpu(error)) is not None:
+                error.add_note(step)
+            raise
 
     @property
     def root_device(self) -> torch.device:

@@ -44,7 +44,7 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.host_memory import HostBudget, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.window import Window
+from sp_lightning.plan.window import Window, about_others
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.torch_compat.private import compiled_graphs
 from sp_lightning.trainer.compat import last_checkpoint, note_device
@@ -416,6 +416,8 @@ class Run:
         if self._activations.why_kept:
             say_once(self._log, self._activations.why_kept)
         error.add_note(after_out_of_memory(plan, self.engine.plan, freed, balanced=self._activations.automatic))
+        if (others := self.engine.device.held_by_others()) is not None:
+            error.add_note(about_others(*others))
 
     def host_parameters(self) -> AbstractContextManager[None]:
         """A context in which the module has the host parameters with up-to-date values, for example for a checkpoint."""

@@ -207,6 +207,13 @@ def test_the_budget_is_within_what_the_user_allows_this_process(
         assert gpu.free_bytes() == 600 + 300 - 100
 
 
+@pytest.mark.parametrize(("free", "held"), [(30 << 30, (40 << 30, 80 << 30)), (69 << 30, None)])
+def test_memory_that_other_programs_hold(free: int, held: Any) -> None:
+    counters = {"mem_get_info": (free, 80 << 30), "memory_reserved": 10 << 30}
+    with mock.patch.multiple("torch.cuda", **{name: mock.Mock(return_value=each) for name, each in counters.items()}):
+        assert accelerator("cuda").held_by_others() == held
+
+
 class Event:
     """An event of CUDA's, at a time that the test says: elapsed milliseconds are float32."""
 

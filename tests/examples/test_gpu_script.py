@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,118 +37,232 @@ def on_a_machine(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
     return run
 
 
-@pytest.mark.parametrize("part", ["tests1", "tests2", "tests3", "tests4", "tests5", "tests6", "tests7", "tests8"])
-def test_a_part_of_the_gpus_tests_ends_as_they_do(part: str, on_a_machine: Any, tmp_path: Path) -> None:
-    status, (done,) = on_a_machine(part, failing="pytest")
+@pytest.mark.parametrize(("arguments", "asked"), [
+    (["now"], "-m examples.benchmarks --list now --minutes 9 --out"),
+    (["now", "--dry-run"], "-m examples.benchmarks --list now --dry-run --out"),
+    (["ranks"], "-m examples.benchmarks --list ranks --minutes 9 --out"),
+])  # fmt: skip
+def test_a_list_is_run_in_nine_minutes_and_ends_as_it_does(arguments: list[str], asked: str, on_a_machine: Any) -> None:
+    assert on_a_machine(*arguments)[0] == 0
+    status, done = on_a_machine(*arguments, failing="benchmarks")
     assert status == 1
-    assert "-m pytest -ra" in done
-    assert (tmp_path / "out" / f"{part}.txt").exists()
+    assert asked in done[-1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there everything runs")
-def test_several_devices_are_as_many_as_there_are(on_a_machine: Any, tmp_path: Path) -> None:
-    status, (tests, done) = on_a_machine("ranks")
-    assert status == 0
-    assert "test_several_devices.py" in tests
-    assert "-m examples.benchmarks.ranks --ranks 1 --width" in done, "no GPU is here"
-    assert (tmp_path / "out" / "ranks.txt").exists()
-
-
-def test_the_first_call_stops_where_the_first_light_fails(on_a_machine: Any) -> None:
-    """A figure of a machine on which something computes the wrong thing is none."""
-    status, done = on_a_machine(failing="first_light")
-    assert status == 1
-    assert [each.split()[1] for each in done] == ["examples.benchmarks.first_light"]
-
-
-def test_a_part_that_fails_costs_no_other_part_and_is_told(on_a_machine: Any, tmp_path: Path) -> None:
-    status, done = on_a_machine(failing="beside_plan")
-    assert status == 1
-    modules = ["first_light", "beside_plan", "limits"]
-    assert [each.split()[1] for each in done] == [
-        f"examples.benchmarks{each}" for each in (*(f".{m}" for m in modules), "")
-    ]
-    assert "--list 1.5B --minutes 5.0" in done[-1]
-    assert all((tmp_path / "out" / f"{name}.txt").exists() for name in ("first", "memory", "limits", "1.5B"))
-
-
-@pytest.mark.parametrize("part", ["3B", "8B", "card", "h200", "activations"])
-def test_a_list_alone_ends_within_eight_minutes(part: str, on_a_machine: Any) -> None:
-    status, (done,) = on_a_machine(part)
-    assert status == 0
-    assert f"--list {part} --minutes 7.5" in done
-
-
-def test_what_is_next_ends_within_six_minutes(on_a_machine: Any) -> None:
-    status, (done,) = on_a_machine("next")
-    assert status == 0
-    assert "--list next --minutes 5.5" in done
-
-
-def rows_of(item: agenda.Contest | agenda.Module | agenda.Tests, **other: Any) -> list[rows.Row]:
-    """The rows that an item leaves on a GPU."""
-    origin = {"versions": {}, "python": "3", "commit": "a", "date": "2026-01-01", "command": "python", "run": "1"}
-    origin |= {"code": rows.code(), "machine": {"accelerator": "a GPU"}, "status": "ok", **other}
-    if isinstance(item, agenda.Tests):
-        return [{**origin, "kind": "gpu-tests", "name": item.name}]
-    if isinstance(item, agenda.Module):
-        command = f"python -m examples.benchmarks.{item.name} {' '.join(item.arguments)}"
-        return [{**origin, "kind": item.name.replace("_", "-"), "command": command}]
-    shared = {"workload": asdict(item.workload), "limits": {"device_gib": item.device_gib}, "kind": "train"}
-    return [{**origin, **shared, "contestant": name} for name in item.contestants]
-
-
-def test_what_has_rows_of_the_present_code_is_not_next() -> None:
-    for item in agenda.next_on_one_card():
-        done = rows_of(item)
-        assert agenda.is_done(item, done), item
-        assert not agenda.is_done(item, rows_of(item, code="of before"))
-        assert not agenda.is_done(item, rows_of(item, machine={"accelerator": None}))
-        assert not agenda.is_done(item, rows_of(item, status="failed"))
-        assert not agenda.is_done(item, [])
-        if len(done) > 1:  # ratios are those of one run
-            assert not agenda.is_done(item, [{**done[0], "run": "2"}, *done[1:]])
-            assert agenda.is_done(item, [{**done[0], "status": "missing"}, *done[1:]])
-    items = agenda.next_on_one_card()
-    assert not any(agenda.is_done(other, rows_of(item)) for item in items for other in items if other is not item)
-
-
-def test_the_next_call_goes_on_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plan, ran = agenda.next_on_one_card(), list[Any]()
-    monkeypatch.setattr(everything, "RESULTS", tmp_path)
-    monkeypatch.setattr(everything, "run", lambda plan, *_: ran.extend(plan))
-    monkeypatch.setattr(everything.report, "write", lambda *_, **__: "nowhere")
-    (tmp_path / "a day").mkdir()
-    for row in rows_of(plan[0]):
-        rows.append(tmp_path / "a day" / "rows.jsonl", row)
-    for row in rows_of(plan[1]):
-        rows.append(tmp_path / "out" / "rows.jsonl", row)
-    everything.main(["--list", "next", "--out", str(tmp_path / "out")])
-    assert ran == plan[2:]
-
-
-@pytest.mark.rest("a process that imports pytest")
-def test_tests_on_the_list_leave_a_row(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    item = agenda.Tests("mended", ("tests/device/test_layout.py",))
-    everything.run([item], everything.Budget(3), 1.0, out)
-    everything.run([item], everything.Budget(0), 1.0, out)
-    first, late = rows.read(out)
-    assert (first["kind"], first["name"], first["status"]) == ("gpu-tests", "mended", "ok")
-    assert "passed" in first["said"]
-    assert late["status"] == "skipped"
-
-
-def test_a_file_of_a_part_has_a_mebibyte_at_most(tmp_path: Path) -> None:
+def test_what_a_list_says_has_a_mebibyte_at_most(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nhead -c 3000000 /dev/zero\n")
     python.chmod(0o755)
     script = Path(everything.__file__).with_name("gpu.sh")
     environment = {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path)}
-    run = subprocess.run(["bash", script, "limits"], env=environment, capture_output=True)
+    run = subprocess.run(["bash", script, "now"], env=environment, capture_output=True)
     assert run.returncode == 0
-    assert len(run.stdout) > 3_000_000
-    assert (tmp_path / "limits.txt").stat().st_size == 2**20
+    assert len(run.stdout) >= 3_000_000
+    assert (tmp_path / "now.txt").stat().st_size == 2**20
+
+
+# ---------------------------------------------------------------------- the list
+
+
+FIRST = ["gpu_bits", "AdamW", "train llm 1.5B, bf16-mixed", "train llm 8B, bf16-true"]
+
+
+@pytest.mark.parametrize("most", [540, 400])
+def test_the_first_call_is_first_and_fits(
+    most: int, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(everything, "RESULTS", tmp_path)
+    monkeypatch.setattr(everything, "FIRST_CALL", most)
+    monkeypatch.setattr(rows, "_code", lambda path: b"")  # of all files: seconds
+    with pytest.raises(SystemExit) as ended:
+        everything.main(["--list", "now", "--dry-run", "--out", str(tmp_path)])
+    assert ended.value.code == (most < 540)
+    order = [line[16:] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [each.startswith(name) for each, name in zip(order, FIRST, strict=False)] == [True] * 4
+    assert order[5:8] == ["everyday", "quantised", "all"]
+
+
+@pytest.mark.rest("a process that collects tests")
+def test_the_tests_of_the_lists_exist() -> None:
+    items = [item for make in agenda.LISTS.values() for item in make() if isinstance(item, agenda.Tests)]
+    single = [f"tests/gpu/{test}" for item in items for test in item.tests if "::" in test]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *single]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=rows.REPOSITORY)
+    assert run.returncode == 0, run.stdout
+    assert "not found" not in run.stderr
+
+
+def test_every_file_of_the_gpus_tests_is_in_a_list_and_names_folders_that_exist() -> None:
+    files = {path.name for path in (rows.REPOSITORY / "tests/gpu").glob("test_*.py")}
+    items = [item for make in agenda.LISTS.values() for item in make()]
+    assert files == set(agenda.GPU_TESTS) == {f for item in items if isinstance(item, agenda.Tests) for f in item.files}
+    assert all((rows.REPOSITORY / path).exists() for item in items for path in agenda.paths(item))
+    assert len({item.name for item in agenda.now()}) == len(agenda.now())
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Small files in place of the package's and the tests', on a machine with a GPU."""
+    for path in [f"sp_lightning/{name}/a.py" for name in (*agenda.CORE, "kernels")] + ["tests/gpu/test_fork.py"]:
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text("a = 1\n")
+    monkeypatch.setattr(rows, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(rows, "machine", lambda: {"accelerator": "a GPU"})
+    monkeypatch.setattr(rows, "_code", rows._code.__wrapped__)  # which is cached
+    return tmp_path
+
+
+WORKLOAD = agenda.train("llm", "1.5B", 16384)
+ITEMS = [
+    agenda.Module("gpu_bits", folders=("kernels",)),
+    agenda.Contest(WORKLOAD, ("plain", "default"), 40, folders=("kernels",)),
+    agenda.Tests("forks", ("test_fork.py",)),
+]
+
+
+def row_of(item: agenda.Item, **other: Any) -> rows.Row:
+    """The row that an item leaves on a GPU."""
+    row = {"kind": "item", "item": item.name, "digest": rows.digest(agenda.paths(item)), "status": "ok", "seconds": 7.0}
+    return {**rows.origin(), **row, **other}
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: type(item).__name__)
+def test_what_has_a_row_of_the_present_code_is_done(item: agenda.Item, repository: Path) -> None:
+    found = [row_of(item)]
+    assert agenda.is_done(item, found)
+    assert agenda.is_done(item, [row_of(item, status="missing")])
+    assert not agenda.is_done(item, [row_of(item, machine={"accelerator": None}), row_of(item, status="failed")])
+    assert not any(agenda.is_done(other, found) for other in ITEMS if other is not item)
+    changed = repository / "sp_lightning" / item.folders[0] / "a.py"
+    changed.write_text('"""A docstring."""\n\na = 1  # a comment\n')
+    (repository / "sp_lightning/disk").mkdir()
+    (repository / "sp_lightning/disk/a.py").write_text("a = 2")
+    assert agenda.is_done(item, found)
+    changed.write_text("a = 2")
+    assert not agenda.is_done(item, found)
+
+
+def test_the_last_run_says_how_long_an_item_takes(repository: Path) -> None:
+    module, contest_, tests = ITEMS
+    assert [agenda.expected(item, []) for item in ITEMS] == [60, 80, 60]
+    assert agenda.expected(module, [row_of(module, seconds=9.0), row_of(module, status="failed")]) == 9
+    assert agenda.expected(tests, [row_of(tests, left_out=0, seconds=9.0), row_of(tests, left_out=3)]) == 9
+    shared = {"workload": asdict(WORKLOAD), "limits": {"device_gib": None}, "kind": "train", "process_seconds": 9.0}
+    assert agenda.expected(contest_, [{**row_of(module), **shared, "contestant": "plain"}]) == 9 + 40
+
+
+def run_with(
+    monkeypatch: pytest.MonkeyPatch, results: dict[str, str] | None, known: Any, out: Path, minutes: float
+) -> Any:
+    """Runs all items with made-up results of tests. Returns their rows, and the tests that were left out."""
+    left_out = list[str]()
+
+    def wait(command: Any, environment: dict[str, str], *_: Any) -> int:
+        if "GPU_TEST_FOLDER" in environment:
+            folder = Path(environment["GPU_TEST_FOLDER"])
+            left_out.extend((folder / "passed").read_text().splitlines())
+            (folder / "results").write_text("".join(json.dumps(each) + "\n" for each in (results or {}).items()))
+        return 0
+
+    monkeypatch.setattr(everything.contest, "wait", wait)
+    monkeypatch.setattr(everything.contest, "compete", lambda *_: {"status": "missing", "error": ""})
+    everything.run(ITEMS, everything.Budget(minutes), 1.0, out, known)
+    return [row for row in rows.read(out) if row["kind"] == "item"][-len(ITEMS) :], left_out
+
+
+ONE, TWO = ("tests/gpu/test_fork.py::test_one", "tests/gpu/test_fork.py::test_two[a b]")
+
+
+def test_tests_that_have_passed_are_left_out(repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    (*_, late), left_out = run_with(monkeypatch, {ONE: "passed", TWO: "late"}, [], out, 60)
+    assert (late["status"], late["tests"], left_out) == ("skipped", {"passed": 1, "late": 1}, [])
+    assert not agenda.is_done(ITEMS[2], [late])
+    (*_, done), left_out = run_with(monkeypatch, {TWO: "passed"}, rows.read(out), out, 60)
+    assert (done["status"], left_out) == ("ok", [ONE])
+    assert agenda.passed_before(ITEMS[2], rows.read(out)) == [ONE, TWO]  # type: ignore[arg-type]
+    assert all(agenda.is_done(item, rows.read(out)) for item in ITEMS)
+    (repository / "tests/gpu/test_fork.py").write_text("a = 2")
+    assert agenda.passed_before(ITEMS[2], rows.read(out)) == []  # type: ignore[arg-type]
+
+
+def test_what_needs_more_than_what_is_left_is_not_begun(repository: Path, monkeypatch: Any, tmp_path: Path) -> None:
+    """But for tests, which keep what has passed; contestants are asked one by one."""
+    quick = {"workload": asdict(WORKLOAD), "limits": {"device_gib": None}, "kind": "train", "process_seconds": 9.0}
+    known = [{**rows.origin(), **quick, "contestant": "default", "status": "ok"}]
+    (module, contest_, tests), _ = run_with(monkeypatch, {ONE: "passed"}, known, tmp_path / "rows.jsonl", 39 / 60)
+    assert module["error"] == "needs about 60 s, 39 s are left: raise --minutes"
+    assert contest_["status"] == "failed"
+    assert contest_["error"] == "plain: needs about 40 s, 39 s are left: raise --minutes"
+    assert tests["status"] == "skipped"
+    (*_, tests), _ = run_with(monkeypatch, {ONE: "passed"}, known, tmp_path / "rows.jsonl", 50 / 60)
+    assert tests["status"] == "ok"
+
+
+def test_tests_of_what_is_not_installed_are_missing(repository: Path, monkeypatch: Any, tmp_path: Path) -> None:
+    item = agenda.Tests("forks", ("test_fork.py",), needs=("torch-of-nowhere",))
+    everything.run([item], everything.Budget(60), 1.0, tmp_path / "rows.jsonl")
+    (row,) = rows.read(tmp_path / "rows.jsonl")
+    assert (row["status"], row["error"]) == (
+        "missing",
+        "not installed: torch-of-nowhere. Put their wheels into wheels/.",
+    )
+
+
+@pytest.mark.rest("a time that has to pass")
+def test_what_has_run_when_the_time_is_over_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((rows.REPOSITORY / "tests/gpu/conftest.py").read_text())
+    (tmp_path / "passed").write_text("test_all.py::test_zero\n")
+    tests = [
+        "test_zero(): assert 0",
+        "test_one(): pass",
+        "test_two(): conftest.END = 0; assert 0",
+        "test_three(): pass",
+    ]
+    (tmp_path / "test_all.py").write_text("import conftest\n" + "".join(f"def {test}\n" for test in tests))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+    environment = {**os.environ, "GPU_TEST_END": "1e11", "GPU_TEST_FOLDER": str(tmp_path)}
+    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True)
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+    found = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+    assert found == [[f"test_all.py::test_{name}", outcome] for name, outcome in
+                     (("one", "passed"), ("two", "failed"), ("three", "late"))]  # fmt: skip
+
+
+# ---------------------------------------------------------------------- a GPU that cannot be used
+
+
+CUDA: dict[str, Any] = {
+    "The NVIDIA driver on your system is too old (found version 12020)": "Update the driver",
+    "CUDA driver version is insufficient for CUDA runtime version": "Update the driver",
+    "CUDA error: out of memory": "List them: nvidia-smi",
+    "Torch not compiled with CUDA enabled": "Install one that has",
+    "Found no NVIDIA driver on your system.": "install its driver",
+    "No CUDA GPUs are available": "CUDA_VISIBLE_DEVICES",
+}
+
+
+@pytest.mark.parametrize("error", CUDA)
+def test_a_gpu_that_cannot_be_used_is_said_before_anything_runs(
+    error: str, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "init", mock.Mock(side_effect=RuntimeError(error)))
+    with pytest.raises(SystemExit, match="1"):
+        everything.main(["--list", "now", "--out", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert f"No GPU can be used: {error}" in said
+    assert CUDA[error] in said
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_gpu_that_other_programs_fill_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60 << 30, 80 << 30))
+    said = everything.obstacle()
+    assert said is not None
+    assert said.startswith("Other programs hold 20.0 GiB of the GPU's 80.0 GiB. List them: nvidia-smi.")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (79 << 30, 80 << 30))
+    assert everything.obstacle() is None
 
 
 @pytest.mark.rest("processes that measure; the first tier has what a part reports")
@@ -159,26 +275,15 @@ def test_without_matplotlib_everything_is_measured_and_reported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(everything.__file__).parents[2])
 
 
-PARTS = {"first": "first_light", "memory": "beside_plan", "limits": "limits", "foresight": "foresight"}
-
-
-@pytest.mark.parametrize(("part", "module"), PARTS.items())
-def test_a_part_alone(part: str, module: str, on_a_machine: Any) -> None:
-    status, (done,) = on_a_machine(part)
-    assert status == 0
-    assert f"-m examples.benchmarks.{module} " in done
-
-
 @pytest.mark.rest("the first call with tiny sizes: processes that start from nothing")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it pretends that there is none")
-def test_the_first_call_runs_through_on_a_cpu() -> None:
+def test_a_list_runs_through_on_a_cpu() -> None:
     """So that it cannot rot. It keeps no figures."""
     script = Path(everything.__file__).with_name("gpu.sh")
     environment = {**os.environ, "PYTHON": sys.executable, "OUT": "/nowhere", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(["bash", script, "--pretend"], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
-    for part in ("first", "memory", "limits", "pretend"):
-        assert f"== {part}: exit status 0" in run.stdout
+    assert run.stdout.count(": ok, ") == len(agenda.pretended())
     assert "first light: all went well" in run.stdout
     files = run.stdout.rsplit("left: ", 1)[1].split()
     assert {"rows.jsonl", "rates.json", "timeline.json", "timeline.png", "report.md"} <= set(files)
@@ -226,28 +331,3 @@ def test_first_light_sees_a_difference_and_says_of_what(monkeypatch: pytest.Monk
     with pytest.raises(AssertionError, match=r"net\.blocks\.2") as raised:
         first_light.equality(first_light.PRETENDED)
     assert raised.value.__notes__ == ["This was Stack, 32-true."]
-
-
-def test_every_file_of_the_gpus_tests_has_its_part(on_a_machine: Any) -> None:
-    root = Path(everything.__file__).parents[2]
-    parts = ["ranks", *(f"tests{part}" for part in range(1, 9))]
-    done = [line for part in parts for line in on_a_machine(part)[1]]
-    for file in (root / "tests/gpu").glob("test_*.py"):
-        assert any(f"tests/gpu/{file.name}" in line for line in done), file
-
-
-@pytest.mark.rest("a time that has to pass")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there everything runs")
-def test_what_has_run_when_the_time_is_over_is_reported(tmp_path: Path) -> None:
-    root = Path(everything.__file__).parents[2]
-    (tmp_path / "conftest.py").write_text((root / "tests/gpu/conftest.py").read_text())
-    (tmp_path / "test_two.py").write_text(
-        "import conftest\ndef test_one(): conftest.END = 0; assert 0\ndef test_two(): pass\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-ra", "-v", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
-        env={**os.environ, "GPU_TEST_END": "1e11"}, capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
-    assert run.returncode == pytest.ExitCode.INTERRUPTED
-    assert "FAILED test_two.py::test_one" in run.stdout
-    assert "test_two.py::test_two and what follows has not run" in run.stdout

@@ -1,13 +1,15 @@
-"""A time limit between tests, so that what has run by then is reported: Ctrl-C inside ``fit`` is Lightning's.
+"""A time limit between tests, and a file of what each has come to, for runs that are cut off: ``examples.benchmarks`` reads it.
 
 And threads, of which the CPU's tests have one: here an optimizer steps a large Llama on the host.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +22,28 @@ END = float(os.environ.get("GPU_TEST_END", "inf"))
 THREADS = int(os.environ.get("GPU_TEST_THREADS", "8"))
 
 
+# A folder with the names of tests that need not run again (passed), to which results are written. Workers read the first only.
+FOLDER = os.environ.get("GPU_TEST_FOLDER")
+LATE = "The time is over"
+
+
+def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
+    passed = set(Path(FOLDER, "passed").read_text().splitlines()) if FOLDER else set()
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+    items[:] = [item for item in items if item.nodeid not in passed]
+
+
 def pytest_runtest_setup(item: Any) -> None:
     if time.time() > END:
-        pytest.exit(f"The time is over; {item.nodeid} and what follows has not run")
+        pytest.skip(LATE)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Each result is in the file at once. Of several, the last one counts: a test whose teardown fails has not passed."""
+    if FOLDER and "PYTEST_XDIST_WORKER" not in os.environ and (report.when == "call" or report.outcome != "passed"):
+        outcome = "late" if report.skipped and LATE in str(report.longrepr) else report.outcome
+        with Path(FOLDER, "results").open("a") as file:
+            file.write(json.dumps([report.nodeid, outcome]) + "\n")
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
@@ -54,3 +56,38 @@ def test_too_large_for_the_device(free: int | None, options: dict[str, Any], mes
     ):
         start(SuperpipelineStrategy(**options), module)
     assert_equal(dict(module.state_dict()), before, "nothing is lost")
+
+
+def test_what_other_programs_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the run, and if the device runs out of memory later."""
+    monkeypatch.setattr(SmallDevice, "held_by_others", lambda self: (60 << 30, 80 << 30))
+    monkeypatch.setattr("sp_lightning.trainer.run.device_for", SmallDevice)
+    monkeypatch.setattr(SmallDevice, "free", 4096)
+    with pytest.raises(
+        ValueError, match=r"Other programs hold 60\.0 GiB of the GPU's 80\.0 GiB\. List them: nvidia-smi"
+    ):
+        start(SuperpipelineStrategy())
+    monkeypatch.setattr(SmallDevice, "free", None)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        start(SuperpipelineStrategy(), Hungry(Stack()))
+    assert "Other programs hold 60.0 GiB" in raised.value.__notes__[-1]
+
+
+class Hungry(Module):
+    def loss(self, batch: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [
+        ("The NVIDIA driver on your system is too old (found version 12020)", "Update the driver"),
+        ("CUDA error: out of memory", "List them: nvidia-smi"),
+        ("Address already in use", None),
+    ],
+)
+def test_a_gpu_that_cannot_be_used(error: str, step: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CPUAccelerator, "setup_device", mock.Mock(side_effect=RuntimeError(error)))
+    with pytest.raises(RuntimeError, match=error[:20]) as raised:
+        start(SuperpipelineStrategy(), Module(Stack()))
+    assert [step in note for note in getattr(raised.value, "__notes__", []) if step] == [True] * (step is not None)
