@@ -527,14 +527,20 @@ class FirstRun:
             if tensor._version != version or name in self._volatile
         ]
         for name, how in changed:
-            # If all trained weights were written, an optimizer has probably stepped them.
+            # If all trained weights were written between two backwards, an optimizer has probably stepped those of all layers.
+            # Between forward and backward, a hook may have written the only weights of a small unit.
             trained = [weight.is_written for weight in self.before.weights if weight.is_trained()]
-            stepped = how == _MODIFIED and bool(trained) and all(trained)
-            between = "two backwards of one graph" if self._again > 1 else "forward and backward"
+            every = how == _MODIFIED and bool(trained) and all(trained)
+            again = self._again > 1
+            by = (
+                "an optimizer has stepped it, perhaps"
+                if again
+                else "by a hook (on_before_zero_grad) or an optimizer, perhaps"
+            )
             raise Unrepeatable(
-                f"{name!r} of {self.unit!r} has been {how} between {between}"
-                f"{' (an optimizer has stepped it, perhaps)' * stepped}. Each backward was to compute the forward again. "
-                f"{_OF_ALL if stepped else self._remedy}"
+                f"{name!r} of {self.unit!r} has been {how} between "
+                f"{'two backwards of one graph' if again else 'forward and backward'}{f' ({by})' * every}. Each backward was to "
+                f"compute the forward again. {_OF_ALL if every and again else self._remedy}"
             )
 
     @contextmanager

@@ -300,10 +300,15 @@ class Plan:
             ]
         )
 
-    def sentence(self, *, training: bool = True, state: int | None = None) -> str:
+    def _lower(self, verb: str) -> str:
+        """Returns the beginning of an advice for less memory: ``"lower k, or "``; empty if k is 1 already."""
+        return f"{verb} k, or " if self.k > 1 else ""
+
+    def sentence(self, *, training: bool = True, state: int | None = None, on_cpu: bool = False) -> str:
         """Returns the plan in one line: layers, window, and device memory compared to plain Lightning.
 
-        The arguments are those of :meth:`table`.
+        The arguments are those of :meth:`table`. ``on_cpu``: True if the model computes on the CPU, so that the memory is what a
+        GPU would need.
         """
         peak, on_host = self.taken(training=training)
         what = "weights"
@@ -312,14 +317,15 @@ class Plan:
             if self.stay:
                 what += f" (with the optimizer state of the {len(self.stay)} that stay)"
         plain = self._plain(training, state)
-        saves = f"take {in_gib(peak)} of device memory"
+        whose = "a GPU's" if on_cpu else "device"
+        saves = f"take {in_gib(peak)} of {whose} memory"
         if plain:
             saves += f", plain Lightning {plain}"
         if self.nothing:
             return f"{self._heading()}. {what.capitalize()} {saves}."
         everything = on_host + self.staying[0] + self.staying[1] * training  # as if nothing were streamed
         if not self.stay and peak >= everything:
-            saves += "; a lower k, or smaller layers, would take less"
+            saves += f"; {self._lower('a lower')}smaller layers{',' * (self.k > 1)} would take less"
         return f"{self._heading()}: {what} {saves}."
 
     def _heading(self) -> str:
@@ -393,7 +399,7 @@ def make_plan(
         stay=staying,
     )
     if plan.host_bytes and not plan.stay and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
-        remedy = "nothing is streamed." if plan.nothing else "lower k, or choose smaller layers."
+        remedy = "nothing is streamed." if plan.nothing else f"{plan._lower('lower')}choose smaller layers."
         saves_nothing = f"this takes no less device memory than all weights and gradients: {remedy}"
         return replace(plan, notes=(*plan.notes, saves_nothing))
     return plan

@@ -148,7 +148,9 @@ class SuperpipelineCallback(Callback):
         self._start = perf_counter()
         plan, log = self._strategy.plan, self._strategy.log
         state = self._strategy.ledger.state if training else None
-        line = " ".join([plan.sentence(training=training, state=state), *self._strategy.remarks()])
+        device = self._strategy._computing_device
+        on_cpu = device is not None and device.computes_on_host
+        line = " ".join([plan.sentence(training=training, state=state, on_cpu=on_cpu), *self._strategy.remarks()])
         say_once(log, line, self._strategy._said)
         log.debug("\n%s", plan.table(training=training, state=state))
 

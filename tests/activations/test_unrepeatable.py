@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -305,6 +306,27 @@ def test_weights_that_are_written_between_are_refused() -> None:
     said = r"'inner.bias' of 'net.blocks.2' has been modified by an inplace operation between forward and backward\."
     with pytest.raises(Unrepeatable, match=said + r".*activations=\{\"net.blocks.2\": \"offload\""):
         fit(lambda: WritesBetween(Stack()), vectors(), superpipeline(activations="recompute"))
+
+
+class Normalizes(Module):
+    """Normalizes an embedding, the only weight of its unit, in a hook that Lightning calls between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Embedding(8, 16), Stack()))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        weight = self.net[0].weight
+        weight.data = nn.functional.normalize(weight.data, dim=-1)
+
+
+def test_the_remedy_for_a_written_unit_names_the_unit_and_works() -> None:
+    batches = [torch.arange(8)] * 3
+    with pytest.raises(RuntimeError, match=r"by a hook \(on_before_zero_grad\) or an optimizer") as raised:
+        fit(Normalizes, batches, superpipeline(k=1, activations="recompute"))
+    named = re.search(r"activations=(\{.*?\})", str(raised.value))
+    assert named is not None
+    ours = fit(Normalizes, batches, superpipeline(k=1, activations=json.loads(named[1])))
+    assert_same(ours, fit(Normalizes, batches))
 
 
 class StepsBetween(Module):

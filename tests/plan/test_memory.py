@@ -341,3 +341,11 @@ def test_a_plan_in_one_line_is_compared_with_what_is_known() -> None:
     assert plan.sentence().endswith("of device memory.")
     assert plan.sentence(training=False).endswith(f"plain Lightning {human_bytes(plan.plain[0])}.")
     assert plan.sentence(state=8).endswith(f"plain Lightning {human_bytes(sum(plan.plain) + 8)} with optimizer state.")
+
+
+@pytest.mark.parametrize(("k", "advice"), [(1, ": choose smaller layers"), (2, ": lower k, or choose smaller layers")])
+def test_the_advice_to_lower_k_needs_a_larger_k(k: int, advice: str) -> None:
+    layers = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+    plan = make_plan(find_layers(layers, layers=["0"]), k=k, k_prime=1)
+    assert plan.notes[-1].endswith(f"{advice}.")
+    assert ("a lower k" in plan.sentence()) is (k > 1)

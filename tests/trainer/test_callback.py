@@ -41,7 +41,7 @@ def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 TRAINING = (
-    "Superpipeline: 22 layers, k = 1, k' = 1: weights and gradients take 125.0 KiB of device memory, "
+    "Superpipeline: 22 layers, k = 1, k' = 1: weights and gradients take 125.0 KiB of a GPU's memory, "
     "plain Lightning 2.4 MiB with optimizer state."
 )
 
@@ -57,7 +57,7 @@ def test_the_log_of_a_default_run_is_one_line(heard: Any) -> None:
     trainer.validate(module, loader(tokens()), verbose=False)
     trainer.predict(module, loader(tokens()))
     assert heard()[3:] == [
-        "Superpipeline: 22 layers, k = 1, k' = 1: weights take 62.5 KiB of device memory, plain Lightning 621.1 KiB."
+        "Superpipeline: 22 layers, k = 1, k' = 1: weights take 62.5 KiB of a GPU's memory, plain Lightning 621.1 KiB."
     ]
 
 
