@@ -45,7 +45,9 @@ class HostRing:
         return math.inf if self.limit is None else self.limit - self.nbytes + idle
 
     def take(self, nbytes: int) -> PinnedMemory | None:
-        """Returns a buffer of at least ``nbytes``; None if the limit leaves no memory for one. Frees idle buffers if necessary.
+        """Returns a buffer of at least ``nbytes``; None if the limit or the system leaves no memory for one.
+
+        Frees idle buffers if necessary.
 
         The caller sets :attr:`~sp_lightning.device.host_memory.PinnedMemory.last` to the event of each copy from or to it.
         """
@@ -60,7 +62,11 @@ class HostRing:
                 return None
             self._free(largest := self._idle.pop())
             self.nbytes -= largest.nbytes
-        buffer = PinnedMemory(self._device, nbytes, pin=self.pin)
+        try:
+            buffer = PinnedMemory(self._device, nbytes, pin=self.pin)
+        except (RuntimeError, MemoryError):  # the system has less memory than the limit allows
+            self.limit = self.nbytes
+            return None
         self.nbytes += buffer.nbytes
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
         return buffer

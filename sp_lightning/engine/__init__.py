@@ -16,6 +16,9 @@ parameter*). A device parameter without memory is a *stand-in*.
   have room for steps; ``trainer.step_place.StepPlace``, which chooses for ``"auto"``; and ``decide``, which raises an error if
   the GPU was asked for and cannot step.
 
+- An automatic choice that fails does not end a run: ``observe.messages.degrading`` logs one line, and the next mode with the same
+  results follows. A table in ``examples/guide/limits.md`` has each case. ``tests/endurance/test_automatic_choices.py`` tests it.
+
 **One layer, forward and backward.** Each number stands as a comment beside the code line that does it::
 
     host block ──fetch──▶ slot ──lock──▶ device parameters ──▶ forward ──release──▶ slot may be overwritten

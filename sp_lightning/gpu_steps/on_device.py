@@ -78,6 +78,14 @@ class StepsOnDevice(LayerStepper):
     def arrange(self, *, state_on_disk: bool, ahead: bool) -> None:
         self._state.on_disk, self._ahead = state_on_disk, ahead
 
+    def reserve(self, plan: Plan) -> None:
+        # torch's allocator keeps freed memory for the stream that has allocated it: slots; and state and masters of each layer.
+        sizes = [plan.update_bytes - plan.staying_bytes]
+        for layer in (plan.layers[index] for index in plan.stay):
+            sizes += [2 * layer.gradient_bytes, 0 if layer.masters is None else plan.moving[layer.masters].nbytes]
+        with self._device.on(Stream.STEP):
+            self._device.access([self._device.empty(nbytes) for nbytes in sizes], Stream.STEP, write=True)
+
     def steps(self, layer: StreamedLayer) -> bool:
         return self.steps_all or layer.own_slot is not None
 

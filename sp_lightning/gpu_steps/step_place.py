@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch.optim import Optimizer
 
 from sp_lightning.gpu_steps.alone import against_gpu, is_declared
 from sp_lightning.gpu_steps.times import host_seconds_of, least_seconds, measure
+from sp_lightning.observe.messages import degrading
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.update_policy import UpdateFacts, choose_overlap
 from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.updates.fused import is_of_bitsandbytes
 
+LOG = logging.getLogger("lightning.pytorch.superpipeline")
 _MUCH = 0.9  # the other place changes the last bits, so it must take less than this share of the time
 
 
@@ -27,8 +29,13 @@ class MeasuredPlace(StepPlace):
         return is_declared(optimizer)
 
     def moves(self, stepping: Sequence[Optimizer], facts: UpdateFacts) -> bool:
-        if facts.optimizer_on != "auto" or self.why or not stepping:
+        if facts.optimizer_on != "auto" or not stepping:
             return False
+        if self.why:
+            # The place does not change, except if the trainer has got an optimizer that the GPU cannot step.
+            moves = facts.place == "gpu" and bool(facts.against_gpu)
+            self.why = facts.against_gpu if moves else self.why
+            return moves
         if facts.on_cpu:
             self.why = "the model computes there, too"
         elif facts.place == "cpu":
@@ -56,7 +63,7 @@ class MeasuredPlace(StepPlace):
             return True, f'the host cannot update {names} with optimizer_overlap="{facts.overlap}"'
         seconds = self._seconds(stepping, there, here)
         if seconds is None:
-            return False, f"what the state of {names} will be is not known, or the device has no room to be measured"
+            return False, f"what the state of {names} will be is not known, or the device could not be measured"
         why = "estimated time of an update: {gpu:.3g} s on the GPU, {cpu:.3g} s on the CPU".format(**seconds)
         return seconds["gpu"] < _MUCH * seconds["cpu"], why
 
@@ -83,9 +90,10 @@ class MeasuredPlace(StepPlace):
         on_device, on_host = self._count("gpu", there), self._count("cpu", here)
         if on_device.state is None:
             return None
-        try:
+        machine = None
+        with degrading(LOG, "The measurement of the GPU", "It does not decide where optimizers step"):
             machine = measure(self._engine_device())
-        except torch.OutOfMemoryError:
+        if machine is None:
             return None
         computing = host_seconds_of(stepping, machine)
         return {"gpu": least_seconds(on_device, machine), "cpu": least_seconds(on_host, machine, computing)}

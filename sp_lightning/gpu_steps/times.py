@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.updates.cpu_seconds import EIGHT_BITS_SECONDS, muon_flops
 from sp_lightning.updates.fused import is_separable
@@ -41,9 +42,8 @@ def measure(device: Device) -> Machine:
     Raises:
         torch.OutOfMemoryError: the GPU has no memory for the copies.
     """
-    here, there = device.host_empty(_NBYTES, pin=True)[:_NBYTES], device.upload_target(_NBYTES)
-    here.fill_(1)
-    device.pin(here)
+    memory, there = PinnedMemory(device, _NBYTES, pin=True), device.upload_target(_NBYTES)
+    here = memory.bytes[:_NBYTES].fill_(1)
     other = torch.ones_like(here)
     matrix = torch.ones(_WIDTH, _WIDTH, dtype=torch.bfloat16)
 
@@ -58,7 +58,7 @@ def measure(device: Device) -> Machine:
             2 * _NBYTES / _seconds(lambda: other.copy_(here)),
             2 * _WIDTH**3 / _seconds(lambda: matrix @ matrix),
         )
-    device.unpin(here)
+    memory.unpin()
     return found
 
 

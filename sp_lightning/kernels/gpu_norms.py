@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.layout import is_dense
-from sp_lightning.kernels.jit import Compiled, address, find_kernel
+from sp_lightning.kernels.jit import LOG, Compiled, address, find_kernel
 from sp_lightning.kernels.variants import CHUNK, EACH, THREADS, WARP, GpuNormArguments, GpuNormRecipe
 from sp_lightning.layers.narrow_gradient import Norms, exact_scale, narrow_and_changes
+from sp_lightning.observe.messages import degrading
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import foreach_norm
 
@@ -34,7 +35,7 @@ def has_norms_of(device: torch.device, largest: int) -> bool:
             135 MB is compared as well.
     """
     confirmed = all(_confirmed(device, dtype) is not None for dtype in DTYPES)
-    return confirmed and (largest <= THREADS * CHUNK or _adds_up_many(device))
+    return confirmed and (largest <= _FEW or _adds_up_many(device))
 
 
 def norms_like(device: torch.device, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -138,24 +139,34 @@ def _confirmed(device: torch.device, dtype: torch.dtype) -> Compiled | None:
 
 _COUNTS = (1, 2, 3, 4, 5, 31, 2047, 2048, 2049, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 8, 1_000_003, *[8200] * 100)
 """The numbers of elements of the compared gradients: many, because few norms show whether squares are rounded."""
+_FEW = THREADS * CHUNK
+"""The most elements of a gradient with a chunk for each thread of a block."""
 _MANY = (THREADS + 3) * CHUNK + 12
 """Elements of a gradient with more chunks than a block has threads: 135 MB."""
 
 
 @cache
 def _adds_up_many(device: torch.device) -> bool:
-    """Returns True if the sums of more chunks than a block has threads are added as on the GPU.
+    """Returns True if the sums of more chunks than a block has threads are added as on the GPU. False if the GPU has no memory.
 
     One dtype is compared: the sums of chunks are float32 for gradients of any dtype.
     """
     kernel = _confirmed(device, torch.float32)
     assert kernel is not None
-    with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+    what = "A comparison of norms with the GPU's"
+    with (
+        degrading(LOG, what, "Norms have the CPU's last bits"),
+        no_inference_mode(),
+        no_dispatch_modes(),
+        torch.no_grad(),
+        torch.DisableTorchFunctionSubclass(),
+    ):
         gradient = torch.randn(
             _MANY, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
         )
         (theirs,) = foreach_norm([gradient.to(device)])
         return torch.equal(_run(kernel, [gradient])[0], theirs.cpu())
+    return False
 
 
 def _agrees(device: torch.device, dtype: torch.dtype, kernel: Compiled, _: GpuNormRecipe) -> bool:

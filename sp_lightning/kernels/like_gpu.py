@@ -40,11 +40,13 @@ class LikeGpu:
         device: the GPU.
         fuse: True if groups step fused whose user has not decided.
         norms: makes the object that computes norms with the GPU's bits; None if norms have the CPU's bits.
+        kind: the kind of the optimizer; None before :meth:`against` has found that its steps have the GPU's bits.
     """
 
     device: torch.device
     fuse: bool
     norms: Callable[[], Norms] | None = None
+    kind: Kind | None = None
 
     def of(self, group: Mapping[str, Any]) -> UpdateOne:
         return partial(step_like, self.reference(group))
@@ -87,7 +89,9 @@ class LikeGpu:
         if reason := next(filter(None, map(_against_parameter, new)), ""):
             return reason
         known.update(map(id, new))
-        return ""
+        with torch.DisableTorchFunctionSubclass():
+            dtypes = {p.dtype for p in group["params"] if may_get_gradients(p)}
+        return "" if self.kind is None else self._unconfirmed(self.kind, group, dtypes)
 
     def against_norms(self, optimizer: torch.optim.Optimizer) -> str:
         """Returns why norms of an optimizer's gradients differ from the GPU's in the last bits; empty if they do not."""
@@ -198,8 +202,8 @@ class ConfirmedBits(GpuBits):
                 continue
             why = like.against_norms(optimizer) if clips else ""
             self._why_norms = self._why_norms or why
-            has_norms = clips and not why
-            self.stepping[optimizer] = replace(like, norms=partial(GpuNorms, self._gpu)) if has_norms else like
+            norms = partial(GpuNorms, self._gpu) if clips and not why else None
+            self.stepping[optimizer] = replace(like, norms=norms, kind=KINDS[type(optimizer)])
 
     @property
     def whole(self) -> bool:

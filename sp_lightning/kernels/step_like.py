@@ -47,7 +47,14 @@ def step_like(like: Like, operator: Callable[..., Any], settings: Mapping[str, A
     assert weight is not None
     gradient = _flat(update.gradient)
     version = gradient._version
-    if not update_in_one_pass(operator, settings, Operands(weight, gradient, cast, [*state, steps]), factors, like):
+    done = update_in_one_pass(operator, settings, Operands(weight, gradient, cast, [*state, steps]), factors, like)
+    if not done and (update.widens or cast is not None):
+        # The kernel of this variant cannot be compiled. The plain kernel, which the GPU has confirmed, needs more passes.
+        wide, cast = gradient.to(weight.dtype), None
+        for factor in factors:
+            wide.mul_(factor)
+        done = update_in_one_pass(operator, settings, Operands(weight, wide, None, [*state, steps]), [], like)
+    if not done:
         raise RuntimeError(
             f"The optimizer's settings were changed during the run, and no formula is known for {dict(settings)} that "
             f"has the bits of {like.device}. Set them before the run, or use SuperpipelineStrategy(fused_optimizer=False)."

@@ -305,7 +305,8 @@ class LoopStrategy(ReadableStrategy):
             self._group.note_place(f"batch {batch_idx} of epoch {self._run.module.current_epoch}")
             self._batch_starts(self._run, "train", batch)
             if not self._run.hooks.may_write_before_training_step():
-                self._run.engine.prefetch_for("train", training=True)
+                with self._run.whole_after_failure():  # a fetch raises the error of an update in the background
+                    self._run.engine.prefetch_for("train", training=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step("train", super().training_step, *args, **kwargs)

@@ -20,6 +20,7 @@ from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.placement import Placement
 from sp_lightning.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.observe.messages import degrading
 from sp_lightning.plan.choices import Overlap
 from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.plan.update_policy import (
@@ -77,6 +78,8 @@ class SteppedRun(Protocol):
 
     def let_layers_stay(self, may: bool) -> None: ...
 
+    def let_none_stay(self) -> None: ...
+
     def most_that_stay(self) -> int: ...
 
     def finish_updates(self) -> None: ...
@@ -118,7 +121,7 @@ class OptimizerSteps:
         self._bits = registry.gpu_bits(None)
         self._none_stay = ""  # the reason why gpu_layers="auto" keeps no layer on the device
         self._place = step_place()(lambda: run.engine.device, self._count_as)  # chooses for optimizer_on="auto"
-        self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._may_fuse_whole_step)
+        self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._may_fuse_whole_step, self._leave_gpu)
         self._tried = False  # True after the trial (see the docstring of the class)
         # A use of a layer by backward after the layer's gradients were complete, which the trial has found.
         self._needed = ""
@@ -225,11 +228,42 @@ class OptimizerSteps:
         With ``optimizer_on="auto"``, the first call chooses the place, by measured rates of the machine. Until then the plan has
         room for steps on the GPU, if device memory suffices. If the CPU is chosen, the plan has none for steps.
         """
-        if self._place.moves(self._real_optimizers, facts):  # from the GPU to the CPU
-            self._run.step_on_host()
+        run = self._run
+        if facts.stay and facts.against_gpu and facts.gpu_layers == "auto":
+            self._log.warning(
+                'Superpipeline: no layer stays on the GPU any more (gpu_layers="auto"): %s.', facts.against_gpu
+            )
+            run.let_none_stay()
+            facts = replace(facts, stay=False)
+        moves = self._place.moves(self._real_optimizers, facts)  # from the GPU to the CPU
+        if self.policy is None and facts.optimizer_on == "auto" and facts.place == "gpu" and not moves:
+            moves = True
+            with degrading(self._log, 'Allocating memory for optimizer_on="auto"', "Optimizers step on the CPU"):
+                run.engine.updates.stepper.reserve(run.engine.plan)
+                moves = False
+        if moves:
+            if self.policy is not None:
+                self._say_moved(facts.against_gpu)
+            run.step_on_host()
             facts = replace(facts, place="cpu")
         self._facts = facts
         self.policy = decide(facts)
+
+    def _leave_gpu(self, why: str) -> bool:
+        """Makes the CPU step all layers from now on, if ``optimizer_on="auto"`` has chosen the GPU. Otherwise returns False.
+
+        The policy of updates is decided again before the next batch.
+        """
+        if self._options.optimizer_on != "auto":
+            return False
+        self._say_moved(why)
+        self._place.why = why
+        self._run.finish_updates()
+        self._run.step_on_host()
+        return True
+
+    def _say_moved(self, why: str) -> None:
+        self._log.warning('Superpipeline: optimizers step on the CPU from now on (optimizer_on="auto"): %s.', why)
 
     def _apply_policy(self) -> None:
         """Completes the policy, makes the objects that run the steps, and sets whether layers may stay on the GPU.
@@ -296,15 +330,21 @@ class OptimizerSteps:
         }
 
     def check_batch_settings(self) -> None:
-        """Decides again if the facts of :func:`batch_facts` (hooks, clipping, …) have changed. Called before each batch.
+        """Decides again if optimizers, hooks or clipping have changed. Called before each batch.
 
-        No-op if updates do not run in backward: only these must not begin before hooks or clipping have had all gradients. If
-        the user has not chosen the mode, logs the new mode.
+        The trainer's optimizers count if layers step on the GPU, which cannot run all optimizers. Hooks and clipping
+        (:func:`batch_facts`) count if updates run in backward: these must not begin before hooks or clipping have had all
+        gradients. If the user has not chosen the mode, logs the new mode.
 
         Raises:
             ValueError: ``"backward"`` was asked for by name, and is no longer possible.
         """
-        if self.overlap != "backward" or not self._layerwise or batch_facts(self._trainer) == self._facts.batch:
+        facts, optimizers = self._facts, self._real_optimizers
+        steps_there = facts.place == "gpu" or facts.stay
+        exchanged = steps_there and [each.identity for each in facts.optimizers] != list(map(id, optimizers))
+        moved = facts.place == "gpu" and not self._run.steps_on_device  # by `_leave_gpu`
+        early = self.overlap == "backward" and self._layerwise
+        if not (exchanged or moved or (early and batch_facts(self._trainer) != facts.batch)):
             return
         self._run.finish_updates()  # the facts depend on the optimizer's class, which is another one while updates run
         self.decide_again()

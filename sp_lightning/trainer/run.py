@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -228,6 +228,12 @@ class Run:
             may: True if layers may stay.
         """
         self._window.may_stay = may
+
+    def let_none_stay(self) -> None:
+        """Lands the layers that ``gpu_layers="auto"`` keeps on the GPU. From now on none stays, and the CPU steps them."""
+        plan = self.engine.plan
+        self._window.let_none_stay()
+        self.engine.resize(replace(self._window.plan(plan.k, plan.k_prime), cache_bytes=plan.cache_bytes))
 
     def most_that_stay(self) -> int:
         """Returns the number of layers that could stay on the GPU, for the advice to set ``gpu_layers`` after training.

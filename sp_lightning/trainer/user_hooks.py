@@ -158,10 +158,10 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
         for owner, kind in owners:
             base: Any = base_of(owner, kind)
             name = type(owner).__name__
-            own = [f"{name}.{hook}" for hook in hooks if hasattr(base, hook) and is_overridden(hook, owner, base)]
-            package = added_by(owner) if own and kind is Callback else ""
+            named = [f"{name}.{hook}" for hook in hooks if hasattr(base, hook) and is_overridden(hook, owner, base)]
+            package = added_by(owner) if named and kind is Callback else ""
             origin = f" (which the package {package!r} adds to every Trainer)" if package else ""
-            found += [f"{each}{origin}" for each in own]
+            found += [f"{each}{origin}" for each in named]
         if point == "train":  # after on_train_batch_end, Lightning steps only the schedulers that reduce on plateaus
             late = [config.scheduler for config in trainer.strategy.lr_scheduler_configs if config.reduce_on_plateau]
             own = [type(each) for each in late if not type(each).step.__module__.startswith("torch.")]

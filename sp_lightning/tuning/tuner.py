@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -23,7 +24,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.engine.tuner import BaseTuner
-from sp_lightning.observe.messages import say_once
+from sp_lightning.observe.messages import degrading, say_once
 from sp_lightning.plan.choices import Mode, Modes, Overlap
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
@@ -84,6 +85,7 @@ class Tuner(BaseTuner):
         # Units that cannot be recomputed, with the reason.
         self._unfit = {} if self._activations is None else self._activations.with_inner_experts
         self._timeline: Timeline | None = None
+        self._measures = True  # False after a measurement has failed
         self._overlap: Literal["off", "forward", "backward"] = "off"
         self._size = 0  # the size of the largest batch whose memory was measured
         self._next = 0  # the size of the batch that runs now
@@ -105,7 +107,8 @@ class Tuner(BaseTuner):
             overlap: when optimizer steps run.
         """
         if self._timeline is not None:
-            self._read_timeline(self._timeline)
+            with self._measuring():
+                self._read_timeline(self._timeline)
         if self.window.may_stay and self.streamer.plan.stay and self.streamer.updates.landed_in_a_row >= _READ_OFTEN:
             self._log.info(
                 "Superpipeline: user code reads or writes weights in each step (a callback, say), so layers do not stay on the "
@@ -133,6 +136,7 @@ class Tuner(BaseTuner):
             self._fit(factor)
         elif (
             self._timeline is None
+            and self._measures
             and self._batches >= _TIMED
             and (self._memory if self._balanced else self._window_too)
         ):
@@ -227,8 +231,19 @@ class Tuner(BaseTuner):
         recompute = self._all("recompute")
         if self._balanced and self.window.fits(self.streamer.plan, more=self._more(recompute)):
             self._carry_out(recompute)
-        self._timeline = self._device.make_timeline()
-        self._device.timelines.append(self._timeline)
+        with self._measuring():
+            self._timeline = self._device.make_timeline()
+            self._device.timelines.append(self._timeline)
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        """A context for the measurement of a batch. If it fails, no further batch is measured, and the choices stay."""
+        self._measures = False
+        with degrading(self._log, "The measurement of a batch", "k, k' and the modes of activations stay as they are"):
+            yield
+            self._measures = True
+        if not self._measures:
+            self._timeline = None
 
     def _read_timeline(self, timeline: Timeline) -> None:
         """Reads visits and rates from the timeline of the timed batch. The next batch runs with a new choice."""
@@ -348,13 +363,27 @@ class Tuner(BaseTuner):
             self._device.begin_peak()  # the peak so far was measured with other modes
 
     def _resize(self, plan: Plan) -> None:
-        """Changes the slots to those of a plan. If the device has no memory for them, the present plan stays."""
+        """Changes the slots to those of a plan. If the device has no memory for them, the present plan stays; else the smallest.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for the smallest plan either.
+        """
         before, old = self.streamer.weight_bytes, self.streamer.plan
-        try:
-            self.streamer.resize(plan)
-        except torch.OutOfMemoryError:
-            self.streamer.resize(old)
-            self._log.warning("Superpipeline: no room for k = %d, k' = %d after all.", plan.k, plan.k_prime)
+        for choose in (lambda: plan, lambda: old, self.window.smallest):
+            each = choose()
+            more_stay = len(each.stay) > len(old.stay)
+            try:
+                self.streamer.resize(each)
+                if more_stay:
+                    self.streamer.updates.stepper.reserve(each)
+                break
+            except torch.OutOfMemoryError as error:
+                self._log.warning("Superpipeline: no room for k = %d, k' = %d after all.", each.k, each.k_prime)
+                if more_stay:
+                    self.window.let_fewer_stay(each)
+                failed = error
+        else:
+            raise failed
         if self.streamer.weight_bytes < before:
             self._device.begin_peak()
 

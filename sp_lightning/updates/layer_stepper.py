@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.plan.plan import Plan
 
 FRESH = 2
 """The number of layers whose new weights stay on the GPU for their next fetch: the layers that were stepped last. The weights of
@@ -35,6 +36,13 @@ class LayerStepper:
     steps_some = False
     nbytes: int = 0
     moved_bytes: tuple[int, int] = (0, 0)
+
+    def reserve(self, plan: Plan) -> None:
+        """Makes sure that the GPU has memory for the steps of a plan, before a choice of the plan has an effect.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has too little memory.
+        """
 
     # ------------------------------------------------------------------ steps
 

@@ -147,7 +147,7 @@ def test_a_device_that_is_too_full_to_be_measured_does_not_step() -> None:
         patch.setattr(step_place, "measure", full)
         fit(Asks, vectors(), strategy, recorded="losses")
     assert place_of(strategy) == "cpu"
-    assert "or the device has no room to be measured" in strategy.remarks()[-1]
+    assert "or the device could not be measured" in strategy.remarks()[-1]
     assert found == [""]
 
 

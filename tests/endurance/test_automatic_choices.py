@@ -1,0 +1,423 @@
+"""An automatic choice does not end a run: the table in ``examples/guide/limits.md``, a test for each row.
+
+Each row lets a call fail on the simulated device. Then the run ends as plain Lightning's on a GPU, and the log has one line about
+it; or, if weights are torn or the user's forward was interrupted, the error says what happened and what to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._dynamo
+
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.model.compile import compile_blocks
+from tests.support import stacked
+from tests.support.crowded import crowded
+from tests.support.emulated_gpu import gpu_device, plain_gpu
+from tests.support.like_gpu import BATCHES, OPTIMIZERS, Stepped
+from tests.support.models import Block, Module
+from tests.support.runs import assert_same, fit
+from tests.support.simdevice import SimDevice
+from tests.support.tiers import first
+
+OUT = torch.OutOfMemoryError("CUDA out of memory.")
+LAUNCH = RuntimeError("CUDA error: no kernel image is available for execution on the device")
+LIMITS = Path(__file__).parents[2] / "examples/guide/limits.md"
+When = Callable[..., bool]
+
+
+def _nth(number: int) -> When:
+    return lambda count, *_: count == number
+
+
+_always: When = lambda *_: True  # noqa: E731
+
+
+@contextmanager
+def failing(owner: str, name: str, error: Exception, when: When = lambda count, *_: count == 1) -> Iterator[list[int]]:
+    """In this context a function raises an error.
+
+    Args:
+        owner: the module or class of the function, by its full name.
+        name: the function's name.
+        error: the error.
+        when: returns True if a call fails. It gets the number of the call and its arguments.
+
+    Yields:
+        The numbers of the calls that have failed.
+    """
+    target = _imported(owner)
+    real, calls, failed = getattr(target, name), 0, list[int]()
+
+    @wraps(real)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if when(calls, *args):
+            failed.append(calls)
+            raise type(error)(*error.args)  # a new one, because errors get notes
+        return real(*args, **kwargs)
+
+    function.cache_clear = getattr(real, "cache_clear", None)  # type: ignore[attr-defined]
+    with mock.patch.object(target, name, function):
+        yield failed
+    assert failed, f"{owner}.{name} did not fail"
+
+
+def _imported(path: str) -> Any:
+    module, _, kind = path.rpartition(".")
+    return getattr(__import__(module, fromlist=[kind]), kind)
+
+
+ADAMW = OPTIMIZERS["AdamW"]
+STEPPED = partial(Stepped, ADAMW)
+GPU = partial(gpu_device, capacity=2**20)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        choice, fails, when: the first three columns of the table.
+        inject: makes the contexts in which the call fails.
+        says: a line of the log, or what the error says if ``raises``.
+        raises: True if the run ends.
+        options: of the strategy.
+        trainer: options of the trainer.
+        make: makes the module.
+        of_gpu: True if the results are those of plain Lightning on a GPU, bit by bit; False if the row is about the CPU's bits.
+        device: makes the context of the device.
+    """
+
+    choice: str
+    fails: str
+    when: str
+    inject: Callable[[], list[AbstractContextManager[Any]]]
+    says: str
+    raises: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[], Module] = STEPPED
+    of_gpu: bool = True
+    device: Callable[[], AbstractContextManager[Any]] = GPU
+
+
+def _on_gpu(strategy: Any, stepping: Any, facts: Any) -> tuple[bool, str]:
+    """Takes the place of the measured choice: the GPU, if it can step."""
+    return not facts.against_gpu, facts.against_gpu or "the test says so"
+
+
+def _steps_there() -> AbstractContextManager[Any]:
+    return mock.patch("sp_lightning.gpu_steps.step_place.MeasuredPlace._choose", _on_gpu)
+
+
+def _refuses_locks() -> AbstractContextManager[Any]:
+    return mock.patch.object(SimDevice, "pin", return_value=False)
+
+
+def _prefers_large() -> AbstractContextManager[Any]:
+    """On a simulated device a copy takes no time, so a larger window would not be faster."""
+    return mock.patch("sp_lightning.tuning.tuner.Tuner._seconds", lambda tuner, plan: 1 / plan.k)
+
+
+def _large(count: int, slots: Any, *_: Any) -> bool:
+    """The condition for a slot of a larger window, of the run and not of a prediction."""
+    return isinstance(slots._device, SimDevice) and slots._plan.k > 1
+
+
+def _second_and_third(count: int, slots: Any, *_: Any) -> bool:
+    """The condition for a larger window that does not fit, after which the present one does not fit either."""
+    if not isinstance(slots._device, SimDevice):
+        return False
+    slots._device.asked = getattr(slots._device, "asked", 0) + (not slots.all)
+    return slots._device.asked in (2, 3)
+
+
+class Exchanges(Stepped):
+    """The second epoch has an optimizer that the GPU cannot step."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers = [Own(self.parameters(), lr=0.1)]
+
+
+class Own(torch.optim.SGD):
+    """A class that is not known to step each parameter by itself."""
+
+
+class Amsgrad(Stepped):
+    """The optimizer's settings change during the run."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            (optimizer,) = self.trainer.optimizers
+            optimizer.param_groups[0]["amsgrad"] = True
+            for values in optimizer.state.values():
+                values["max_exp_avg_sq"] = torch.zeros_like(values["exp_avg_sq"])
+
+
+def _no_amsgrad() -> AbstractContextManager[Any]:
+    from sp_lightning.kernels import gpu
+
+    real = gpu.find_confirmed
+
+    def found(variant: Any, run: Any) -> Any:
+        return None if variant.amsgrad else real(variant, run)
+
+    found.cache_clear = real.cache_clear  # type: ignore[attr-defined]
+    return mock.patch.object(gpu, "find_confirmed", found)
+
+
+def _none_but_plain() -> AbstractContextManager[Any]:
+    """The kernels that also widen, clip and cast cannot be compiled."""
+    from sp_lightning.kernels import update
+
+    real = update.find_kernel
+
+    def found(what: Any, *arguments: Any) -> Any:
+        return None if what != what.plain else real(what, *arguments)
+
+    return mock.patch.object(update, "find_kernel", found)
+
+
+def _fails_in(step: int, raised: Exception = OUT) -> Callable[[], Module]:
+    """Makes modules whose forward raises an error in one step, with the strategy only."""
+
+    class Fails(Stepped):
+        def loss(self, batch: Any) -> Any:
+            if self.global_step == step and isinstance(self.trainer.strategy, SuperpipelineStrategy):
+                raise type(raised)(*raised.args)
+            return super().loss(batch)
+
+    return partial(Fails, ADAMW)
+
+
+class NeedsHeadAgain(Stepped):
+    """From the third step on, backward ends with a use of the head, whose gradients are complete first."""
+
+    def loss(self, batch: Any) -> Any:
+        if self.global_step > 1:
+            batch = batch.clone().requires_grad_()
+            batch.register_hook(lambda gradient: gradient + self.net.head.weight.sum())
+        return super().loss(batch)
+
+
+class StepsAnother(Stepped):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            torch.optim.SGD(self.parameters(), lr=0.1).step()
+
+
+def _compiled(block: type[torch.nn.Module], **options: Any) -> Callable[[], Module]:
+    def make() -> Module:
+        torch._dynamo.reset()
+        module = Module(torch.nn.Sequential(*(block() for _ in range(3))))
+        compile_blocks(module, **options)
+        return module
+
+    return make
+
+
+class Sums(Block):
+    """Reads a weight by another function than a linear layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.inner.weight.sum()
+
+
+def _no_backend(*_: Any) -> Any:
+    raise RuntimeError("no compiler")
+
+
+class Unseen(stacked.Stack):
+    """torch does not see which experts its forward reads."""
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, indices, weights) + stacked.kernel(x, self.inner)
+
+
+class UnseenRouter(stacked.Router):
+    stack = Unseen
+
+
+ACTIVATIONS, STAY, THERE = "`activations`", '`gpu_layers="auto"`', '`optimizer_on="auto"`'
+WINDOW, BITS, LOCKS = "`k`, `k_prime`", "[the GPU's bits](updates.md#the-gpus-bits)", "`pin_memory`"
+CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.1}
+OVERLAP, CASTS, EXPERTS = "`optimizer_overlap`", "casts in compiled blocks", "rows of experts"
+BEFORE, AFTER = "before", "after"
+STAYS: dict[str, Any] = {"options": {"gpu_layers": "auto"}}
+PLACED: dict[str, Any] = {"options": {"optimizer_on": "auto"}}
+MIXED: dict[str, Any] = {"trainer": {"precision": "bf16-mixed"}, "device": nullcontext, "of_gpu": False}
+EXCHANGES: dict[str, Any] = {"make": partial(Exchanges, ADAMW), "trainer": {"max_epochs": 2}}
+EXPERT = {"make": lambda: Module(stacked.Routers()), "device": nullcontext, "of_gpu": False}
+TORN = "These weights are not those of any whole step"
+SLOT = "sp_lightning.layers.slots.Slots"
+STAYING = "sp_lightning.gpu_steps.staying.StayingLayers"
+THERE_STEP = "sp_lightning.gpu_steps.on_device.StepsOnDevice"
+NEW_OPTIMIZER = "the trainer gets an optimizer that the GPU cannot step"
+CPU_BITS = "CPU optimizer steps differ from the GPU's in the last bits"
+ROWS = [
+    Row(
+        ACTIVATIONS, "host memory for an activation", BEFORE,
+        lambda: [crowded(), failing("sp_lightning.activations.host_ring", "PinnedMemory", LAUNCH)],
+        "the host has no room for the activations of", options={"k": 1},
+    ),
+    Row(
+        WINDOW, "GPU memory for more slots", BEFORE,
+        lambda: [_prefers_large(), failing(SLOT, "_make", OUT, _large)], "no room for k = ",
+    ),
+    Row(
+        WINDOW, "GPU memory for the present slots, after that", BEFORE,
+        lambda: [_prefers_large(), failing(SLOT, "_make", OUT, _second_and_third)], "no room for k = ",
+    ),
+    Row(
+        WINDOW, "the measurement of a batch", BEFORE,
+        lambda: [failing("tests.support.simdevice.SimDevice", "make_timeline", LAUNCH)],
+        "The measurement of a batch failed",
+    ),
+    Row(
+        WINDOW, "GPU memory in your forward or backward", BEFORE, lambda: [_prefers_large()],
+        "With SuperpipelineStrategy(k=1, k_prime=1) there would be", raises=True, make=_fails_in(4),
+    ),
+    Row(
+        OVERLAP, "a step in the background", AFTER,
+        lambda: [failing("sp_lightning.engine.layerwise.LayerwiseStep", "_step_layer", LAUNCH, _nth(10))],
+        f"{TORN}, and are not saved: the optimizer's update failed in the background", raises=True,
+    ),
+    Row(
+        OVERLAP, "a backward that needs an updated layer again", AFTER, list,
+        'Use SuperpipelineStrategy(optimizer_overlap="forward")', raises=True,
+        make=partial(NeedsHeadAgain, ADAMW),
+    ),
+    Row(
+        THERE, "the measurement of the GPU", BEFORE,
+        lambda: [failing("sp_lightning.gpu_steps.step_place", "measure", LAUNCH)],
+        "The measurement of the GPU failed", **PLACED,
+    ),
+    Row(
+        THERE, "GPU memory for steps, at set-up", BEFORE,
+        lambda: [_steps_there(), failing(THERE_STEP, "reserve", OUT)],
+        'Allocating memory for optimizer_on="auto" failed', **PLACED,
+    ),
+    Row(
+        THERE, NEW_OPTIMIZER, BEFORE, lambda: [_steps_there()],
+        'optimizers step on the CPU from now on (optimizer_on="auto"): Own is not known', of_gpu=False, **PLACED, **EXCHANGES,
+    ),
+    Row(
+        THERE, "another optimizer steps the weights", BEFORE, lambda: [_steps_there()],
+        "SGD, which StepsAnother.configure_optimizers has not returned, steps weights", of_gpu=False,
+        make=partial(StepsAnother, ADAMW), **PLACED,
+    ),
+    Row(
+        THERE, "GPU memory in a step", AFTER, lambda: [_steps_there(), failing(THERE_STEP, "_bring", OUT, _nth(10))],
+        TORN, raises=True, **PLACED,
+    ),
+    Row(
+        STAY, "GPU memory for optimizer state", BEFORE, lambda: [failing(THERE_STEP, "reserve", OUT)],
+        "no room for k = ", **STAYS,
+    ),
+    Row(STAY, NEW_OPTIMIZER, BEFORE, list, "no layer stays on the GPU any more", **STAYS, **EXCHANGES),
+    Row(
+        STAY, "GPU memory in a step", AFTER, lambda: [failing(STAYING, "_give_gradients", OUT, _nth(3))],
+        TORN, raises=True, **STAYS,
+    ),
+    Row(
+        BITS, "GPU memory or a kernel of the GPU, at set-up", BEFORE,
+        lambda: [failing("sp_lightning.kernels.gpu", "_expected", OUT, _always)], CPU_BITS, of_gpu=False,
+    ),
+    Row(
+        BITS, "the compiler (llvmlite), at set-up", BEFORE,
+        lambda: [failing("sp_lightning.kernels.jit.Compiled", "__init__", LAUNCH, _always)], CPU_BITS, of_gpu=False,
+    ),
+    Row(
+        BITS, "GPU memory for norms, at set-up", BEFORE,
+        lambda: [
+            mock.patch("sp_lightning.kernels.gpu_norms._FEW", 0), mock.patch("sp_lightning.kernels.gpu_norms._MANY", 8),
+            failing("sp_lightning.kernels.gpu_norms", "foreach_norm", OUT, lambda count, gradients: len(gradients) == 1),
+        ],
+        "Norms for clipping differ from the GPU's in the last bits", of_gpu=False, trainer=CLIPPED,
+    ),
+    Row(
+        BITS, "the compiler, in a step", AFTER, lambda: [_none_but_plain()], "with the bits of its steps on this GPU",
+        trainer={"precision": "bf16-mixed", **CLIPPED},
+    ),
+    Row(
+        BITS, "new settings of the optimizer, without a known formula", BEFORE, lambda: [_no_amsgrad()],
+        "has the CPU's last bits, not the GPU's", make=partial(Amsgrad, ADAMW), of_gpu=False,
+    ),
+    Row(LOCKS, "the page lock (`cudaHostRegister`)", BEFORE, lambda: [_refuses_locks()], "could not be page-locked"),
+    Row(
+        CASTS, "a graph needs float32 weights", BEFORE, list, "needs weights in float32",
+        make=_compiled(Sums, backend="aot_eager"), **MIXED,
+    ),
+    Row(
+        CASTS, "the compiler (`torch.compile`)", BEFORE, list, "no compiler", raises=True,
+        make=_compiled(Block, backend=_no_backend), **MIXED,
+    ),
+    Row(
+        EXPERTS, "a forward that may read all experts", BEFORE, list, "are uploaded for each call, because",
+        **EXPERT | {"make": lambda: Module(stacked.Routers(UnseenRouter))},
+    ),
+    Row(
+        EXPERTS, "GPU memory for experts that were used", BEFORE,
+        lambda: [failing("sp_lightning.experts.expert_cache.ExpertCache", "allocate", OUT, lambda count, *given: given[1] > 0)],
+        "no room for k = ", options={"gpu_memory": "128KiB"}, **EXPERT,
+    ),
+]  # fmt: skip
+
+
+ANYWHERE: tuple[Any, ...] = (
+    # As on a GPU: updates may overlap with the model. Lines count that another test's run has logged as well.
+    mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False),
+    mock.patch("sp_lightning.observe.messages._SAID", new_callable=set),
+)
+
+
+@pytest.mark.parametrize(
+    "row",
+    first(
+        ROWS,
+        if_=lambda row: row.choice == OVERLAP,
+        second=[row for row in ROWS if row.choice != CASTS],
+        why="kernels are compiled, and trainings emulate a GPU",
+    ),
+    ids=lambda row: f"{row.choice}: {row.fails}",
+)
+def test_a_choice_that_fails(row: Row, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
+    pytest.importorskip("llvmlite")
+    batches = [each * (1 + at / 10) for at, each in enumerate((*BATCHES, *BATCHES))]
+    strategy = SuperpipelineStrategy(**row.options)
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    with ExitStack() as stack:
+        for context in (*ANYWHERE, row.device(), *row.inject()):
+            stack.enter_context(context)
+        if row.raises:
+            error: Any = stack.enter_context(pytest.raises((RuntimeError, torch._dynamo.exc.TorchDynamoException)))
+        outcome = fit(row.make, batches, strategy, recorded="losses", **row.trainer)
+    if row.raises:
+        said = [str(error.value), *getattr(error.value, "__notes__", ())]
+    else:
+        said = [*caplog.messages, *(str(each.message) for each in recwarn), str(strategy.plan)]
+        with plain_gpu():
+            plain = fit(row.make, batches, recorded="losses", **row.trainer)
+        torch.testing.assert_close(outcome.losses, plain.losses)
+        if row.of_gpu:
+            assert_same(outcome, plain)
+    assert any(row.says in each for each in said), "\n".join(said)
+
+
+def test_the_guide_has_these_rows() -> None:
+    lines = [line.split(" | ") for line in LIMITS.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    table = [tuple(cells[:3]) for cells in lines if len(cells) > 2 and cells[2] in (BEFORE, AFTER)]
+    assert table == [(f"| {row.choice}", row.fails, row.when) for row in ROWS]
