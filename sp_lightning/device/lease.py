@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,13 +168,18 @@ _UNHELD = _references(torch.empty(0))
 """The reference count of a storage object in :func:`shared` if no other code refers to the object."""
 
 
-def held_elsewhere(named: Iterable[Mapping[Any, Any]]) -> bool:
-    """Returns True if a tensor in these dictionaries, or its memory, has another reference."""
+def held_elsewhere(named: Iterable[Mapping[Any, Any]], known: Container[int] = ()) -> bool:
+    """Returns True if a tensor in these dictionaries, or its memory, has another reference.
+
+    Args:
+        named: the dictionaries.
+        known: the ``id`` of each tensor to which the package itself has one more reference.
+    """
     for values in named:
         for value in values.values():
             if not isinstance(value, Tensor):
                 continue
             # Three references are ours: the dictionary, the loop variable and the argument of getrefcount.
-            if sys.getrefcount(value) > 3 or (type(value) is Tensor and shared(value)):
+            if sys.getrefcount(value) > 3 + (id(value) in known) or (type(value) is Tensor and shared(value)):
                 return True
     return False

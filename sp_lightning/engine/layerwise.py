@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +52,8 @@ _LIKE = "whose bits"
 """A key that `_copy_settings` adds to the settings of a group: the function that updates one parameter with a GPU's bits."""
 _OWN = 4
 """Number of references to a parameter's state if user code has none: the optimizer's, and those of the code that counts."""
+_UNHELD = 2
+"""The same for the state of all parameters."""
 _OF_EACH = ("params", "param_names")
 """The settings of a group that are lists with one entry for each parameter."""
 
@@ -100,7 +102,7 @@ def _traits(
     on_gpu = engine.stepper.steps_all
     waits = policy.overlap == "off"
     separable = (waits and like is None) or on_gpu or is_separable(optimizer)
-    checked = on_gpu and engine.stepper.is_declared(optimizer)
+    checked = engine.stepper.steps_some and engine.stepper.is_declared(optimizer)
     return _Traits(
         on_gpu=on_gpu,
         waits=waits,
@@ -183,6 +185,10 @@ class LayerwiseStep:
         self._stepped: set[int] = set()  # ids of the parameters that had a step, so that their state exists
         self._of_gpu: set[int] = set()  # ids of the parameters whose steps may have the GPU's bits
         self._warned = False  # True if a step with the CPU's bits was logged
+        self._told = False  # True if it was logged that other code holds the state
+        self._empty: dict[
+            int, int
+        ] = {}  # ids of the empty entries of the state that were made here, by the parameter's id
 
         # Of the running step.
         self.begun: set[StreamedLayer] = set()
@@ -192,6 +198,7 @@ class LayerwiseStep:
         self._context: StepContext
         self._groups = self._none = Groups()  # `_groups` are the user's while the optimizer has the empty `_none`
         self._ordered = False  # True if `_make_empty_state` was called
+        self._state_held: bool | None = None  # see `_is_state_held`; None until it is known
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -209,7 +216,7 @@ class LayerwiseStep:
         finally:
             self._engine.backward.on_complete = self._engine.backward.wanted = None
             self._engine.gradients.keep_narrow = False
-            self._ordered = False
+            self._ordered, self._state_held = False, None
             self.give_back_groups()
             self.clipping.end()
 
@@ -229,7 +236,7 @@ class LayerwiseStep:
         if layer not in updatable or layer.own_slot is not None:
             return
         held = self._is_held(layer, _parameters(updatable[layer]))
-        if held and self._traits.early is EarlyUpdates.KEEPS:
+        if held and (self._traits.early is EarlyUpdates.KEEPS or (self._state_held and not self._engine.several)):
             return  # user code may read or write the tensors that it holds in this backward
         groups = updatable.pop(layer)
         if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
@@ -310,7 +317,7 @@ class LayerwiseStep:
         if type(self._optimizer) is self._class:  # no update is under way, so `_updated` will not be called
             self._drop_empty_state()
         self._updates.torn = None  # the background has all updates now; if one fails, `torn` is set again
-        if self._traits.waits:
+        if self._traits.waits or self._state_held:
             self._updates.wait_for_all()
         return self.submitted
 
@@ -319,6 +326,7 @@ class LayerwiseStep:
         if not self.begun:
             self._updates.begin()
         self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
+        self._is_state_held()  # counts references while no update runs
         for layer in self._order():
             if layer in by_layer:
                 held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
@@ -500,7 +508,7 @@ class LayerwiseStep:
             self._make_empty_state()
         if type(self._optimizer) is self._class:
             # See "Note: class that waits" in updates/__init__.
-            self._optimizer.__class__ = _waiting(self._class, self._updates.finish)
+            self._optimizer.__class__ = _waiting(self._class, self._finish)
             self._updates.afterwards(self._updated)
         part = object.__new__(self._class)  # see "Note: part of an optimizer" in updates/__init__
         vars(part).update(vars(self._optimizer), param_groups=groups)
@@ -516,6 +524,7 @@ class LayerwiseStep:
             if self._traits.lands:
                 engine.device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
             self._state.store((layer, self._optimizer), part)
+            vars(part).pop("state", None)  # so that `_is_state_held` counts no reference of an update that has ended
 
         ends = self._traits.ends_first and layer.own_slot is not None
         at_once = self._traits.compiles or self._makes_state(layer, parameters) or held or ends
@@ -548,50 +557,58 @@ class LayerwiseStep:
         return self._engine.staying(layer)
 
     def _drop_state_of_unused(self, part: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        """Removes the empty entry of the state of each parameter without a gradient, before the layer's step.
+        """Removes our empty entry of the state of each parameter without a gradient, before the layer's step.
 
         Such a parameter gets its state in a later step, after the others, as with torch's own step.
         """
-        if self._traits.checked:  # a user's class may step parameters without a gradient
-            return
-        for parameter in parameters:
-            unused = parameter.grad is None and dict.get(state_of(part), parameter) == {}
-            if unused and not self._has_state_on_gpu(parameter):
-                dict.pop(state_of(part), parameter)
+        if not self._traits.checked:  # a user's class may step parameters without a gradient
+            self._drop_empty_state([p for p in parameters if p.grad is None and not self._has_state_on_gpu(p)])
 
     def _make_empty_state(self) -> None:
         """Makes an empty entry of the state for each parameter without state, before the first update of a step.
 
         torch's step makes new state in the order of the parameters, which user code can see. Updates would make the state
-        in the order of the layers.
+        in the order of the layers. Empty entries that user code has made, and may hold, keep their places.
         """
         state = state_of(self._optimizer)
         everything = [p for group in self._optimizer.param_groups for p in group["params"]]
         if not all(dict.get(state, parameter) or self._has_state_on_gpu(parameter) for parameter in everything):
             self._updates.wait_for_all()  # updates of the last step may still make state
+            self._drop_empty_state([p for p in everything if not self._has_state_on_gpu(p)])
             for parameter in everything:
-                if not (dict.get(state, parameter) or self._has_state_on_gpu(parameter)):
-                    dict.pop(state, parameter, None)
-            for parameter in everything:
-                dict.setdefault(state, parameter, {})
+                if dict.get(state, parameter) is None:
+                    self._empty[id(parameter)] = id(dict.setdefault(state, parameter, {}))
 
     def _is_held(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
         """Returns True if user code holds tensors that the update writes: a kept ``state_dict()``, a view, optimizer state.
 
         Such a tensor is not a parameter, so nothing notices when user code reads or writes it.
         """
-        if self._engine.is_viewed(layer):
+        if self._is_state_held() or self._engine.is_viewed(layer):
             return True
-        if self._engine.stepper.steps(layer) and layer.own_slot is None:  # the stepper holds the state itself
-            return False
-        # The references of the stepper are not user code's, so they must not be counted.
-        self._engine.stepper.forget((layer, self._optimizer))
         state = state_of(self._optimizer)
         own = [dict.get(state, parameter, {}) for parameter in parameters]
-        # A step in the layer's own slot moves the state to the GPU. A dictionary that user code holds would then not change.
-        if layer.own_slot is not None and any(sys.getrefcount(each) > _OWN for each in own):
+        if any(sys.getrefcount(each) > _OWN for each in own):  # the update fills a dictionary that user code holds
             return True
-        return held_elsewhere(own)
+        return held_elsewhere(own, self._engine.stepper.references((layer, self._optimizer)))
+
+    def _is_state_held(self) -> bool:
+        """Returns True if user code holds ``optimizer.state`` itself. Nothing notices when it reads that dictionary.
+
+        The first call in a step counts the references, before the first update of the step. The parts of earlier steps have no
+        reference any more.
+        """
+        if self._state_held is None:
+            self._updates.wait_for_all()
+            self._state_held = sys.getrefcount(state_of(self._optimizer)) > _UNHELD
+            if self._state_held and not self._told and (not self._traits.waits or self._engine.stepper.steps_some):
+                self._told = True
+                LOG.info(
+                    "Superpipeline: other code holds %s.state, so these steps do not overlap with the model, and no layers stay "
+                    "on the GPU. Read optimizer.state each time instead.",
+                    self._class.__name__,
+                )
+        return self._state_held
 
     def _has_state_on_gpu(self, parameter: nn.Parameter) -> bool:
         layer = self._engine.layer_of(parameter)
@@ -641,7 +658,10 @@ class LayerwiseStep:
             self._engine.device.access(unwidened(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
         if self._traits.separable:
             _clip(trained, clips)
-            step()
+            if self._traits.checked:
+                stepper.step_on_host(part, step)
+            else:
+                step()
         else:
             others = {id(p): group[_LIKE] for group in part.param_groups if _LIKE in group for p in group["params"]}
             # See "Note: fused operator in pieces" in updates/__init__.
@@ -649,17 +669,33 @@ class LayerwiseStep:
                 step()
         layer.casts.refresh(by=Stream.UPDATE, but=set() if self._traits.separable else set(map(id, trained)))
 
+    def _finish(self) -> None:
+        """Waits for all updates, because code reads the optimizer's state.
+
+        Raises:
+            RuntimeError: backward has updated layers, so the state is not the one from before the step any more.
+        """
+        self._updates.finish()
+        for layer in self.begun if self._updates.threads.own else ():
+            layer.refuse_updated("the optimizer's state was needed")
+
     def _updated(self) -> None:
         """Gives the optimizer its own class again. Called after all updates."""
         self._optimizer.__class__ = self._class
         if not self.begun:  # else the step continues, and other layers' state needs its entry
             self._drop_empty_state()
 
-    def _drop_empty_state(self) -> None:
-        """Removes empty entries of the state, as after torch's own step. No update makes new state any more."""
-        state = self._optimizer.state
-        for parameter in [each for each, values in state.items() if not values]:
-            del state[parameter]
+    def _drop_empty_state(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Removes our empty entries of the state, as after torch's own step.
+
+        Args:
+            parameters: the parameters of the entries; None for all, because no update makes new state any more.
+        """
+        state = state_of(self._optimizer)
+        for parameter in list(state) if parameters is None else parameters:
+            entry = dict.get(state, parameter)
+            if entry == {} and id(entry) == self._empty.pop(id(parameter), None):
+                dict.pop(state, parameter)
 
 
 def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:

@@ -85,11 +85,12 @@ class DeclaredStep:
 
     Args:
         part_of: the part of the optimizer that steps, with its settings.
-        twins: the parameters on the GPU that ``part_of`` steps.
+        twins: the parameters that ``part_of`` steps: those on the GPU, or the host parameters of a layer that the CPU steps.
         device: the GPU.
+        count: False for host parameters: other threads may refer to them at any time, so new references prove nothing.
     """
 
-    def __init__(self, part_of: Any, twins: Sequence[nn.Parameter], device: Device) -> None:
+    def __init__(self, part_of: Any, twins: Sequence[nn.Parameter], device: Device, *, count: bool = True) -> None:
         self._device = device
         self._part = part_of
         self._twins = twins
@@ -104,13 +105,13 @@ class DeclaredStep:
         # Other threads (for example a logger's) may draw from the generators of Python and NumPy. So only the first step of each
         # layer, which has no state yet, compares them.
         self._python = None if self._known else _python_states()
-        self._references = [sys.getrefcount(twin) for twin in twins]
+        self._references = [sys.getrefcount(twin) if count else sys.maxsize for twin in twins]
 
     def compare(self, state: dict[Any, Any]) -> None:
         """Compares the optimizer and its parameters with those before the step.
 
         Args:
-            state: the state of the parameters on the GPU.
+            state: the state of the parameters.
 
         Raises:
             RuntimeError: the step has changed something else, or has made state that cannot be copied between host and GPU.
@@ -135,9 +136,9 @@ class DeclaredStep:
         what = next((what for what, holds in reasons.items() if holds), None) or _cannot_pass(state, twins)
         if what is not None:
             raise RuntimeError(
-                f'optimizer_on="gpu": {type(part_of).__name__}.step {what}, although it has {DECLARES} = True: it may read '
-                "and write one parameter, its gradient and its state[p] at a time, and nothing else. Leave optimizer_on out: "
-                "then the host steps."
+                f'optimizer_on="gpu" and gpu_layers step layer by layer, but {type(part_of).__name__}.step {what}, although it '
+                f"has {DECLARES} = True: it may read and write one parameter, its gradient and its state[p] at a time, and "
+                "nothing else. Leave both options out: then the host steps all layers at once."
             )
 
 

@@ -22,9 +22,9 @@ _NEED_NO_VALUES = UNCHANGED_BY_UPDATES | {
     Tensor.register_hook,
     Tensor.register_post_accumulate_grad_hook,
     Tensor.is_contiguous,
-    Tensor.is_shared,
 }
-"""Functions that need a parameter's attributes, gradient or hooks, but not its values."""
+"""Functions that need a parameter's attributes, gradient or hooks, but neither its values nor its storage. torch ends the process
+if it frees a Python storage object whose memory must not be read, so ``is_shared`` is not among them."""
 
 
 class OnGpu(ParameterRole):

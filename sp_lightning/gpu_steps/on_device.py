@@ -12,8 +12,8 @@ tensors that a step has made.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,16 @@ class StepsOnDevice(LayerStepper):
     def step_layer(self, key: Key, part_of: Any, step: Callable[[], Any], *, stays: bool, declared: bool) -> None:
         run = self.staying.step if stays else self.step
         run(key, part_of, step, declared=declared)
+
+    def step_on_host(self, part_of: Any, step: Callable[[], Any]) -> None:
+        state, parameters = state_of(part_of), [p for group in part_of.param_groups for p in group["params"]]
+        part_of.state = defaultdict(dict, {p: values for p in parameters if (values := dict.get(state, p))})
+        contract = DeclaredStep(part_of, parameters, self._device, count=False)
+        step()
+        contract.compare(part_of.state)
+        for p, values in part_of.state.items():
+            if (entry := state.setdefault(p, values)) is not values:
+                entry.update(values)  # user code may hold the empty entry
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -238,8 +248,8 @@ class StepsOnDevice(LayerStepper):
         part_of.param_groups = [{**group, "params": [twins[id(p)] for p in group["params"]]} for group in groups]
         return stay
 
-    def forget(self, key: Key) -> None:
-        self._state.forget(key)
+    def references(self, key: Key) -> Container[int]:
+        return self._state.references(key)
 
     # ------------------------------------------------------------------ layers that stay
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -179,8 +179,13 @@ class StateExchange:
             return SeparateState([torch.empty_like(each, device="cpu") for each in like])
         return HostState(self._device, like, pin=self._pin)
 
+    def references(self, key: Key) -> Container[int]:
+        """See :meth:`LayerStepper.references`."""
+        held = self._states.get(key)
+        return () if held is None else set(map(id, held.tensors))
+
     def forget(self, key: Key) -> None:
-        """See :meth:`LayerStepper.forget`."""
+        """Drops the references to a layer's state on the host."""
         self._states.pop(key, None)
 
 

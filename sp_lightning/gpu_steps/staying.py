@@ -239,7 +239,7 @@ class StayingLayers:
         own, of_host = self._state.on_gpu(parameters, twins, state, uploaded)
         for p in parameters:
             if p in state:
-                state[p] = {}
+                state[p].clear()
         kept.twins |= twins
         kept.state.update(own)
         kept.of_host += of_host

@@ -60,6 +60,10 @@ class ParameterRole(nn.Parameter):
 
     __hash__ = nn.Parameter.__hash__
 
+    def __repr__(self) -> str:
+        kind = getattr(type(self), "users", type(self))  # another thread may remove the role at any time
+        return repr(kind(self.detach(), self.requires_grad))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Returns a copy without roles: an ordinary parameter of the user's class."""
         kind: Any = type(self)  # read once, because another thread may remove the role at any time

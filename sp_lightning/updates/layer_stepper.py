@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,8 +80,13 @@ class LayerStepper:
         """Returns True if the optimizer's state of a host parameter is on the GPU alone."""
         return False
 
-    def forget(self, key: Key) -> None:
-        """Drops references to a layer's state on the host. From now on only the user's optimizer holds that state."""
+    def step_on_host(self, part_of: Any, step: Callable[[], Any]) -> None:
+        """Runs the step of a layer for which :meth:`steps` is false, and checks it, see :meth:`is_declared`."""
+        raise NotImplementedError
+
+    def references(self, key: Key) -> Container[int]:
+        """Returns the ``id`` of each tensor of a layer's state on the host to which this object has a reference."""
+        return ()
 
     def norms(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Returns the norms of gradients as the GPU computes them: tensors without dimensions on the GPU."""

@@ -101,13 +101,34 @@ REFUSED: dict[str, tuple[Work, str]] = {
 }  # fmt: skip
 
 
+def half_stay() -> Any:
+    return superpipeline(k=1, gpu_layers=0.5, optimizer_overlap="off")
+
+
+def all_step() -> Any:
+    return on_device(optimizer_overlap="off")
+
+
+@pytest.mark.parametrize("way", first([all_step, half_stay], all_step, why="the same check"))
 @pytest.mark.parametrize(
     "name", first(list(REFUSED), "a group", "random numbers", why="the others are compared beside them")
 )
-def test_what_would_be_lost_is_refused(name: str) -> None:
+def test_what_would_be_lost_is_refused(name: str, way: Callable[[], Any]) -> None:
     work, said = REFUSED[name]
     with pytest.raises(RuntimeError, match=said):
-        trainer_for(on_device(optimizer_overlap="off")).fit(Stepped(made(work)), loader(vectors()))
+        trainer_for(way()).fit(Stepped(made(work)), loader(vectors()))
+
+
+def test_the_steps_of_layers_that_do_not_stay_are_checked_too() -> None:
+    of_host = set[int]()
+
+    def make(parameters: Any) -> Optimizer:
+        parameters = list(parameters)
+        of_host.update(map(id, parameters))
+        return made(lambda self, group, p: torch.rand(int(id(p) in of_host)))(parameters)
+
+    with pytest.raises(RuntimeError, match=r"Declared\.step draws random numbers.*Leave both options out"):
+        trainer_for(half_stay()).fit(Stepped(make), loader(vectors()))
 
 
 @pytest.mark.parametrize(
@@ -156,13 +177,14 @@ class HalfUsed(Stepped):
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("way", [all_step, half_stay])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("work", [decays_all, writes_gradient])
-def test_what_belongs_to_one_parameter_is_plains(work: Work, precision: Any) -> None:
+def test_what_belongs_to_one_parameter_is_plains(work: Work, precision: Any, way: Callable[[], Any]) -> None:
     def run(strategy: Any) -> Outcome:
         return fit(lambda: HalfUsed(work), vectors(), strategy, recorded="losses", precision=precision)
 
-    assert_same(run(on_device(optimizer_overlap="off")), run("auto"))
+    assert_same(run(way()), run("auto"))
 
 
 def test_a_step_that_sets_gradients_to_zero_does_so_in_its_own_layer() -> None:

@@ -17,7 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.gpu_steps.away import _NEED_NO_VALUES
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.slots import Slots
 from sp_lightning.updates.background import BackgroundUpdates
@@ -83,6 +85,45 @@ def test_a_batch_that_steps_no_layer_is_plains(kept: int, way: str) -> None:
     with simulated():
         ours = trained(WAYS[way]())
     assert_same(ours, trained("auto"))
+
+
+# ---------------------------------------------------------------------- functions that land nothing
+
+_GIVEN: dict[Any, tuple[Any, ...]] = {
+    Tensor.grad.__set__: (None,),  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__: (True,),  # type: ignore[attr-defined]
+    Tensor.register_hook: (lambda gradient: None,),
+    Tensor.register_post_accumulate_grad_hook: (lambda parameter: None,),
+}
+
+
+def answers(module: Any) -> list[Any]:
+    """What each function that lands nothing returns for each weight, called twice. Handles of hooks are removed again."""
+    found: list[Any] = []
+    for p in module.net.parameters():
+        for func in (*sorted(_NEED_NO_VALUES, key=repr), Tensor.is_shared, Tensor.is_pinned, repr):
+            for _ in range(2):
+                try:
+                    answer = func(p, *_GIVEN.get(func, ()))
+                except (RuntimeError, AttributeError) as error:  # for example `names` of a tensor without names
+                    answer = type(error)
+                if isinstance(answer, RemovableHandle):
+                    answer.remove()
+                simple = isinstance(answer, (bool, int, str, tuple, torch.dtype, torch.device, torch.layout, type))
+                found.append((func, answer if simple else type(answer)))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_functions_of_weights_that_stay_answer_as_plains(way: str) -> None:
+    """``is_shared`` made a storage object without memory, and torch ended the process when it was freed."""
+    seen: list[list[Any]] = []
+    for strategy in (WAYS[way](), "auto"):
+        found: list[Any] = []
+        after_batches(lambda _, module, found=found: found.extend(answers(module)), momentum, strategy)  # type: ignore[misc]
+        seen.append(found)
+    differ = [(mine, theirs) for mine, theirs in zip(*seen, strict=True) if repr(mine) != repr(theirs)]
+    assert not differ
 
 
 # ---------------------------------------------------------------------- state

@@ -123,6 +123,95 @@ def test_whatever_a_callback_does_to_the_optimizer(mode: str, what: Callable[[An
     both(ListOfBetas, mode, callbacks=[EveryStep(what)])
 
 
+STATE: dict[str, Callable[[Any], Any]] = {
+    "state": lambda optimizer: optimizer.state,
+    "entries": lambda optimizer: [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]],
+    "state_dict": lambda optimizer: optimizer.state_dict()["state"],
+    "tensors": lambda optimizer: [each for entry in optimizer.state.values() for each in entry.values()],
+    "groups": lambda optimizer: [group["lr"] for group in optimizer.param_groups],
+}
+HOLDS: dict[str, dict[str, Any]] = {
+    "forward": {"optimizer_overlap": "forward"},
+    "backward": {"optimizer_overlap": "backward"},
+    "stays": {"gpu_layers": 0.5},
+    "stays, forward": {"gpu_layers": 0.5, "optimizer_overlap": "forward"},
+    "gpu, forward": {"optimizer_on": "gpu", "optimizer_overlap": "forward"},
+    "gpu, backward": {"optimizer_on": "gpu", "optimizer_overlap": "backward"},
+}
+
+
+class Holds(Module):
+    """Takes a part of its optimizer after some steps, and looks at it in each step, in backward, and after each step."""
+
+    def __init__(self, what: str, since: int) -> None:
+        super().__init__(Stack())
+        self.what, self.since = what, since
+        self.seen: list[Any] = []
+
+    def hold(self) -> None:
+        if self.trainer.global_step == self.since:
+            self.__dict__["held"] = STATE[self.what](self.trainer.optimizers[0])
+
+    def look(self) -> None:
+        held = self.__dict__.get("held", ())
+        self.seen.append(copy.deepcopy(list(held.values()) if isinstance(held, dict) else held))
+
+    def on_train_start(self) -> None:
+        self.hold()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.look()
+        output = self.net(batch)
+        self.net.blocks[1](batch).register_hook(lambda _: self.look())
+        return output.square().mean()
+
+
+class HoldsAfter(Holds):
+    """Looks after each step, too."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+        self.hold()
+
+
+@pytest.mark.parametrize("since", first([1, 0], 0, why="state that exists already, and that is new"))
+@pytest.mark.parametrize("what", first(list(STATE), "state", "entries", why="parts of the same"))
+@pytest.mark.parametrize("way", first(list(HOLDS), "backward", "stays, forward", why="other ways to the same check"))
+def test_state_that_user_code_holds_is_plains_whenever_it_looks(way: str, what: str, since: int) -> None:
+    make: Any = Holds if since == 0 and "backward" in way else HoldsAfter  # with Holds, "backward" frees gradients
+    plain = fit(fused(lambda: make(what, since)), vectors(), recorded="nothing")
+    with simulated() if "gpu" in way else nullcontext():
+        ours = fit(
+            fused(lambda: make(what, since)), vectors(), SuperpipelineStrategy(k=1, **HOLDS[way]), recorded="nothing"
+        )
+    assert_same(ours, plain)
+    assert_equal(ours.module.seen, plain.module.seen, "held")
+
+
+@pytest.mark.parametrize("way", first(list(HOLDS), "backward", why="other ways to the same check"))
+@pytest.mark.parametrize("what", ["state", "groups"])
+def test_only_state_that_is_held_costs_the_overlap(way: str, what: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "lightning.pytorch.superpipeline")
+    fit(fused(lambda: HoldsAfter(what, 0)), vectors(), SuperpipelineStrategy(k=1, **HOLDS[way]), recorded="nothing")
+    assert caplog.text.count("other code holds AdamW.state") == (what == "state")
+
+
+class ReadsLate(Module):
+    """Reads the state in backward, when layers are updated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net.blocks[1].register_forward_hook(lambda *call: call[2].register_hook(self.read) and None)
+        return super().training_step(batch, batch_idx)
+
+    def read(self, _: Tensor) -> None:
+        assert self.trainer.optimizers[0].state is not None
+
+
+def test_state_that_backward_has_updated_already_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"had updated layer 'net\..*the optimizer's state was needed"):
+        fit(fused(lambda: ReadsLate(Stack())), vectors(), overlapping("backward"), recorded="nothing")
+
+
 class Late(Module):
     """One weight of a layer is used from the third step on: SGD has momentum for its others by then."""
 
