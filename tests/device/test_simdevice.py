@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Stream, Wait
+from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.swap import ParameterSwap
+from sp_lightning.registry import is_installed
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, settled, simulated
@@ -216,3 +219,74 @@ def test_atomic_additions_may_have_other_last_bits_in_each_call(add: Any) -> Non
         assert len({each[1:] for each in sums}) == 1, "a sum of two numbers has no order"
         with mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=True):
             assert len({tuple(add(torch.zeros(3), 0, where, numbers).tolist()) for _ in range(9)}) == 1
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("dropped", ["source", "target"])
+@pytest.mark.parametrize("waits", [False, True])
+def test_memory_that_is_dropped_while_it_is_copied_is_a_race(dropped: str, waits: bool) -> None:
+    """The allocator may give it to the next kernel, or to the next tensor on the host."""
+    device, _, _ = make()
+    tensors = {"source": settled(device, 64), "target": torch.empty(64, dtype=torch.uint8)}
+    device.copy([tensors["target"], torch.empty(0)], [tensors["source"], torch.empty(0)], Stream.DOWNLOAD)
+    event = device.record(Stream.DOWNLOAD)
+    if waits:
+        device.synchronize(event, WHY)
+    del tensors[dropped]
+    with nullcontext() if waits else pytest.raises(Race, match="is free and may be used again"):
+        device.record(Stream.COMPUTE)
+
+
+def test_memory_of_a_streams_own_pool_may_be_dropped() -> None:
+    device, slot, _ = make()
+    with device.on(Stream.UPLOAD):
+        source = device.empty(64)
+    device.copy([slot], [source], Stream.UPLOAD)
+    del source
+    device.record(Stream.COMPUTE)
+
+
+def test_gradients_that_are_dropped_while_they_are_copied_are_noticed() -> None:
+    send = GradientSink.send
+
+    def forgets(self: Any, layer: int, targets: Any, sources: Any, alive: Any, what: Any) -> None:
+        send(self, layer, targets, sources, [], what)
+
+    with simulated(), mock.patch.object(GradientSink, "send", forgets), pytest.raises(Race, match="is free and may be"):
+        fit(lambda: Module(Stack()), vectors(2), superpipeline(), recorded="nothing")
+
+
+def test_a_copy_to_memory_that_has_one_place_for_many_numbers_is_refused() -> None:
+    device, slot, _ = make()
+    target = torch.empty((), dtype=torch.uint8).expand(64)
+    device.copy([target], [slot], Stream.DOWNLOAD)
+    with pytest.raises(RuntimeError, match="more than one element"):
+        device.synchronize(device.record(Stream.DOWNLOAD), WHY)
+
+
+def test_each_stream_keeps_what_it_has_freed() -> None:
+    """Until an allocation does not fit: then all pools are emptied, for which a GPU waits."""
+    device = SimDevice(torch.device("cpu"), capacity=100)
+    for _ in range(3):
+        device.empty(60)
+    assert (device.in_use, sum(device.reserved.values()), device.retries) == (0, 60, 0)
+    with device.on(Stream.STEP):
+        kept = device.empty(60)
+    assert (device.in_use, device.reserved[Stream.COMPUTE], device.retries) == (60, 0, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.empty(60)
+    del kept
+
+
+@pytest.mark.skipif(not is_installed("kernels"), reason="there are no kernels")
+def test_kernels_of_the_cpu_get_no_device_memory() -> None:
+    from sp_lightning.kernels.norms import norms_of
+
+    with simulated() as made:
+        made.append(SimDevice(torch.device("cpu")))
+        slot = settled(made[0], 64).view(torch.bfloat16)
+        norms_of([torch.ones(32, dtype=torch.bfloat16)])
+        with pytest.raises(Mixed, match="a kernel of the CPU"):
+            norms_of([slot])

@@ -193,6 +193,15 @@ def test_some_layers_step_on_the_gpu_and_the_others_on_the_cpu(
     assert_same(ours, plain(make, **options))
 
 
+@pytest.mark.parametrize("stay", [0, 3])
+def test_all_layers_step_on_the_gpu_as_an_unchanged_program_does(stay: int) -> None:
+    pytest.importorskip("llvmlite")
+    make = partial(OfKind, OPTIMIZERS["AdamW"])
+    with gpu_device():
+        ours = fit(make, BATCHES, SuperpipelineStrategy(k=1, optimizer_on="gpu", gpu_layers=stay), recorded="nothing")
+    assert_same(ours, plain(make))
+
+
 def test_bits_of_neither_place_are_said() -> None:
     pytest.importorskip("llvmlite")
     with gpu_device():

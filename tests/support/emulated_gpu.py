@@ -240,20 +240,27 @@ def _steps_on_gpu(usual: frozenset[str]) -> Iterator[None]:
     from sp_lightning.gpu_steps.on_device import StepsOnDevice
     from sp_lightning.gpu_steps.staying import StayingLayers
 
-    step, norms = StayingLayers.step, StepsOnDevice.norms
+    norms = StepsOnDevice.norms
 
-    def stepped(self: StayingLayers, key: Any, part_of: Any, run: Callable[[], Any], **options: Any) -> None:
-        def emulated() -> Any:
-            with plain_gpu(usual):
-                return run()
+    def as_on_gpu(step: Callable[..., None]) -> Callable[..., None]:
+        def stepped(self: Any, key: Any, part_of: Any, run: Callable[[], Any], **options: Any) -> None:
+            def emulated() -> Any:
+                with plain_gpu(usual):
+                    return run()
 
-        step(self, key, part_of, emulated, **options)
+            step(self, key, part_of, emulated, **options)
+
+        return stepped
 
     def taken(self: StepsOnDevice, gradients: Sequence[Tensor]) -> list[Tensor]:
         with EmulatedGpu(usual):
             return norms(self, gradients)
 
-    with mock.patch.object(StayingLayers, "step", stepped), mock.patch.object(StepsOnDevice, "norms", taken):
+    with (
+        mock.patch.object(StayingLayers, "step", as_on_gpu(StayingLayers.step)),
+        mock.patch.object(StepsOnDevice, "step", as_on_gpu(StepsOnDevice.step)),
+        mock.patch.object(StepsOnDevice, "norms", taken),
+    ):
         yield
 
 

@@ -9,9 +9,13 @@ It shows missing waits that a synchronous CPU hides. It shows them in each run, 
   after the event. Each access to memory must be ordered after the conflicting earlier accesses. Otherwise :class:`Race` names
   both. Compute runs eagerly, so late copies alone would miss every wait *of* a copy stream. The clocks do not.
 - **Allocating** device memory is a write by the current stream, whose kernels may still use that memory.
+- **Freed memory**, which no tensor holds, may be used by its *pool* at once: the stream that has allocated it, or the host.
+  The pool must be ordered after all streams that have used the memory. Otherwise the next action is a :class:`Race`.
+- **Reserved memory.** Each pool keeps what was freed. If an allocation does not fit, all pools are emptied (``retries``).
 - **Unpinning** host memory is a write by the host or its background. :func:`simulated` raises such races at its end.
 - **Watch.** A dispatch mode that sees every operator. An operator that uses a slot is an access by compute, and one that uses the
   host store an access by the host, whether the engine declares it or not. An operator that uses both raises :class:`Mixed`.
+- **Kernels of the CPU** take addresses. One of device memory raises :class:`Mixed`.
 - **Versions.** Under a dispatch mode, torch's ``foreach`` operators do not count their writes. The watch counts them.
 - **New memory** of ``torch.empty`` has other bytes in each call, as that of a GPU's allocator.
 - **Unrepeatable kernels**, if asked for: ``index_add`` and ``scatter_add`` have other last bits in each call, as on a GPU, where
@@ -20,11 +24,12 @@ It shows missing waits that a synchronous CPU hides. It shows them in each run, 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -39,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning.device.background_thread import Pieces
 from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.registry import is_installed
 from sp_lightning.store.block import HostBlock
 from sp_lightning.trainer.run import move_to_device
 
@@ -107,6 +113,22 @@ class Region:
     reads: dict[Agent, Access] = field(default_factory=dict)
 
 
+@dataclass
+class Memory:
+    """Device memory that an operator has made.
+
+    Attributes:
+        alive: the storage.
+        pool: the stream that has allocated it, and may use it once it is freed.
+        start, end: its addresses.
+    """
+
+    alive: StorageWeakRef
+    pool: Stream
+    start: int
+    end: int
+
+
 class SimDevice(Device):
     """The simulated device. It implements the engine's interface to devices (:class:`~sp_lightning.device.device.Device`).
 
@@ -119,14 +141,16 @@ class SimDevice(Device):
         omit: as the argument.
         capacity: as the argument.
         peak: the peak of device memory, in bytes.
-        made: the bytes of each tensor that operators on the device have made, with its storage.
+        allocated: the bytes of each slot, buffer and tensor of an operator, with its storage and its pool.
+        reserved: the bytes of each pool, freed ones included.
+        retries: how often an allocation has found room only after all pools were emptied. A GPU waits for all streams then.
         waits: the reason of each wait so far, the omitted ones included.
         pinned: the addresses of page-locked memory.
         early: races of unpinning. A finalizer unpins, and cannot raise them.
         clocks: the clock of each agent.
         device_ranges: the ranges of device memory: slots and buffers.
         host_ranges: the ranges of the host store.
-        derived: storages that operators on the device have made, by address.
+        derived: memory that operators on the device have made, by its storage.
     """
 
     computes_on_host = False
@@ -136,14 +160,16 @@ class SimDevice(Device):
         self.omit = omit
         self.capacity = capacity
         self.peak = 0
-        self.made: list[tuple[int, StorageWeakRef]] = []
+        self.allocated: list[tuple[int, StorageWeakRef, Stream]] = []
+        self.reserved = dict.fromkeys(Stream, 0)
+        self.retries = 0
         self.waits: list[Wait] = []
         self.pinned: set[int] = set()
         self.early: list[Race] = []
         self.clocks: dict[Agent, Clock] = {agent: {} for agent in (HOST, *Stream)}
         self.device_ranges: list[tuple[int, int, StorageWeakRef]] = []
         self.host_ranges: list[tuple[int, int, StorageWeakRef]] = []
-        self.derived: dict[int, StorageWeakRef] = {}
+        self.derived: dict[int, Memory] = {}
         self._engine = threading.local()
         self._lock = threading.RLock()  # for clocks and queues: several threads may compute
         self._regions: list[Region] = []
@@ -151,6 +177,9 @@ class SimDevice(Device):
         self._many_regions = 64  # if there are more, regions whose memory is freed are dropped
         self._queues: dict[Stream, deque[tuple[int, Callable[[], None]]]] = {s: deque() for s in Stream}
         self._issued = dict.fromkeys(Stream, 0)
+        # Memory that streams may still use, by its storage: its pool, and the last use by each stream that is not the pool.
+        self._used: dict[int, tuple[StorageWeakRef, Agent, dict[Agent, Access]]] = {}
+        self._pools: dict[int, Memory] = {}
         # Reads by copies within the device that may not have run yet: their event, and the range.
         self._reads: list[tuple[SimEvent, tuple[int, int]]] = []
         self._later = Pieces()
@@ -168,15 +197,33 @@ class SimDevice(Device):
     @property
     def in_use(self) -> int:
         """The bytes of device memory in use."""
-        self.made = [each for each in self.made if not each[1].expired()]
-        slots = sum(end - start for start, end, alive in self.device_ranges if not alive.expired())
-        return slots + sum(nbytes for nbytes, _ in self.made)
+        return sum(self._in_pools().values())
+
+    def _in_pools(self) -> dict[Stream, int]:
+        """The bytes of device memory in use, by their pool."""
+        self.allocated = [each for each in self.allocated if not each[1].expired()]
+        found = dict.fromkeys(Stream, 0)
+        for nbytes, _, pool in self.allocated:
+            found[pool] += nbytes
+        return found
+
+    @property
+    def stream(self) -> Stream:
+        """The current stream of this thread, which allocates."""
+        found: Stream = getattr(self._engine, "stream", Stream.COMPUTE)
+        return found
 
     def allocate(self, nbytes: int) -> None:
         """Counts an allocation of device memory. Raises an OutOfMemoryError beyond the capacity."""
-        if self.capacity is not None and self.in_use + nbytes > self.capacity:
-            raise torch.OutOfMemoryError(f"{nbytes} bytes, {self.in_use} of {self.capacity} are in use")
-        self.peak = max(self.peak, self.in_use + nbytes)
+        used, pool = self._in_pools(), self.stream
+        needed = self.reserved | {pool: max(self.reserved[pool], used[pool] + nbytes)}
+        if self.capacity is not None and sum(needed.values()) > self.capacity:
+            if sum(used.values()) + nbytes > self.capacity:
+                raise torch.OutOfMemoryError(f"{nbytes} bytes, {sum(used.values())} of {self.capacity} are in use")
+            self.retries += 1
+            needed = used | {pool: used[pool] + nbytes}
+        self.reserved = needed
+        self.peak = max(self.peak, sum(used.values()) + nbytes)
 
     def free_bytes(self) -> int | None:
         return None if self.capacity is None else self.capacity - self.in_use
@@ -192,9 +239,19 @@ class SimDevice(Device):
         memory = super().empty(nbytes)
         poison(memory)
         self.device_ranges.append((*_range(memory), StorageWeakRef(memory.untyped_storage())))
+        self.note_allocated(memory.untyped_storage(), self._pools)
         # The allocator returns memory that kernels of the current stream may still use. Deterministic algorithms fill it there.
-        self.access(memory, getattr(self._engine, "stream", Stream.COMPUTE), write=True)
+        self.access(memory, self.stream, write=True)
         return memory
+
+    def note_allocated(self, storage: torch.UntypedStorage, to: dict[int, Memory]) -> None:
+        """Records a storage that the current stream has allocated, once."""
+        known, pool = to.get(storage._cdata), self.stream
+        if known is None or known.alive.expired():
+            begin = storage.data_ptr()
+            to[storage._cdata] = Memory(StorageWeakRef(storage), pool, begin, begin + storage.nbytes())
+            if to is self._pools or self.capacity is not None:
+                self.allocated.append((storage.nbytes(), StorageWeakRef(storage), pool))
 
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
         memory = super().host_empty(nbytes)
@@ -221,8 +278,15 @@ class SimDevice(Device):
 
     def _copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
         self._issue(stream)
-        self._check(source, stream, write=False, what="copied from")
-        self._check(target, stream, write=True, what="copied to")
+        with torch.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            target, source = (
+                target.detach(),
+                source.detach(),
+            )  # user code may exchange their memory before the copy runs
+        pools: list[Agent] = [Stream.COMPUTE, HOST] if stream is Stream.UPLOAD else [HOST, Stream.COMPUTE]
+        own: Agent | None = None if stream is Stream.REDUCE else pools[1]
+        self._check(source, stream, write=False, what="copied from", pool=own)
+        self._check(target, stream, write=True, what="copied to", pool=None if own is None else pools[0])
         for event, read in [each for each in self._reads if _overlap(each[1], target)]:
             self._run(
                 event
@@ -230,9 +294,24 @@ class SimDevice(Device):
             self._reads.remove((event, read))
         with self.engine():
             poison(target)
-        self._queues[stream].append((self._issued[stream], lambda: self._run_copy(target, source)))
+        copied = self._later_tensor(target), self._later_tensor(source)
+        self._queues[stream].append((self._issued[stream], lambda: self._run_copy(*copied)))
         if _within(source, self.device_ranges) and _within(target, self.device_ranges):
             self._reads.append((SimEvent(stream, self._issued[stream], {}), _range(source)))
+
+    def _later_tensor(self, tensor: Tensor) -> Callable[[], Tensor | None]:
+        """Returns a function that returns the tensor, or None if its memory was freed. Holds only memory that is not watched."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._used:
+            return lambda: tensor
+        alive, place = StorageWeakRef(storage), (tensor.storage_offset(), tensor.shape, tensor.stride())
+        dtype = tensor.dtype
+
+        def again() -> Tensor | None:
+            found = torch.UntypedStorage._new_with_weak_ptr(alive.cdata)
+            return None if found is None else torch.empty(0, dtype=dtype).set_(found, *place)
+
+        return again
 
     def on_host(self, tensor: Tensor) -> Tensor:
         if not self.has(tensor):
@@ -244,7 +323,7 @@ class SimDevice(Device):
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         self._run(self.record(stream))  # code inside runs at once, so work issued to the stream before has to run first
-        before = getattr(self._engine, "stream", Stream.COMPUTE)
+        before = self.stream
         self._engine.stream = stream
         try:
             with self.engine():
@@ -324,7 +403,17 @@ class SimDevice(Device):
         if tensor.layout is not torch.strided or not tensor.ndim:
             return False
         known = self.derived.get(tensor.untyped_storage()._cdata)
-        return known is not None and not known.expired()
+        return known is not None and not known.alive.expired()
+
+    def refuse(self, arguments: ctypes.Structure, count: int) -> None:
+        """Raises an error if a kernel of the CPU gets an address of device memory, or an array of ``count`` addresses."""
+        given = [getattr(arguments, name) or 0 for name, kind in arguments._fields_ if kind is ctypes.c_void_p]
+        for name in ("gradients", "chunks"):
+            if hasattr(arguments, name):
+                given += (ctypes.c_int64 * count).from_address(getattr(arguments, name))
+        for each in [*self.derived.values(), *self._pools.values()]:
+            if not each.alive.expired() and any(each.start <= address < each.end for address in given):
+                raise Mixed("a kernel of the CPU gets the address of device memory")
 
     def take_buffers(self, module: nn.Module, stay: Sequence[nn.Module]) -> None:
         """Treats a module's buffers as device memory from now on.
@@ -339,15 +428,26 @@ class SimDevice(Device):
                 continue
             for buffer in child._buffers.values():
                 if buffer is not None and buffer.layout is torch.strided and buffer.ndim and buffer.numel():
-                    self.derived[buffer.untyped_storage()._cdata] = StorageWeakRef(buffer.untyped_storage())
+                    self.note_allocated(buffer.untyped_storage(), self.derived)
 
     # ------------------------------------------------------------------ streams
 
     def _issue(self, stream: Stream) -> None:
         """Counts an item that the host, or its background, issues to a stream. It orders the stream after the issuer."""
         with self._lock:
+            self._look_for_freed()
             self._learn(stream, self.clocks[self._runs])
             self._issued[stream] += 1
+
+    def _look_for_freed(self) -> None:
+        """Raises a Race if memory was freed before its pool, which may use it at once, waits for the streams that use it."""
+        for key, (alive, pool, uses) in list(self._used.items()):
+            ordered = [self.clocks[each] for each in (pool, HOST, *([self._runs] if pool is HOST else []))]
+            late = [use for agent, use in uses.items() if all(clock.get(agent, 0) < use.at for clock in ordered)]
+            if not late or alive.expired():
+                del self._used[key]
+            if late and alive.expired():
+                raise Race(f"memory of {pool} is free and may be used again, which is not ordered after {late[0]}")
 
     def _learn(self, agent: Agent, clock: Clock) -> None:
         """Orders an agent after all accesses in a clock."""
@@ -363,9 +463,11 @@ class SimDevice(Device):
             while queue and queue[0][0] <= event.issued:
                 queue.popleft()[1]()
 
-    def _run_copy(self, target: Tensor, source: Tensor) -> None:
+    def _run_copy(self, target: Callable[[], Tensor | None], source: Callable[[], Tensor | None]) -> None:
         with self.engine(), torch.inference_mode(False), torch.no_grad():
-            target.copy_(source)
+            found = target(), source()
+            if found[0] is not None and found[1] is not None:
+                found[0].copy_(found[1])
 
     @contextmanager
     def engine(self) -> Iterator[None]:
@@ -379,8 +481,16 @@ class SimDevice(Device):
 
     # ------------------------------------------------------------------ clocks
 
-    def _check(self, memory: Tensor, agent: Agent, *, write: bool, what: str) -> None:
-        """Records an access, and raises a Race if it is not ordered after the conflicting earlier ones."""
+    def _check(self, memory: Tensor, agent: Agent, *, write: bool, what: str, pool: Agent | None = None) -> None:
+        """Records an access, and raises a Race if it is not ordered after the conflicting earlier ones.
+
+        Args:
+            memory: the memory.
+            agent: the agent that uses it.
+            write: True for a write.
+            what: the kind of access, for messages.
+            pool: the agent that may use the memory once it is freed, if that is not known.
+        """
         # Without dispatch: another thread may have given a weight a class that takes the engine's lock, while this holds its own.
         with torch.DisableTorchFunctionSubclass():
             if memory.layout is not torch.strided or not memory.numel():
@@ -388,6 +498,14 @@ class SimDevice(Device):
             stretch, storage = _range(memory), memory.untyped_storage()
         with self._lock:
             self._check_stretch(*stretch, storage, agent, write=write, what=what)
+            known = self._pools.get(storage._cdata) or self.derived.get(storage._cdata)
+            if known is not None and not known.alive.expired():
+                pool = known.pool
+            elif _within(memory, self.host_ranges):
+                pool = HOST
+            if pool not in (None, agent) and agent not in (HOST, Stream.UPDATE):
+                _, _, uses = self._used.setdefault(storage._cdata, (StorageWeakRef(storage), pool, {}))
+                uses[agent] = Access(agent, self.clocks[agent][agent], what)
 
     def _check_stretch(
         self, start: int, end: int, storage: torch.UntypedStorage, agent: Agent, *, write: bool, what: str
@@ -492,11 +610,14 @@ class Watch(TorchDispatchMode):
         result.copy_(torch.where(chosen, (result.view(bits) ^ 1).view(own.dtype), result))
 
     def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._device.inside or _is_view(func) or func in _READ_NOTHING:
+        if _is_view(func) or func in _READ_NOTHING:
+            return func(*args, **kwargs)
+        inside = self._device.inside  # the engine declares its accesses
+        if inside and self._device.stream is Stream.COMPUTE:
             return func(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         device = [each for each in tensors if self._on_device(each)]
-        host = [each for each in tensors if _within(each, self._device.host_ranges) and each.ndim]
+        host = [each for each in tensors if not inside and _within(each, self._device.host_ranges) and each.ndim]
         derived = [each for each in tensors if self._is_derived(each)]
         if host and (device or derived):
             raise Mixed(
@@ -504,7 +625,7 @@ class Watch(TorchDispatchMode):
             )
         declared = zip(func._schema.arguments, args, strict=False)
         written = {id(each) for argument, given in declared if _is_written(argument) for each in tree_leaves(given)}
-        for each in device:
+        for each in device if not inside else ():
             self._device.access(each, Stream.COMPUTE, write=id(each) in written)
         for each in host:
             self._device.access(each, None, write=id(each) in written)
@@ -525,11 +646,10 @@ class Watch(TorchDispatchMode):
     def _see(self, storage: torch.UntypedStorage) -> None:
         """Records a storage that an operator on the device has made."""
         known = self._device.derived.get(storage._cdata)
-        if known is None or known.expired():
+        if known is None or known.alive.expired():
             if self._device.capacity is not None:
                 self._device.allocate(storage.nbytes())
-                self._device.made.append((storage.nbytes(), StorageWeakRef(storage)))
-            self._device.derived[storage._cdata] = StorageWeakRef(storage)
+            self._device.note_allocated(storage, self._device.derived)
 
     def _on_device(self, tensor: Tensor) -> bool:
         return _within(tensor, self._device.device_ranges)
@@ -587,6 +707,14 @@ def simulated(
     made: list[SimDevice] = []
     write, absorb = HostBlock.write, HostBlock._absorb
 
+    def run_kernel(run: Callable[..., None]) -> Callable[..., None]:
+        def checked(self: Any, count: int, least: int, arguments: ctypes.Structure) -> None:
+            for device in made:
+                device.refuse(arguments, count)
+            run(self, count, least, arguments)
+
+        return checked
+
     def make(device: torch.device) -> SimDevice:
         made.append(SimDevice(device, omit, capacity))
         if watch:
@@ -613,7 +741,12 @@ def simulated(
         mock.patch("sp_lightning.trainer.run.move_to_device", move),
         mock.patch.object(HostBlock, "write", engine_write),
         mock.patch.object(HostBlock, "_absorb", engine_absorb),
+        ExitStack() as stack,
     ):
+        if is_installed("kernels"):
+            from sp_lightning.kernels.jit import Compiled
+
+            stack.enter_context(mock.patch.object(Compiled, "run", run_kernel(Compiled.run)))
         try:
             yield made
         finally:
