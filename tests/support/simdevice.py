@@ -283,10 +283,14 @@ class SimDevice(Device):
                 target.detach(),
                 source.detach(),
             )  # user code may exchange their memory before the copy runs
-        pools: list[Agent] = [Stream.COMPUTE, HOST] if stream is Stream.UPLOAD else [HOST, Stream.COMPUTE]
-        own: Agent | None = None if stream is Stream.REDUCE else pools[1]
-        self._check(source, stream, write=False, what="copied from", pool=own)
-        self._check(target, stream, write=True, what="copied to", pool=None if own is None else pools[0])
+        # A GPU's driver has read pageable host memory when the call returns.
+        pools: dict[Stream, tuple[Agent | None, Agent]] = {
+            Stream.UPLOAD: (None, Stream.COMPUTE),
+            Stream.DOWNLOAD: (Stream.COMPUTE, HOST),
+        }
+        of_source, of_target = pools.get(stream, (None, None))
+        self._check(source, stream, write=False, what="copied from", pool=of_source)
+        self._check(target, stream, write=True, what="copied to", pool=of_target)
         for event, read in [each for each in self._reads if _overlap(each[1], target)]:
             self._run(
                 event
