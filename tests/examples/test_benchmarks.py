@@ -317,8 +317,8 @@ def test_bad_options_say_what_is_wrong(arguments: list[str], message: str, capsy
     ("main", "arguments", "message"),
     [
         (predict.main, ["--gradient-checkpointing"], "unrecognized arguments: --gradient-checkpointing"),
-        (everything.main, ["--list", "h200", "--size", "3B"], "leave out --size"),
-        (everything.main, ["--list", "h200", "--precision", "bf16-mixed"], "leave out --size"),
+        (everything.main, ["--list", "now", "--size", "3B"], "leave out --size"),
+        (everything.main, ["--list", "now", "--precision", "bf16-mixed"], "leave out --size"),
         (everything.main, ["--minutes", "0"], "0 is not above zero"),
         (everything.main, ["--out", "FILE"], "is a file"),
         (everything.main, ["--out", "BROKEN"], "line 1: is no row"),
