@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import PAGE, flat_bytes, strided
+from sp_lightning.engine.saved_objects import plain_has_no_hooks, replaces_no_hooks
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.model.wrapped import OffloadedWrapper, parts
 from sp_lightning.store.block import HostBlock
@@ -115,12 +116,15 @@ class SavedRun:
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Fingerprint]] = {}
 
     @contextmanager
-    def noting(self, unpack: Callable[[Callable[..., Any], Any], Any], *, alone: bool = False) -> Iterator[None]:
+    def noting(
+        self, unpack: Callable[[Callable[..., Any], Any], Any], *, alone: bool = False, plain: bool = False
+    ) -> Iterator[None]:
         """A context in which each tensor is recorded before the present hooks pack it.
 
         Args:
             unpack: called in place of the present unpack hook, with that hook and its argument.
             alone: True to keep each tensor instead of calling the present hooks.
+            plain: True if plain autograd would have no hooks, though those of our own checkpoint are the present ones.
         """
         present: Any = (Tensor.detach, Tensor.detach) if alone else top_saved_tensors_hooks()
         if present is None:  # in a trial in which no hooks pack tensors: only outputs are compared
@@ -132,6 +136,8 @@ class SavedRun:
             self._note(tensor)
             return its_pack(tensor)
 
+        if plain or plain_has_no_hooks():
+            replaces_no_hooks(pack)
         with saved_tensors_hooks(pack, lambda packed: unpack(its_unpack, packed)):
             try:
                 yield

@@ -46,6 +46,7 @@ from sp_lightning.activations.policy import some
 from sp_lightning.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.device.accelerator import generator_states, set_generator_states
 from sp_lightning.engine.activations import ActivationSetup
+from sp_lightning.engine.saved_objects import plain_has_no_hooks
 from sp_lightning.torch_compat.modes import no_transforms
 from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.torch_compat.private import (
@@ -118,13 +119,14 @@ class Recompute:
         position = {identity: number for number, identity in enumerate(once)}
         positions = [position[id(leaf)] for leaf in leaves]
         first: FirstRun | None = None
+        plain = plain_has_no_hooks()
 
         def run(anchor: Tensor, *once: Any) -> Any:
             nonlocal first, given
             if first is None:
                 first = FirstRun(unit, module, once, self._volatile[unit], self._layer_at, self._units)
                 (args, kwargs), given = given, None  # the graph holds this function, which must not hold the arguments
-                with first.running(), first.saved.noting(first.unpacked):
+                with first.running(), first.saved.noting(first.unpacked, plain=plain):
                     output = forward(*args, **kwargs)
                 first.ended()
                 return output
@@ -144,7 +146,7 @@ class Recompute:
                 no_transforms(),
                 self._rerun(unit, args),
                 first.restored(self._watch_outside(unit)),
-                self._compared(first, unwritten),
+                self._compared(first, unwritten, plain),
             ):
                 return first.before.context.copy().run(forward, *args, **kwargs)
 
@@ -157,11 +159,14 @@ class Recompute:
         self._unpacked = next_run
 
     @contextmanager
-    def _compared(self, first: FirstRun, unwritten: Set[int]) -> Iterator[None]:
-        """A context for a second run. At its end, the tensors that both runs have saved are compared."""
+    def _compared(self, first: FirstRun, unwritten: Set[int], plain: bool) -> Iterator[None]:
+        """A context for a second run. At its end, the tensors that both runs have saved are compared.
+
+        ``plain``: see :meth:`SavedRun.noting`.
+        """
         second = SavedRun(self._layer_at)
         try:
-            with second.noting(_unpacked):
+            with second.noting(_unpacked, plain=plain):
                 yield
         finally:  # torch ends the second run by an exception
             self.differences.add(differences(first.saved, second, unwritten), first.differs)

@@ -186,6 +186,26 @@ class Patch:
         return wrapper
 
 
+class PropertyPatch(Patch):
+    """Wraps the getter of a property or of a descriptor in the same way. ``around`` gets the getter and the object."""
+
+    def wrap(self, function: Any) -> Any:
+        return _Property(super().wrap(function.__get__), function)
+
+
+class _Property(property):
+    """A property that :class:`Patch` can stop and remove."""
+
+    def __init__(self, get: Any, wrapped: Any) -> None:
+        super().__init__(get)
+        self.stop, self.__wrapped__ = get.stop, wrapped
+
+
+def while_runs_last(*patches: Patch) -> None:
+    """Adds patches to the one of autograd's engine, which :func:`watch` installs and :func:`unwatch` removes."""
+    _patches.extend(patches)
+
+
 def watch(watcher: Any) -> None:
     """Notifies a :class:`~sp_lightning.engine.backward.Backward` of each failed call of autograd's engine.
 
@@ -196,17 +216,19 @@ def watch(watcher: Any) -> None:
     """
     global _watchers
     with _lock:
-        _engine_call.install()
+        for patch in _patches:
+            patch.install()
         _watchers = (*_others(watcher), _Watcher(weakref.ref(watcher), scope.get(), threading.get_ident()))
 
 
 def unwatch(watcher: Any) -> None:
-    """Ends :func:`watch`. Does nothing if the watcher is not watching. Without watchers, removes the patch of the engine."""
+    """Ends :func:`watch`. Does nothing if the watcher is not watching. Without watchers, removes the patches."""
     global _watchers
     with _lock:
         _watchers = _others(watcher)
         if not _watchers:
-            _engine_call.remove()
+            for patch in _patches:
+                patch.remove()
 
 
 def _others(watcher: Any) -> tuple[_Watcher, ...]:
@@ -238,4 +260,4 @@ def _report_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any
             _calling.discard(here)
 
 
-_engine_call = Patch(*ENGINE_CALL, _report_failure)
+_patches = [Patch(*ENGINE_CALL, _report_failure)]

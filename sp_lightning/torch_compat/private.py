@@ -75,6 +75,11 @@ def checkpoint_hook() -> Callable[..., Any] | None:
 TORCHSCRIPT: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 """The classes of TorchScript callables: functions and methods, scripted and traced. One of the classes has no public name."""
 
+set_version_counter: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
+"""Sets the versions of tensors. The public API only increments them."""
+
 preserve_version_counter: Callable[[Tensor | tuple[Tensor, ...]], Any] = autograd._unsafe_preserve_version_counter
 """A context that restores the version counters of tensors on exit. The public API only increments them."""
 
@@ -708,6 +713,7 @@ FEATURES = {
     "an option, a precision or a common model": {
         "will_execute_node": "embeddings whose rows are uploaded on demand",
         "preserve_version_counter": 'activations="recompute" and "offload"',
+        "set_version_counter": 'custom autograd Functions with activations="offload"',
         "TorchDispatchMode": "superpipeline plan and the prediction of windows",
         "is_traceable_wrapper_subclass": "quantised weights (torchao) and other tensor subclasses",
         "tree_map": "steps on the GPU, and state of optimizers",

@@ -72,6 +72,7 @@ COVERS = {
     "clamped-in-forward": "weights written in place, and through .data, in a forward with gradients",
     "stepped-in-forward": "an optimizer of a layer's own steps its weights inside its forward, which reads them again",
     "captured-in-forward": "weights written through references from before the step, inside their layer's forward",
+    "saved-objects": "attributes of a weight and of an activation that a custom Function finds again in backward",
     "gradient-penalty": "gradients of the input as a part of the loss: layers needed twice in backward",
     "parameter-hooks": "hooks on parameters, before and after their gradients are added up",
     "checkpoint-calls": "checkpoints around layers, by the user",

@@ -257,6 +257,31 @@ class ScaledByWeight(torch.autograd.Function):
         return torch.autograd.grad(y, (x, weight), gradients[0])
 
 
+class FusedAccumulation(torch.autograd.Function):
+    """Adds to an attribute of its weight in backward, and reads one of its input, as TransformerEngine's functions do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t() * x.scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        g = gradients[0].to(weight.dtype) * x.scale
+        weight.main_grad.mul_(0.5).add_(g.t() @ x.to(weight.dtype))
+        return g @ weight, weight.main_grad.clone()
+
+
+class FusedBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h: Any = torch.tanh(self.inner(x))
+        h.scale = 2.0
+        if not hasattr(self.outer.weight, "main_grad"):
+            self.outer.weight.main_grad = torch.zeros_like(self.outer.weight)
+        return x + self.drop(FusedAccumulation.apply(h, self.outer.weight))  # type: ignore[no-untyped-call]
+
+
 class Convolution(nn.Module):
     """A residual block that ends in a function of its own."""
 
@@ -679,6 +704,7 @@ CASES: dict[str, Case] = {
     "clamped-in-forward": Case(lambda: Module(ClampedInForward()), vectors),
     "stepped-in-forward": Case(Codebooks, vectors),
     "captured-in-forward": Case(lambda: Module(WrittenInItsLayer(Remembers)), vectors),
+    "saved-objects": Case(lambda: twice(FusedBlock)(), vectors),
     "gradient-penalty": Case(lambda: GradientPenalty(Stack()), vectors),
     "parameter-hooks": Case(lambda: Hooked(Stack()), vectors),
     "checkpoint-calls": Case(lambda: Module(CheckpointedCalls(False)), vectors),

@@ -1,0 +1,144 @@
+"""Gives the backward of a custom ``torch.autograd.Function`` the objects that it saved, as plain autograd does.
+
+If saved-tensor hooks are active, autograd makes a new tensor of the hooks' result: without the attributes of the saved one, of no
+subclass, and of no parameter. The engine's hooks are active in each step, so code that reads ``ctx.saved_tensors`` would miss
+``weight.main_grad``, and lose ``weight.grad = …`` or ``weight.data.add_(…)``. So two patches of torch last as long as runs:
+
+- ``ctx.save_for_backward`` also notes which objects are saved, if the hooks are those of a run. It keeps no tensor alive.
+- ``ctx.saved_tensors`` returns these objects: the device parameter of a weight, whose layer is attached then; any other tensor
+  itself, if it still exists, and otherwise a new one with its class, attributes and version.
+
+Below hooks of the user or a checkpoint, plain autograd makes new tensors as well. Nodes of torch's own operators also show what
+they saved (``grad_fn._saved_self``). These are new tensors with equal values: torch has no place for a patch there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
+
+from sp_lightning.layers.device_parameter import DeviceParameter, set_class
+from sp_lightning.layers.layer import Kind
+from sp_lightning.torch_compat.modes import never_compiled
+from sp_lightning.torch_compat.patched import Patch, PropertyPatch, while_runs_last
+from sp_lightning.torch_compat.private import (
+    is_traceable_wrapper_subclass,
+    set_version_counter,
+    top_saved_tensors_hooks,
+)
+
+_like_plain: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def replaces_no_hooks(pack: Callable[..., Any]) -> None:
+    """Records that where this pack hook is active, plain autograd has no hooks."""
+    _like_plain.add(pack)
+
+
+def plain_has_no_hooks() -> bool:
+    """Returns True if hooks of a run are active, and plain autograd would have none now."""
+    top = top_saved_tensors_hooks()
+    return top is not None and top[0] in _like_plain
+
+
+class _SavedObject:
+    """A tensor that a custom Function has saved. Functions that save one tensor share this object.
+
+    Attributes:
+        found: a weak reference to the tensor, or to the last tensor that took its place in backward.
+        version: the version of this tensor.
+        kind, attributes: the class and the ``__dict__`` of the tensor that was saved.
+    """
+
+    __slots__ = ("__weakref__", "attributes", "found", "kind", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.found = ref(tensor)
+        self.version = tensor._version
+        self.kind, self.attributes = type(tensor), vars(tensor)
+
+    def of(self, unpacked: Tensor) -> Tensor:
+        """Returns the saved tensor for backward. ``unpacked``: the tensor that autograd has made of the hooks' result."""
+        found = self.found()
+        if found is not None and found._version == self.version:  # an offloaded tensor may be written after its copy
+            return found
+        if is_traceable_wrapper_subclass(unpacked):  # its own dictionary has its inner tensors
+            vars(unpacked).update({name: each for name, each in self.attributes.items() if name not in vars(unpacked)})
+        else:
+            set_class(unpacked, self.kind)
+            unpacked.__dict__ = self.attributes
+        if unpacked._version != self.version:
+            set_version_counter((unpacked,), (self.version,))
+        self.found = ref(unpacked)
+        return unpacked
+
+
+_known: WeakValueDictionary[int, _SavedObject] = WeakValueDictionary()  # by the tensors' ids
+_OBJECTS = "_superpipeline_saved_objects"
+
+
+def _note(tensor: Any) -> _SavedObject | ref[DeviceParameter] | None:
+    """Returns the object that notes a saved tensor."""
+    if issubclass(type(tensor), DeviceParameter):
+        return ref(tensor)
+    if not isinstance(tensor, Tensor):  # None
+        return None
+    known = _known.get(id(tensor))
+    if known is None or known.found() is not tensor or known.version != tensor._version:
+        known = _known[id(tensor)] = _SavedObject(tensor)
+    return known
+
+
+@never_compiled
+def _save(save: Callable[..., None], ctx: Any, *tensors: Any) -> None:
+    """Runs ``ctx.save_for_backward``, and notes the tensors. A compiled graph's Function reads no attributes."""
+    save(ctx, *tensors)
+    if plain_has_no_hooks() and not type(ctx)._forward_cls.__module__.startswith("torch._functorch._aot_autograd"):
+        with torch.DisableTorchFunctionSubclass():
+            vars(ctx)[_OBJECTS] = list(map(_note, tensors))
+
+
+@never_compiled
+def _saved(get: Callable[[Any], Any], ctx: Any) -> Any:
+    """Reads ``ctx.saved_tensors``. Autograd's hooks have checked the tensors' versions then."""
+    tensors = get(ctx)
+    noted = vars(ctx).get(_OBJECTS)
+    if noted is None or ctx.saved_for_forward is not None:  # the latter are returned as they are
+        return tensors
+    found = list(tensors)
+    weights = {}
+    with torch.DisableTorchFunctionSubclass():
+        for index, (saved, tensor) in enumerate(zip(noted, tensors, strict=True)):
+            if type(saved) is _SavedObject:
+                if tensor.grad_fn is not ctx:  # plain autograd makes a new tensor of the Function's own output, too
+                    found[index] = saved.of(tensor)
+            elif saved is not None:
+                weights[index] = saved()
+    for index, weight in weights.items():
+        group = weight._of
+        if group.engine.at_host():
+            found[index] = weight.host
+        elif group.layer.owner.updated_early:  # later uses of its weights are errors, but a frozen one may be read
+            found[index].__dict__ = vars(weight.host)
+        else:
+            found[index] = weight
+    away = [each for each in weights.values() if any(each is one for one in found) and _is_away(each)]
+    if away:  # extensions in C++ and Triton run no code of the parameter's class
+        with away[0]._of.engine.operation_on(away):
+            pass
+    return tuple(found)
+
+
+def _is_away(weight: Any) -> bool:
+    layer = weight._of.layer
+    return not (layer.kind is Kind.RESIDENTS or layer.state.attached)
+
+
+while_runs_last(
+    Patch(FunctionCtx, "save_for_backward", _save), PropertyPatch(BackwardCFunction, "saved_tensors", _saved)
+)

@@ -1,0 +1,269 @@
+"""A custom ``torch.autograd.Function`` finds in backward what it saved: the parameter, and activations with their attributes.
+
+If saved-tensor hooks are active, torch makes a new tensor of what they return. A Function that adds to ``weight.main_grad``, sets
+``weight.grad`` or writes ``weight.data`` in backward then trained other weights, silently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.models import Block, twice, vectors
+from tests.support.runs import assert_equal, assert_same, fit, fused, superpipeline
+from tests.support.tiers import first
+
+pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
+
+
+class Product(torch.autograd.Function):
+    """``x @ weight.T``, whose backward calls ``does`` with its ``ctx``, what is saved, and the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, does: Any) -> Tensor:
+        output = x @ weight.t()
+        ctx.save_for_backward(x, weight, x, output)
+        ctx.does = does
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        saved = ctx.saved_tensors
+        return gradients[0] @ saved[1], ctx.does(ctx, *saved, gradients[0].t() @ saved[0]), None
+
+
+class Saves(Block):
+    seen: list[Any]
+    others: list[Any]
+    does: Callable[..., Any]
+
+    def around(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.outer.weight, partial(self.does, self))  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Any = torch.sin(self.inner(x)).mul_(1)
+        h.scale = 2.0
+        y: Any = self.around(h)
+        y.tag = 1
+        return x + y
+
+
+def _looks(block: Any, ctx: Any, x: Any, weight: Any, again: Any, output: Any, gradient: Tensor) -> Tensor:
+    """Notes the weight, the activation and the output, and registers a hook."""
+    is_it = isinstance(weight, nn.Parameter), weight is block.outer.weight, getattr(weight, "main_grad", None)
+    block.seen.append((*is_it, weight.is_leaf, weight.requires_grad, weight._version == block.outer.weight._version))
+    block.seen.append((getattr(x, "scale", None), x is again, x._version, x.requires_grad, x.is_leaf))
+    block.seen.append((hasattr(output, "tag"), output.grad_fn is ctx, ctx.needs_input_grad))
+    if weight.requires_grad:
+        weight.register_post_accumulate_grad_hook(lambda p: block.seen.append(p.grad.clone()))
+    return gradient * getattr(x, "scale", 1.0)
+
+
+def _sets_grad(block: Any, ctx: Any, x: Any, weight: Any, again: Any, output: Any, gradient: Tensor) -> None:
+    weight.grad = gradient.clone() if weight.grad is None else weight.grad + gradient
+
+
+def _writes_data(block: Any, ctx: Any, x: Any, weight: Any, again: Any, output: Any, gradient: Tensor) -> Tensor:
+    weight.data.sub_(gradient, alpha=0.05)
+    return gradient
+
+
+def saves(does: Callable[..., Any], kind: type[Saves] = Saves) -> Any:
+    def make() -> Any:
+        module = twice(kind)()
+        module.seen = []
+        for block in module.net.blocks:
+            block.seen, block.does, block.others = module.seen, does, list(module.net.blocks)
+            block.outer.weight.main_grad = 3.0
+        return module
+
+    return fused(make)
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "keep": ({"k": 1, "k_prime": 1}, {}),
+    "offload": ({"activations": "offload"}, {}),
+    "recompute": ({"activations": "recompute"}, {}),
+    "auto": ({}, {"gradient_clip_val": 0.1}),
+    "overlap": ({"optimizer_overlap": "backward"}, {}),
+    "accumulated": ({"optimizer_overlap": "forward"}, {"accumulate_grad_batches": 2}),
+    "gpu_layers": ({"gpu_layers": 2}, {"accumulate_grad_batches": 2}),
+    "on the GPU": ({"optimizer_on": "gpu"}, {}),
+}
+
+
+def assert_equal_to_plain(make: Any, strategy: dict[str, Any], **trainer: Any) -> None:
+    ours = fit(make, vectors(), superpipeline(**strategy), recorded="nothing", **trainer)
+    plain = fit(make, vectors(), "auto", recorded="nothing", **trainer)
+    assert_same(ours, plain)
+    assert_equal(ours.module.seen, plain.module.seen, "seen in backward")
+
+
+@pytest.mark.parametrize("way", first(WAYS, "keep", why="the same in another mode"))
+@pytest.mark.parametrize("does", [_looks, _sets_grad, _writes_data])
+def test_backward_finds_what_was_saved(does: Any, way: str) -> None:
+    strategy, trainer = WAYS[way]
+    assert_equal_to_plain(saves(does), strategy, **trainer)
+
+
+class OwnHooks(Saves):
+    def around(self, x: Tensor) -> Tensor:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return super().around(x)
+
+
+class Checkpointed(Saves):
+    def around(self, x: Tensor) -> Tensor:
+        return checkpoint(super().around, x, use_reentrant=False)
+
+
+class Reentrant(Saves):
+    def around(self, x: Tensor) -> Tensor:
+        return checkpoint(super().around, x, use_reentrant=True)
+
+
+class Frozen(Saves):
+    """Reads a frozen weight, which backward may read after the update of the others."""
+
+    def around(self, x: Tensor) -> Tensor:
+        self.outer.weight.requires_grad_(False)
+        return super().around(x)
+
+
+class Transposed(Saves):
+    """Saves a view of its weight, and a tensor of a subclass."""
+
+    def around(self, x: Tensor) -> Tensor:
+        kept: Any = torch.sin(x).as_subclass(Subclass)
+        kept.scale = 3.0
+        view: Any = self.outer.weight.t()
+        view.scale = 4.0
+        return OfOthers.apply(x, kept, view, self.seen)  # type: ignore[no-untyped-call]
+
+
+class Subclass(Tensor):
+    pass
+
+
+class OfOthers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, kept: Any, view: Any, seen: Any) -> Tensor:
+        ctx.save_for_backward(x, kept, view)
+        ctx.seen = seen
+        return (x * kept @ view).as_subclass(Tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, kept, view = ctx.saved_tensors
+        ctx.seen.append([(type(each).__name__, getattr(each, "scale", None)) for each in (x, kept, view)])
+        plain = kept.as_subclass(Tensor)
+        to = gradients[0] @ view.t()
+        return to * plain, to * x, (x * plain).t() @ gradients[0], None
+
+
+class Neighbours(Saves):
+    """One Function uses the weights of two layers."""
+
+    def around(self, x: Tensor) -> Tensor:
+        other = self.others[0]
+        if other is self:
+            return super().around(x)
+        return OfTwo.apply(x, self.outer.weight, other.outer.weight, self.seen)  # type: ignore[no-untyped-call]
+
+
+class OfTwo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, one: Any, other: Any, seen: Any) -> Tensor:
+        ctx.save_for_backward(x, one, other)
+        ctx.seen = seen
+        return x @ (one * other).t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, one, other = ctx.saved_tensors
+        with torch.DisableTorchFunctionSubclass():  # as an extension in C++ reads them
+            product, gradient = one * other, gradients[0].t() @ x
+            ctx.seen.append((one.main_grad, other.main_grad))
+            return gradients[0] @ product, gradient * other, gradient * one, None
+
+
+class Mapped(Saves):
+    def around(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: Row.apply(row, self.outer.weight, self.seen))(x)  # type: ignore[no-untyped-call]
+
+
+class Row(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any, weight: Any, seen: Any) -> Tensor:
+        return weight @ x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.seen = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.seen.append((getattr(weight, "main_grad", None), isinstance(weight, nn.Parameter), weight.requires_grad))
+        return weight.t() @ gradients[0], gradients[0][:, None] * x, None
+
+
+class Operator(Saves):
+    def around(self, x: Tensor) -> Tensor:
+        seen.append(self.seen)
+        return product(x, self.outer.weight)
+
+
+seen: list[list[Any]] = []
+
+
+@torch.library.custom_op("sp_lightning_tests::product", mutates_args=())
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, gradient: Tensor) -> Any:
+    x, weight = ctx.saved_tensors
+    seen[-1].append((getattr(weight, "main_grad", None), isinstance(weight, nn.Parameter), getattr(x, "scale", None)))
+    return gradient @ weight, gradient.t() @ x
+
+
+product.register_autograd(_product_backward, setup_context=_keep)
+
+
+class Shown(Saves):
+    """Reads the saved tensors in forward, and twice."""
+
+    def around(self, x: Tensor) -> Tensor:
+        output: Any = super().around(x)
+        if torch.is_grad_enabled():
+            one, again = output.grad_fn.saved_tensors, output.grad_fn.saved_tensors
+            self.seen.append((one[0] is x, one[1] is again[1] is self.outer.weight, one[1].main_grad))
+        return output
+
+
+KINDS = [OwnHooks, Checkpointed, Reentrant, Frozen, Transposed, Neighbours, Mapped, Operator, Shown]
+
+
+@pytest.mark.parametrize("way", ["keep", "offload", "recompute", "overlap"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.rest("rarer code")
+def test_whichever_code_saves_it(kind: Any, way: str) -> None:
+    strategy, trainer = WAYS[way]
+    if kind is Shown and way == "recompute":
+        pytest.skip("torch's checkpoint gives a tensor once")
+    assert_equal_to_plain(saves(_looks, kind), strategy, **trainer)
