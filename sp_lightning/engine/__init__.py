@@ -83,6 +83,7 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 ``step``                 A step, from its first fetch until modules hold the host's parameters again.
 ``placement``            Makes the parts that differ with several devices or a disk.
 ``backward``             Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9).
+``saved_objects``        Gives the backward of a custom ``torch.autograd.Function`` the parameters and tensors that it saved.
 ``saved_tensors``        Packs each weight that autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
 ``module_calls``         Calls :class:`~sp_lightning.engine.access.Access` before and after each module call.
 ``access``               All requests for a layer: a module call (4), a use of a weight elsewhere, a look-up of rows.

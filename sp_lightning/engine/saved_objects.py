@@ -27,6 +27,7 @@ from sp_lightning.layers.layer import Kind
 from sp_lightning.torch_compat.modes import never_compiled
 from sp_lightning.torch_compat.patched import Patch, PropertyPatch, while_runs_last
 from sp_lightning.torch_compat.private import (
+    forward_class,
     is_traceable_wrapper_subclass,
     set_version_counter,
     top_saved_tensors_hooks,
@@ -86,7 +87,7 @@ def _note(tensor: Any) -> _SavedObject | ref[DeviceParameter] | None:
     """Returns the object that notes a saved tensor."""
     if issubclass(type(tensor), DeviceParameter):
         return ref(tensor)
-    if not isinstance(tensor, Tensor):  # None
+    if not isinstance(tensor, Tensor) or tensor.is_inference():  # None; autograd saves no inference tensor
         return None
     known = _known.get(id(tensor))
     if known is None or known.found() is not tensor or known.version != tensor._version:
@@ -98,7 +99,7 @@ def _note(tensor: Any) -> _SavedObject | ref[DeviceParameter] | None:
 def _save(save: Callable[..., None], ctx: Any, *tensors: Any) -> None:
     """Runs ``ctx.save_for_backward``, and notes the tensors. A compiled graph's Function reads no attributes."""
     save(ctx, *tensors)
-    if plain_has_no_hooks() and not type(ctx)._forward_cls.__module__.startswith("torch._functorch._aot_autograd"):
+    if plain_has_no_hooks() and not forward_class(ctx).__module__.startswith("torch._functorch._aot_autograd"):
         with torch.DisableTorchFunctionSubclass():
             vars(ctx)[_OBJECTS] = list(map(_note, tensors))
 

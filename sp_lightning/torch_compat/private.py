@@ -75,6 +75,9 @@ def checkpoint_hook() -> Callable[..., Any] | None:
 TORCHSCRIPT: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 """The classes of TorchScript callables: functions and methods, scripted and traced. One of the classes has no public name."""
 
+forward_class: Callable[[Any], type] = attrgetter("_forward_cls")
+"""Returns the ``torch.autograd.Function`` of a ``ctx``. It has no public name."""
+
 set_version_counter: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
 )
@@ -713,6 +716,7 @@ FEATURES = {
     "an option, a precision or a common model": {
         "will_execute_node": "embeddings whose rows are uploaded on demand",
         "preserve_version_counter": 'activations="recompute" and "offload"',
+        "forward_class": "custom autograd Functions",
         "set_version_counter": 'custom autograd Functions with activations="offload"',
         "TorchDispatchMode": "superpipeline plan and the prediction of windows",
         "is_traceable_wrapper_subclass": "quantised weights (torchao) and other tensor subclasses",

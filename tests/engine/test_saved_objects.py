@@ -42,6 +42,7 @@ class Product(torch.autograd.Function):
 class Saves(Block):
     seen: list[Any]
     others: list[Any]
+    hooked: list[Any]  # hooks run once the gradient is on the host, perhaps after the next block's backward has begun
     does: Callable[..., Any]
 
     def around(self, x: Tensor) -> Tensor:
@@ -62,7 +63,7 @@ def _looks(block: Any, ctx: Any, x: Any, weight: Any, again: Any, output: Any, g
     block.seen.append((getattr(x, "scale", None), x is again, x._version, x.requires_grad, x.is_leaf))
     block.seen.append((hasattr(output, "tag"), output.grad_fn is ctx, ctx.needs_input_grad))
     if weight.requires_grad:
-        weight.register_post_accumulate_grad_hook(lambda p: block.seen.append(p.grad.clone()))
+        weight.register_post_accumulate_grad_hook(lambda p: block.hooked.append(p.grad.clone()))
     return gradient * getattr(x, "scale", 1.0)
 
 
@@ -81,6 +82,7 @@ def saves(does: Callable[..., Any], kind: type[Saves] = Saves) -> Any:
         module.seen = []
         for block in module.net.blocks:
             block.seen, block.does, block.others = module.seen, does, list(module.net.blocks)
+            block.hooked = []
             block.outer.weight.main_grad = 3.0
         return module
 
@@ -104,6 +106,8 @@ def assert_equal_to_plain(make: Any, strategy: dict[str, Any], **trainer: Any) -
     plain = fit(make, vectors(), "auto", recorded="nothing", **trainer)
     assert_same(ours, plain)
     assert_equal(ours.module.seen, plain.module.seen, "seen in backward")
+    hooked = [[block.hooked for block in run.module.net.blocks] for run in (ours, plain)]  # type: ignore[union-attr]
+    assert_equal(*hooked, "seen by hooks")
 
 
 @pytest.mark.parametrize("way", first(WAYS, "keep", why="the same in another mode"))
