@@ -27,7 +27,7 @@ from sp_lightning.layers.layer import Kind
 from sp_lightning.torch_compat.modes import never_compiled
 from sp_lightning.torch_compat.patched import Patch, PropertyPatch, while_runs_last
 from sp_lightning.torch_compat.private import (
-    forward_class,
+    is_of_compiled_graph,
     is_traceable_wrapper_subclass,
     set_version_counter,
     top_saved_tensors_hooks,
@@ -99,7 +99,7 @@ def _note(tensor: Any) -> _SavedObject | ref[DeviceParameter] | None:
 def _save(save: Callable[..., None], ctx: Any, *tensors: Any) -> None:
     """Runs ``ctx.save_for_backward``, and notes the tensors. A compiled graph's Function reads no attributes."""
     save(ctx, *tensors)
-    if plain_has_no_hooks() and not forward_class(ctx).__module__.startswith("torch._functorch._aot_autograd"):
+    if plain_has_no_hooks() and not is_of_compiled_graph(ctx):
         with torch.DisableTorchFunctionSubclass():
             vars(ctx)[_OBJECTS] = list(map(_note, tensors))
 
@@ -112,7 +112,7 @@ def _saved(get: Callable[[Any], Any], ctx: Any) -> Any:
     if noted is None or ctx.saved_for_forward is not None:  # the latter are returned as they are
         return tensors
     found = list(tensors)
-    weights = {}
+    weights: dict[int, Any] = {}
     with torch.DisableTorchFunctionSubclass():
         for index, (saved, tensor) in enumerate(zip(noted, tensors, strict=True)):
             if type(saved) is _SavedObject:

@@ -75,8 +75,11 @@ def checkpoint_hook() -> Callable[..., Any] | None:
 TORCHSCRIPT: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 """The classes of TorchScript callables: functions and methods, scripted and traced. One of the classes has no public name."""
 
-forward_class: Callable[[Any], type] = attrgetter("_forward_cls")
-"""Returns the ``torch.autograd.Function`` of a ``ctx``. It has no public name."""
+
+def is_of_compiled_graph(ctx: Any) -> bool:
+    """Returns True if a ``ctx`` is of the Function that runs a compiled graph. The Function has no public name."""
+    return ctx._forward_cls.__module__.startswith("torch._functorch._aot_autograd")  # type: ignore[no-any-return]
+
 
 set_version_counter: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
     torch._C._autograd._unsafe_set_version_counter
@@ -716,7 +719,7 @@ FEATURES = {
     "an option, a precision or a common model": {
         "will_execute_node": "embeddings whose rows are uploaded on demand",
         "preserve_version_counter": 'activations="recompute" and "offload"',
-        "forward_class": "custom autograd Functions",
+        "is_of_compiled_graph": "custom autograd Functions",
         "set_version_counter": 'custom autograd Functions with activations="offload"',
         "TorchDispatchMode": "superpipeline plan and the prediction of windows",
         "is_traceable_wrapper_subclass": "quantised weights (torchao) and other tensor subclasses",
