@@ -268,6 +268,4 @@ KINDS = [OwnHooks, Checkpointed, Reentrant, Frozen, Transposed, Neighbours, Mapp
 @pytest.mark.rest("rarer code")
 def test_whichever_code_saves_it(kind: Any, way: str) -> None:
     strategy, trainer = WAYS[way]
-    if kind is Shown and way == "recompute":
-        pytest.skip("torch's checkpoint gives a tensor once")
     assert_equal_to_plain(saves(_looks, kind), strategy, **trainer)
