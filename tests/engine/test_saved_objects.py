@@ -81,7 +81,9 @@ def saves(does: Callable[..., Any], kind: type[Saves] = Saves) -> Any:
         module = twice(kind)()
         module.seen = []
         for block in module.net.blocks:
-            block.seen, block.does, block.others = module.seen, does, list(module.net.blocks)
+            block.seen, block.does = module.seen, does
+            if kind is Neighbours:  # a module that holds others may not write their weights under "recompute"
+                block.others = list(module.net.blocks)
             block.hooked = []
             block.outer.weight.main_grad = 3.0
         return module
