@@ -78,7 +78,7 @@ TORCHSCRIPT: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
 def is_of_compiled_graph(ctx: Any) -> bool:
     """Returns True if a ``ctx`` is of the Function that runs a compiled graph. The Function has no public name."""
-    return ctx._forward_cls.__module__.startswith("torch._functorch._aot_autograd")  # type: ignore[no-any-return]
+    return bool(ctx._forward_cls.__module__.startswith("torch._functorch._aot_autograd"))
 
 
 set_version_counter: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (

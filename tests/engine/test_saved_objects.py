@@ -108,8 +108,8 @@ def assert_equal_to_plain(make: Any, strategy: dict[str, Any], **trainer: Any) -
     plain = fit(make, vectors(), "auto", recorded="nothing", **trainer)
     assert_same(ours, plain)
     assert_equal(ours.module.seen, plain.module.seen, "seen in backward")
-    hooked = [[block.hooked for block in run.module.net.blocks] for run in (ours, plain)]  # type: ignore[union-attr]
-    assert_equal(*hooked, "seen by hooks")
+    mine, theirs = ([block.hooked for block in run.module.net.blocks] for run in (ours, plain))  # type: ignore[union-attr]
+    assert_equal(mine, theirs, "seen by hooks")
 
 
 @pytest.mark.parametrize("way", first(WAYS, "keep", why="the same in another mode"))
