@@ -1,11 +1,15 @@
 """Prefetch: chooses which layers are fetched next, and into which slots.
 
 The slot is Belady's choice along the trace: overwriting the layer with the farthest next use needs the fewest fetches. There are
-two refinements:
+three refinements:
 
 - A slot whose layer is used even later may become free soon. If the fetch would still overlap with the computation of a layer
   then, the fetch waits for that slot.
-- k' layers are one transfer. So a transfer waits until there are slots for all of its layers.
+- Up to k' layers are one transfer. It waits for slots for all of them only if its first layer is used so late that k' uses still
+  overlap with it then.
+- In inference, copies stay valid. Belady's choice then keeps neighbouring layers: nothing is copied while they compute, and later
+  layers are awaited. So layers that are spread over the forward keep their slots instead
+  (:attr:`~sp_lightning.plan.plan.Plan.kept_between_batches`).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, filterfalse, islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Generic, TypeVar
 
 from sp_lightning.layers.layer import NOTHING, Slot, StreamedLayer
@@ -158,6 +162,8 @@ class Prefetch:
         self.rings = [index for index, ring in enumerate(plan.rings) if ring.slots]
         self._wanted_in = [partial(self._wanted, ring) for ring in range(len(plan.rings))]
         self._unwanted_in = [partial(self._unwanted, ring) for ring in range(len(plan.rings))]
+        self._kept = plan.kept_between_batches
+        self._rings_with_kept = {plan.layers[index].ring for index in self._kept}
 
     def start(self, phase: str, *, training: bool) -> None:
         """Begins a batch, with the trace of its phase. The first batch is expected to run forward and, in training, backward."""
@@ -192,15 +198,16 @@ class Prefetch:
         return layer.planned.ring == ring and not self._wanted(ring, layer)
 
     def next(self, ring: int) -> tuple[list[tuple[StreamedLayer, Slot]], bool]:
-        """Returns the next transfer of a ring that can begin now: its next k' absent layers, with the slots for them.
+        """Returns the next transfer of a ring that can begin now: at most its next k' absent layers, with the slots for them.
 
         The caller issues the transfer before it calls this again.
 
         Returns:
-            - The pairs of layer and slot. If it is better to wait until there are slots for all of these layers, there are none.
-            - True if another transfer may follow at once. False if every other slot is locked, or holds a layer that is needed
-              sooner than the last layer of this transfer. The layers of the next transfer are needed even later, so they may
-              not overwrite such a slot.
+            - The pairs of layer and slot. A layer that has to wait, for its slot or for its update, ends the transfer. If it is
+              better to wait for that slot, there are no pairs.
+            - True if another transfer may follow at once. False if a layer has to wait, or if every other slot is locked, or holds
+              a layer that is needed sooner than the last layer of this transfer. The layers of the next transfer are needed even
+              later, so they may not overwrite such a slot.
         """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []
@@ -211,21 +218,17 @@ class Prefetch:
         more = False
         for layer, uses_before in coming:
             if (own := layer.own_slot) is not None:  # the layer stays on the GPU, so there is nothing to choose
-                if not own.overwritable or not self._ready(layer):
-                    return [], False
-                pairs.append((layer, own))
-                more = True
-                continue
-            best, is_free, more = self._choose(slots, float(uses_before))
-            # A slot with views (HELD) is left out. This is tested last, because the test takes longer than to choose a slot.
-            while best is not None and best.lease.in_use:
+                best, wait, more = own, int(not own.overwritable), True
+            else:
+                best, wait, more = self._choose(slots, float(uses_before))
+                # A slot with views (HELD) is left out. This is tested last, because the test takes longer than to choose a slot.
+                while best is not None and best.held:
+                    slots.remove(best)
+                    best, wait, more = self._choose(slots, float(uses_before))
+            if best is None or wait or not self._ready(layer):
+                return [] if best is not None and coming[0][1] >= wait + size else pairs, False
+            if best is not own:
                 slots.remove(best)
-                best, is_free, more = self._choose(slots, float(uses_before))
-            if best is None:
-                break  # every layer that could be overwritten is used sooner
-            if not is_free or not self._ready(layer):
-                return [], False  # wait: a later call begins the whole transfer
-            slots.remove(best)
             pairs.append((layer, best))
         return pairs, more
 
@@ -246,7 +249,7 @@ class Prefetch:
             if best is not None:
                 slots.remove(best)
 
-    def _choose(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, bool, bool]:
+    def _choose(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, int, bool]:
         """Chooses the slot to overwrite for a new layer. ``needed``: the number of uses before the new layer's next use.
 
         The *gain* of a slot is the number of uses before the next use of its present layer. The slot with the largest gain is
@@ -258,32 +261,44 @@ class Prefetch:
 
         Returns:
             - The slot with the largest gain; None if no gain is larger than ``needed``.
-            - True if that slot may be overwritten now.
+            - The number of uses, with the present one, after which that slot may be overwritten; 0 if it may be overwritten now.
             - True if another slot may be overwritten now, with a gain larger than ``needed``.
         """
+        if self.trace.cyclic and slots and slots[0].ring in self._rings_with_kept:
+            return self._choose_beside_kept(slots, needed)
         first_empty = None
         for slot in slots:
             if slot.layer is None and not slot.locked:
                 if first_empty is not None:
-                    return first_empty, True, True  # nothing gains more; there may be hundreds of slots
+                    return first_empty, 0, True  # nothing gains more; there may be hundreds of slots
                 first_empty = slot
-        best, most, is_free, free = None, needed, False, 0
+        best, most, waits, free = None, needed, 0, 0
         for slot in slots:
             gain: float
             if slot.layer is None:
-                gain, now = math.inf, not slot.locked
+                gain, wait = math.inf, int(slot.locked)
             else:
                 soon, later = self.trace.next_uses(slot.layer)
                 if slot.locked:
-                    gain, now = (soon if needed >= 1 else -1), False
+                    gain, wait = (soon if needed >= 1 else -1), 1
                 elif soon > needed:
-                    gain, now = soon, True
+                    gain, wait = soon, 0
                 else:  # the present layer is used before the new one
-                    gain, now = (later if soon <= needed - 2 else -1), False
-            free += now and gain > needed
-            if gain > most or (gain == most and now and not is_free and best is not None):
-                best, most, is_free = slot, gain, now
-        return best, is_free, free > 1
+                    gain, wait = (later if soon <= needed - 2 else -1), int(soon) + 1
+            free += not wait and gain > needed
+            if gain > most or (gain == most and not wait and waits and best is not None):
+                best, most, waits = slot, gain, wait
+        return best, waits, free > 1
+
+    def _choose_beside_kept(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, int, bool]:
+        """Does the same as :meth:`_choose`, among the slots whose layers do not keep them. The result is a slot without a wait."""
+        free = []
+        for slot in slots:
+            gain = math.inf if slot.layer is None else self.trace.next_use(slot.layer)
+            if gain > needed and not slot.locked and (slot.layer is None or slot.layer.index not in self._kept):
+                free.append((gain, slot))
+        return max(free, key=_gain)[1] if free else None, 0, len(free) > 1
 
 
+_gain = itemgetter(0)
 _slot_of = attrgetter("slot")  # None if the layer is absent
