@@ -73,7 +73,8 @@ class Plan:
     """The layout and the numbers of a run. All sizes are in bytes.
 
     Attributes:
-        k, k_prime: the number of layers that are usable on the device at once, and the number of layers per transfer.
+        k, k_prime: the number of layers that are usable on the device at once, and the number of further layers that may be
+            uploaded meanwhile, which is also the largest number of layers per transfer.
         layers: the layers, in the order of the module tree.
         rings: the rings of layers, by ascending size of their slots; then the rings of stacked experts, if they have their own;
             then those of layers that stay; then a ring without slots for the masters, and one for the tables.
@@ -379,7 +380,7 @@ def make_plan(
     Args:
         found: the model's layers.
         k: the number of layers that are usable on the device at once, at least 1.
-        k_prime: the number of layers per transfer, at least 1.
+        k_prime: the number of further layers that may be uploaded meanwhile, at least 1.
         ranks, nodes: the number of devices of a node, and the number of nodes. All devices sum their gradients.
         training: True if batches are trained. Otherwise few stacked experts are uploaded, and k and k' count the other layers.
         stay: the number of layers that stay on the device with their optimizer state. These are the layers that a forward uses

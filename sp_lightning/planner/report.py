@@ -21,7 +21,7 @@ _DAY = 24 * 60 * 60
 ROUNDED = "without float32 weights each update is rounded to 8 bits of mantissa, and small ones are lost"
 _LEGEND = """
   k              layers that are usable on the device at once
-  k'             layers that move as one transfer; a window is k and k' with their memory
+  k'             layers that are uploaded meanwhile, at most k' per transfer: k + k' slots. A window is k and k' with their memory
   weights+grads  weights on the device, and in training gradients that are being offloaded
   with the rest  the device memory that is needed: also activations, caches and intermediate results
   waiting        share of the time in which the device does not compute
