@@ -62,7 +62,7 @@ def most(estimate: Estimate) -> int:
 
     def needs(number: int) -> int:
         kept = with_layers(estimate, number)
-        return kept.weight_bytes(kept.plan(*WINDOW))
+        return kept.plan(*WINDOW).peak_device_bytes
 
     return max((number for number in range(count + 1) if needs(number) <= limit), default=0)
 

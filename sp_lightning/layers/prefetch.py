@@ -205,8 +205,8 @@ class Prefetch:
         Returns:
             - The pairs of layer and slot. A layer that has to wait, for its slot or for its update, ends the transfer. If it is
               better to wait for that slot, there are no pairs.
-            - True if another transfer may follow at once. False if a layer has to wait, or if every other slot is locked, or holds
-              a layer that is needed sooner than the last layer of this transfer. The layers of the next transfer are needed even
+            - True if another transfer may follow at once. False if a layer has to wait, or if each other slot is locked or has a
+              layer that is needed sooner than the last layer of this transfer. The layers of the next transfer are needed even
               later, so they may not overwrite such a slot.
         """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
@@ -291,7 +291,7 @@ class Prefetch:
         return best, waits, free > 1
 
     def _choose_beside_kept(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, int, bool]:
-        """Does the same as :meth:`_choose`, among the slots whose layers do not keep them. The result is a slot without a wait."""
+        """Does the same as :meth:`_choose`, among the slots whose layers do not keep them. Never chooses a slot to wait for."""
         free = []
         for slot in slots:
             gain = math.inf if slot.layer is None else self.trace.next_use(slot.layer)

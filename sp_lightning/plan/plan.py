@@ -94,6 +94,7 @@ class Plan:
         nothing: why nothing is streamed; empty if layers are streamed.
         steps_on_device: True if layers are stepped on the device.
         stay: the indices of the layers that stay on the device, with their gradients and their optimizer state.
+        training: True if batches are trained. Otherwise gradients and optimizer steps take no memory.
         updates: where, when and how layers are updated; None outside of training. Comparisons ignore it.
     """
 
@@ -115,6 +116,7 @@ class Plan:
     nothing: str = ""
     steps_on_device: bool = False
     stay: frozenset[int] = frozenset()
+    training: bool = True
     updates: UpdatePolicy | None = field(default=None, compare=False)
 
     @property
@@ -141,8 +143,8 @@ class Plan:
 
         They are spread evenly over the order of a forward. So some of them compute between two layers that are uploaded, and the
         uploads never pause. Each ring has two slots for its other layers: one layer is uploaded while another one is used. One
-        slot suffices if at least three of four layers keep theirs. Rings with experts and with layers that are uploaded by rows keep no
-        layers, because the batch decides which of them are used.
+        slot suffices if at least three of four layers keep theirs. Rings with experts and with layers that are uploaded by rows
+        keep no layers, because the batch decides which of them are used.
         """
         kept = set[int]()
         order = dict.fromkeys(self.order)
@@ -189,6 +191,8 @@ class Plan:
 
         The gradients of layers that stay count in :attr:`staying_bytes`.
         """
+        if not self.training:
+            return 0
         if not self.alone:
             return self._reduced_bytes + self.staying[1]
         largest = max((layer.gradient_bytes for layer in self.layers), default=0)
@@ -233,7 +237,7 @@ class Plan:
     @property
     def update_bytes(self) -> int:
         """Device memory of steps: slots for weights, wide gradients and Adam's state; Adam's root; casts of three layers."""
-        if not self.steps_on_device:
+        if not self.steps_on_device or not self.training:
             return self.staying_bytes
         largest = max(each.gradient_bytes for each in self.trained)
         narrow = max(each.narrow_bytes for each in self.trained)
@@ -270,22 +274,21 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of weights and gradients, without optimizer state.
+        """Host memory of weights and, in training, of gradients, without optimizer state.
 
         Weights of layers that stay on the device count: they are in host memory until the first step, and while a checkpoint is
         written. Their gradients never are.
         """
         blocks = sum(layer.nbytes for layer in self.trained) + sum(masters.nbytes for masters in self.masters)
-        return blocks + sum(layer.gradient_bytes for layer in self.offloaded)
+        return blocks + sum(layer.gradient_bytes for layer in self.offloaded) * self.training
 
     def __str__(self) -> str:
         return self.table()
 
-    def table(self, *, training: bool = True, state: int | None = None) -> str:
+    def table(self, *, state: int | None = None) -> str:
         """Returns the plan as text: a line for each layer, without the middle ones if there are many, and the totals.
 
         Args:
-            training: True if gradients count.
             state: bytes of the optimizer's state. If it is None (unknown), the text lacks the memory use of plain training.
         """
         width = max([len(layer.name) for layer in self.layers] + [24])
@@ -294,9 +297,8 @@ class Plan:
             half = _LONGEST // 2
             shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
         slots = " + ".join(f"{r.slots} × {in_gib(r.nbytes)}" for r in self.rings if r.slots) or "none"
-        peak, host = self.taken(training=training)
-        what = "weights and gradients" if training else "weights"
-        plain = self._plain(training, state)
+        what = "weights and gradients" if self.training else "weights"
+        plain = self._plain(state)
         stay, kept = self.staying[0], self.cache_bytes
         moved_whole = f"of them {in_gib(stay)} of buffers and modules that are moved whole" if stay else ""
         steps = self.update_bytes - self.staying_bytes
@@ -306,11 +308,11 @@ class Plan:
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, moved_whole),
             **({"experts kept": (kept, of_stacks)} if kept else {}),
-            **({"gradients in flight": (self.gradient_bytes, "")} if training else {}),
-            **({"steps on the device": (steps, "")} if training and self.steps_on_device else {}),
-            **({"layers that stay": (self.staying_bytes, stays)} if training and self.stay else {}),
-            "peak on the device": (peak, f"{what}; plain {plain}" if plain else what),
-            "host": (host, what),
+            **({"gradients in flight": (self.gradient_bytes, "")} if self.training else {}),
+            **({"steps on the device": (steps, "")} if self.training and self.steps_on_device else {}),
+            **({"layers that stay": (self.staying_bytes, stays)} if self.stay else {}),
+            "peak on the device": (self.peak_device_bytes, f"{what}; plain {plain}" if plain else what),
+            "host": (self.host_bytes, what),
         }
         return "\n".join(
             [
@@ -326,26 +328,25 @@ class Plan:
         """Returns the beginning of an advice for less memory: ``"lower k, or "``; empty if k is 1 already."""
         return f"{verb} k, or " if self.k > 1 else ""
 
-    def sentence(self, *, training: bool = True, state: int | None = None, on_cpu: bool = False) -> str:
+    def sentence(self, *, state: int | None = None, on_cpu: bool = False) -> str:
         """Returns the plan in one line: layers, window, and device memory compared to plain Lightning.
 
         The arguments are those of :meth:`table`. ``on_cpu``: True if the model computes on the CPU, so that the memory is what a
         GPU would need.
         """
-        peak, on_host = self.taken(training=training)
-        what = "weights"
-        if training:
+        peak, what = self.peak_device_bytes, "weights"
+        if self.training:
             what = "weights, gradients and steps" if self.steps_on_device else "weights and gradients"
             if self.stay:
                 what += f" (with the optimizer state of the {len(self.stay)} that stay)"
-        plain = self._plain(training, state)
+        plain = self._plain(state)
         whose = "a GPU's" if on_cpu else "device"
         saves = f"take {in_gib(peak)} of {whose} memory"
         if plain:
             saves += f", plain Lightning {plain}"
         if self.nothing:
             return f"{self._heading()}. {what.capitalize()} {saves}."
-        everything = on_host + self.staying[0] + self.staying[1] * training  # as if nothing were streamed
+        everything = self.host_bytes + self.staying[0] + self.staying[1] * self.training  # as if nothing were streamed
         if not self.stay and peak >= everything:
             saves += f"; {self._lower('a lower')}smaller layers{',' * (self.k > 1)} would take less"
         return f"{self._heading()}: {what} {saves}."
@@ -357,17 +358,10 @@ class Plan:
         plural = "" if len(self.layers) == 1 else "s"
         return f"Superpipeline: {len(self.layers)} layer{plural}, k = {self.k}, k' = {self.k_prime}"
 
-    def taken(self, *, training: bool) -> tuple[int, int]:
-        """Returns the bytes of weights on the device and on the host, in training with gradients and steps on the device."""
-        if training:
-            return self.peak_device_bytes, self.host_bytes
-        gradients = sum(layer.gradient_bytes for layer in self.offloaded)
-        return self.peak_device_bytes - self.gradient_bytes - self.update_bytes, self.host_bytes - gradients
-
-    def _plain(self, training: bool, state: int | None) -> str:
+    def _plain(self, state: int | None) -> str:
         """Returns the device memory of plain Lightning as text; empty if it is unknown."""
         weights, gradients = self.plain
-        if not training:
+        if not self.training:
             return in_gib(weights)
         return "" if state is None else f"{in_gib(weights + gradients + state)} with optimizer state"
 
@@ -382,7 +376,8 @@ def make_plan(
         k: the number of layers that are usable on the device at once, at least 1.
         k_prime: the number of further layers that may be uploaded meanwhile, at least 1.
         ranks, nodes: the number of devices of a node, and the number of nodes. All devices sum their gradients.
-        training: True if batches are trained. Otherwise few stacked experts are uploaded, and k and k' count the other layers.
+        training: True if batches are trained. Otherwise gradients take no memory, few stacked experts are uploaded, and k and k'
+            count the other layers.
         stay: the number of layers that stay on the device with their optimizer state. These are the layers that a forward uses
             first, because the forward waits for their updates first.
     """
@@ -419,6 +414,7 @@ def make_plan(
         staying=found.staying,
         nothing=found.nothing,
         stay=staying,
+        training=training,
     )
     if plan.host_bytes and not plan.stay and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
         remedy = "nothing is streamed." if plan.nothing else f"{plan._lower('lower')}choose smaller layers."

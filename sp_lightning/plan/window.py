@@ -236,12 +236,8 @@ class Window:
 
     # ------------------------------------------------------------------ plans that do not fit
 
-    def _least(self, plan: Plan) -> int:
-        """Returns the device memory of a plan without activations, in bytes. In training, gradients and steps are included."""
-        return plan.taken(training=self._training)[0]
-
     def _is_too_large(self, plan: Plan) -> bool:
-        return self.room is not None and self._least(plan) > self.room
+        return self.room is not None and plan.peak_device_bytes > self.room
 
     def _too_large(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> str:
         """Returns the error message for a plan that does not fit: needed memory, free memory and a remedy."""
@@ -254,17 +250,17 @@ class Window:
                 "out of keep_on_gpu=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
                 "it as much memory."
             )
-        elif plan.stay and self._least(self._make(self._found, k=1, k_prime=1, stay=0)) <= room:
+        elif plan.stay and self._make(self._found, k=1, k_prime=1, stay=0).peak_device_bytes <= room:
             remedy = (
                 f"The {len(plan.stay)} layers that stay take {_bytes(plan.staying_bytes)} of that beside their slots, for "
                 "gradients and optimizer state: lower gpu_layers, or give it as much memory."
             )
-        elif plan.steps_on_device and self._least(plan) - plan.update_bytes <= room:
+        elif plan.steps_on_device and plan.peak_device_bytes - plan.update_bytes <= room:
             remedy = (
                 f"The two slots in which layers are stepped take {_bytes(plan.update_bytes - plan.staying_bytes)} of that: leave "
                 'optimizer_on="gpu" out, or give it as much memory.'
             )
-        elif self._least(smallest) <= room:
+        elif smallest.peak_device_bytes <= room:
             remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
         else:
             remedy = self._smaller_layers(plan, smallest, find)
@@ -274,8 +270,8 @@ class Window:
             remedy += f" {about_others(*others)}"
         what = "Weights and gradients need" if self._training else "Weights need"
         return (
-            f"{what} {_bytes(self._least(plan))} with k={plan.k} and k_prime={plan.k_prime}, and {available}. The least is "
-            f"{human_bytes(self._least(smallest))}, with k=1 and k_prime=1. {remedy}"
+            f"{what} {_bytes(plan.peak_device_bytes)} with k={plan.k} and k_prime={plan.k_prime}, and {available}. The least is "
+            f"{human_bytes(smallest.peak_device_bytes)}, with k=1 and k_prime=1. {remedy}"
         )
 
     def _smaller_layers(self, plan: Plan, smallest: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
@@ -284,8 +280,8 @@ class Window:
         said = f"The largest layer, {largest.name!r}, takes {_bytes(largest.nbytes)}. "
         alike = ".".join("*" if part.isdecimal() else part for part in largest.name.split("."))
         with suppress(ValueError):  # the pattern matches no module, or the modules that it matches overlap
-            cut = self._least(self._make(find([f"{alike}.*"]), k=1, k_prime=1)) if find is not None else None
-            if cut is not None and cut < self._least(smallest):
+            cut = self._make(find([f"{alike}.*"]), k=1, k_prime=1).peak_device_bytes if find is not None else None
+            if cut is not None and cut < smallest.peak_device_bytes:
                 return (
                     f'{said}Cut it into smaller ones: SuperpipelineStrategy(layers=["{alike}.*"]), whose least is '
                     f"{human_bytes(cut)}."

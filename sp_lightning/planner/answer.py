@@ -184,7 +184,7 @@ def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, in
         with_layers = replace(estimate, question=keeps).staying(row.plan.k, row.plan.k_prime)
         plan = with_layers.plan(row.plan.k, row.plan.k_prime)
         if plan.stay:
-            more = with_layers.weight_bytes(plan) - estimate.weight_bytes(row.plan)
+            more = plan.peak_device_bytes - row.plan.peak_device_bytes
             found[changed(asked, with_layers.question)] = with_layers.predict(plan, row.modes).seconds, more
     ways: list[tuple[AskedOverlap, Place]] = []
     if estimate.step is not None and estimate.step.overlap == "forward":
@@ -268,7 +268,7 @@ def _largest_that_fits(estimate: Estimate, gpu_memory: int, k_prime: int, most: 
     """Returns the largest k of at most ``most`` whose window fits beside the activations; 1 if none fits."""
 
     def needed(k: int) -> int:
-        return estimate.weight_bytes(estimate.plan(k, k_prime)) + estimate.activation_bytes
+        return estimate.plan(k, k_prime).peak_device_bytes + estimate.activation_bytes
 
     return max(1, bisect_right(range(1, most + 1), gpu_memory, key=needed))
 
@@ -282,5 +282,5 @@ def _row(asked: Estimate, k: int, k_prime: int) -> Row:
     plan = estimate.plan(k, k_prime)
     modes = estimate.modes(plan)
     limit = estimate.question.gpu_memory
-    nbytes = estimate.weight_bytes(plan) + estimate.work.alive(modes)
+    nbytes = plan.peak_device_bytes + estimate.work.alive(modes)
     return Row(plan, modes, nbytes, estimate.predict(plan, modes), limit is None or nbytes <= limit, estimate)

@@ -154,7 +154,7 @@ class Estimate:
             return self
         counted = [replace(self, question=question.but(gpu_layers=number)) for number in range(count + 1)]
         needed = self.activation_bytes
-        fitting = bisect_right(counted, limit - needed, key=lambda each: each.weight_bytes(each.plan(k, k_prime)))
+        fitting = bisect_right(counted, limit - needed, key=lambda each: each.plan(k, k_prime).peak_device_bytes)
         if not fitting:
             return counted[0]
         most = fitting - 1
@@ -164,10 +164,6 @@ class Estimate:
             seconds[number] = counted[number].predict(plan, counted[number].modes(plan)).seconds
         enough = SAME * min(seconds.values())
         return counted[max(number for number, each in seconds.items() if each <= enough)]
-
-    def weight_bytes(self, plan: Plan) -> int:
-        """Returns the device memory of weights and, in training, of gradients and of optimizer steps on the device."""
-        return plan.taken(training=not self.question.predict)[0]
 
     @cached_property
     def activations(self) -> Mode | Literal["auto"]:
@@ -180,7 +176,7 @@ class Estimate:
         if asked.activations != "auto":
             return asked.activations
         smallest = self.plan(min(asked.k or (1,)), min(asked.k_prime or (1,)))
-        needed = self.weight_bytes(smallest) + self.work.alive("keep")
+        needed = smallest.peak_device_bytes + self.work.alive("keep")
         fits = asked.predict or asked.gpu_memory is None or needed <= asked.gpu_memory
         return "keep" if fits else "auto"
 
@@ -262,7 +258,7 @@ class Estimate:
         assert limit is not None  # otherwise ``activations`` would be "keep"
         # Bytes that no choice of modes changes.
         others = work.alive("offload") - peak_bytes(work.calls, dict.fromkeys((c.unit for c in work.calls), "offload"))
-        choices = self._balance(plan, self.rates).candidates(max(0, limit - self.weight_bytes(plan) - others))
+        choices = self._balance(plan, self.rates).candidates(max(0, limit - plan.peak_device_bytes - others))
         return min(choices, key=lambda modes: self.predict(plan, modes).seconds)
 
     def flops(self, plan: Plan, modes: Modes) -> int:

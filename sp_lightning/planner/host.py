@@ -289,7 +289,7 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         kept = min(memory, kept_for_processes(memory, question.devices, disk=disk))
         limit = memory - kept
     if step is None:
-        ledger, parts = None, Counter(weights=plan.taken(training=False)[1])
+        ledger, parts = None, Counter(weights=plan.host_bytes)
         # Not movable to the disk: weights that are uploaded as casts, tables, and resident weights.
         movable, sizes = "weights", {layer.name: layer.nbytes for layer in plan.layers if not layer.casts}
     else:

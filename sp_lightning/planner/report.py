@@ -95,7 +95,7 @@ def _details(answer: Answer) -> list[str]:
     ledger, rates = estimate.host.ledger, estimate.rates
     known = "measured" if question.measure_host or question.measured.python else "assumed of the host (--measure-host)"
     lines = [
-        row.plan.table(training=not question.predict, state=ledger.state if ledger else None),
+        row.plan.table(state=ledger.state if ledger else None),
         "",
         *_windows(answer),
         _LEGEND,
@@ -179,7 +179,7 @@ def _device(estimate: Estimate, row: Row) -> str:
             f"activations unknown: no batch could be run without values ({estimate.why_guessed}). Times are estimated from "
             f"parameter counts: a forward uses each weight {estimate.uses} times"
         )
-    weights = estimate.weight_bytes(row.plan)
+    weights = row.plan.peak_device_bytes
     what = "weights" if estimate.question.predict else "weights and gradients"
     chosen = f" ({summary(row.modes)})" if estimate.activations == "auto" else ""
     return (
@@ -300,7 +300,7 @@ def _windows(answer: Answer) -> list[str]:
     estimate, per = answer.estimate, f"s/{_unit(answer.question)}"
     lines = [f"   k  k' {'weights+grads':>14} {'with the rest':>14} {per:>9} {'waiting':>8}  binds"]
     for row in answer.rows:
-        weights = in_gib(estimate.weight_bytes(row.plan))
+        weights = in_gib(row.plan.peak_device_bytes)
         everything = "?" if estimate.why_guessed else in_gib(row.device_bytes)
         mark = "" if row.fits else "  does not fit"
         if row is answer.best:

@@ -150,9 +150,9 @@ class SuperpipelineCallback(Callback):
         state = self._strategy.ledger.state if training else None
         device = self._strategy._computing_device
         on_cpu = device is not None and device.computes_on_host
-        line = " ".join([plan.sentence(training=training, state=state, on_cpu=on_cpu), *self._strategy.remarks()])
+        line = " ".join([plan.sentence(state=state, on_cpu=on_cpu), *self._strategy.remarks()])
         say_once(log, line, self._strategy._said)
-        log.debug("\n%s", plan.table(training=training, state=state))
+        log.debug("\n%s", plan.table(state=state))
 
     # ------------------------------------------------------------------ training batches
 

@@ -58,7 +58,7 @@ class StreamingStrategy(LoopStrategy):
 
             - ``"auto"``: the first two batches run with the smallest window, later ones with the fastest that fits (CPU: 2).
 
-        k_prime: further layers that may be uploaded meanwhile, at least 1, or ``"auto"``. A transfer has at most this many layers.
+        k_prime: further layers that may be uploaded meanwhile, at least 1, or ``"auto"``. A transfer has at most that many.
         gpu_memory: GPU memory that the run may use for everything: bytes, a size (``"16GiB"``), or a fraction of the memory
             that is free at set-up (``0.8``). None: 15/16 of the free memory; if ``k`` and ``k_prime`` are numbers, all of it.
         activations: how activations are stored. It does not change results.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -339,7 +340,7 @@ def test_set_up_peaks_at_the_model_and_one_layer() -> None:
 def test_a_plan_in_one_line_is_compared_with_what_is_known() -> None:
     plan = make_plan(find_layers(Stack()), k=1, k_prime=1)
     assert plan.sentence().endswith("of device memory.")
-    assert plan.sentence(training=False).endswith(f"plain Lightning {human_bytes(plan.plain[0])}.")
+    assert replace(plan, training=False).sentence().endswith(f"plain Lightning {human_bytes(plan.plain[0])}.")
     assert plan.sentence(state=8).endswith(f"plain Lightning {human_bytes(sum(plan.plain) + 8)} with optimizer state.")
 
 
@@ -349,3 +350,10 @@ def test_the_advice_to_lower_k_needs_a_larger_k(k: int, advice: str) -> None:
     plan = make_plan(find_layers(layers, layers=["0"]), k=k, k_prime=1)
     assert plan.notes[-1].endswith(f"{advice}.")
     assert ("a lower k" in plan.sentence()) is (k > 1)
+
+
+def test_a_plan_of_inference_counts_no_gradients() -> None:
+    strategy = superpipeline(k=1)
+    trainer_for(strategy).predict(Module(Stack()), loader(vectors()))
+    assert strategy.plan.peak_device_bytes == strategy.stats().peak_device_bytes
+    assert "gradients" not in str(strategy.plan)

@@ -59,7 +59,9 @@ def test_inference_computes_or_uploads(k: int, k_prime: int, ratio: float) -> No
 def test_training_computes_or_uploads(k: int, k_prime: int, ratio: float) -> None:
     """The law does not hold across the turn: the forward needs all uploads, the backward few, and computes twice as long."""
     seconds, uploads = batch(k, k_prime, ratio, training=True)
-    ends = k_prime * ratio + 2.0  # nothing computes during the first transfer, and the last backward has no upload beside it
+    ends = (
+        k_prime * ratio + 2.0
+    )  # nothing computes during the first transfer, and the last backward has no upload beside it
     assert uploads == fewest_uploads(k + k_prime, training=True)
     assert seconds <= 1.001 * (ends + max(3 * COUNT, uploads * ratio, COUNT * ratio + 2 * COUNT + 1))
 
