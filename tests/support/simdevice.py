@@ -411,7 +411,7 @@ class SimDevice(Device):
 
     def refuse(self, arguments: ctypes.Structure, count: int) -> None:
         """Raises an error if a kernel of the CPU gets an address of device memory, or an array of ``count`` addresses."""
-        given = [getattr(arguments, name) or 0 for name, kind in arguments._fields_ if kind is ctypes.c_void_p]
+        given = [getattr(arguments, each[0]) or 0 for each in arguments._fields_ if each[1] is ctypes.c_void_p]
         for name in ("gradients", "chunks"):
             if hasattr(arguments, name):
                 given += (ctypes.c_int64 * count).from_address(getattr(arguments, name))
