@@ -42,6 +42,8 @@ class Call:
 def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, Mode]:
     """Returns the mode of each unit.
 
+    An embedding is not recomputed: its backward needs only the indices, and a second run would upload the table again.
+
     Args:
         choice: one mode for all (``"auto"`` begins with ``"keep"``), or modes by patterns. A pattern matches names of
             units, or of modules above them. The first pattern that matches decides. If no pattern matches a unit, its
@@ -52,9 +54,10 @@ def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.
     Raises:
         ValueError: a pattern matches no unit, or only units that earlier patterns have matched.
     """
-    if isinstance(choice, str):
-        return dict.fromkeys(units, "keep" if choice == "auto" else choice)
     modes: dict[str, Mode] = {}
+    if isinstance(choice, str):
+        modes = dict.fromkeys(units, "keep" if choice == "auto" else choice)
+        choice = {}
     named = dict(module.named_modules(remove_duplicate=False))  # a module may have several names
     for pattern, mode in choice.items():
         matches = {inner for match in matching(module, pattern, "activations", named) for inner in match.modules()}
@@ -75,7 +78,8 @@ def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.
             )
         for unit in inside:
             modes.setdefault(unit, mode)
-    return {unit: modes.get(unit, "keep") for unit in units}
+    looked_up = {unit for unit, each in units.items() if type(each) is nn.Embedding and modes.get(unit) == "recompute"}
+    return {unit: "keep" if unit in looked_up else modes.get(unit, "keep") for unit in units}
 
 
 def with_inner_experts(found: Found) -> dict[str, str]:
