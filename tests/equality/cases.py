@@ -143,8 +143,8 @@ CASES |= {
     f"rows/{name}": Case(
         make, tables.numbers, f"rows of an embedding: {OF_TABLES[name]}", name in ("looked-up", "sparse"),
         frozenset() if name != "sparse" or clips_sparse_gradients() else BY_HAND - {"accumulate_grad_batches"},
-        shown_by=lambda plan: all(table.name.startswith("net.table") for table in plan.tables)
-        and bool(plan.tables) is is_installed("experts"),
+        # A compiled module is one layer, with the table inside.
+        shown_by=lambda plan: any(each.name.startswith("net.table") for each in (*plan.tables, *plan.layers)),
         fusible="sparse" not in name,
     )
     for name, make in tables.CASES.items()
