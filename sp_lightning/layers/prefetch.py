@@ -216,6 +216,7 @@ class Prefetch:
         if coming and self._plan.experts:
             self._reserve_slot(ring, slots, before=coming[0][1])
         more = False
+        best: Slot | None
         for layer, uses_before in coming:
             if (own := layer.own_slot) is not None:  # the layer stays on the GPU, so there is nothing to choose
                 best, wait, more = own, int(not own.overwritable), True
