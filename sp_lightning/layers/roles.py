@@ -60,7 +60,7 @@ class ParameterRole(nn.Parameter):
 
     __hash__ = nn.Parameter.__hash__
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         kind = getattr(type(self), "users", type(self))  # another thread may remove the role at any time
         return repr(kind(self.detach(), self.requires_grad))
 
