@@ -225,6 +225,8 @@ class Streamer:
         kind = StepKind.INFERENCE if not training else StepKind.MANUAL if manual else StepKind.AUTOMATIC
         with self._lock:
             self._backward.abandon()
+            for compiled in self._compiled:
+                compiled.masters.clear()
             self._step.begin(phase, kind, quiet=quiet)
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:

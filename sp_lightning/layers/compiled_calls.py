@@ -11,7 +11,9 @@ Note: masters in graphs. Some graphs need the masters themselves. With casts, th
 
 These cases are detected while ``torch.compile`` traces. The masters are then uploaded, and the trace begins again with ordinary
 parameters. From then on, masters are uploaded for each call of a module of the same class: other modules may use the same graph,
-which is not traced again. The class is remembered as long as the process lives, because graphs live as long.
+which is not traced again. The class is remembered as long as the process lives, because graphs live as long. Modules that
+were called earlier in the same step keep their casts until the step ends: a forward that runs again in backward (a checkpoint)
+must find the graph that it has used before.
 
 A wrapped parameter, for example with 8 bits, is whole during the call, because a graph takes its parts as inputs.
 
@@ -174,6 +176,9 @@ class CompiledCalls:
         module: the module.
         weights: the stand-ins of the module's masters, and their names in the module.
         wrapped: the places of the module's wrapped parameters.
+
+    Attributes:
+        masters: for each group, True if calls in this step get masters instead of casts. The first call in a step decides it.
     """
 
     def __init__(
@@ -184,6 +189,7 @@ class CompiledCalls:
         self.wrapped = wrapped
         self.kind = type(original_module(module))
         self.module = module
+        self.masters: dict[ParameterGroup, bool] = {}
         surround(module, self)
 
     def remove(self) -> None:
@@ -218,6 +224,7 @@ class _BoundCall:
     def __init__(self, compiled: CompiledCalls, outer: _BoundCall | None) -> None:
         self._compiled = compiled
         self._outer = outer
+        self._is_first = not compiled.masters
         self._uploads = ExitStack()
         _running.call = self
         try:
@@ -231,10 +238,12 @@ class _BoundCall:
 
     def _bind(self, group: ParameterGroup) -> None:
         """Binds casts to the stand-ins of a group. Attaches the masters if that is impossible."""
-        if group.layer.state.attached:  # the masters are on the device, so the graph takes them
+        attached, compiled = group.layer.state.attached, self._compiled
+        masters = compiled.masters.setdefault(group, attached or compiled.kind in _reading_masters)
+        if attached:  # the masters are on the device, so the graph takes them
             return
         able = group.autocast is not None and autocast_would_cast(group.autocast, group.device)
-        if self._compiled.kind in _reading_masters or group.casts is None or group.shared or not able:
+        if masters or group.casts is None or group.shared or not able:
             self._attach_masters(group)
             return
         for weight in self._compiled.names:
@@ -277,6 +286,7 @@ class _BoundCall:
         self._unbind()
         for group in {weight._of: None for weight in compiled.names}:
             self._attach_masters(group)
+            compiled.masters[group] = self._is_first
         restart_trace(why)
 
     def _unbind(self) -> None:

@@ -15,6 +15,7 @@ import torch._dynamo
 import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.layers import compiled_calls
 from sp_lightning.model.compile import compile_blocks
@@ -250,6 +251,38 @@ class TwiceInTwoGraphs(Block):
 def test_a_graph_that_needs_masters_gets_them(block: Any, why: str) -> None:
     """The other blocks, which use the same graph, get them as well; so do the next batches and the next run."""
     both(compiled(of(block)), vectors(), expect=why)
+
+
+class Sometimes(Block):
+    """Another function reads a weight of some blocks."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + nn.functional.linear(y, (self.inner.weight * 2)[:16]) if self.reads else y
+
+
+class Later(Module):
+    """Its last block needs masters. The others have been called with casts by then, and run again in backward."""
+
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__(nn.Module())
+        self.net.blocks = nn.ModuleList(Sometimes(reads=index == 2) for index in range(3))
+        self.checkpoints = checkpoints
+
+    def loss(self, batch: Tensor) -> Tensor:
+        for block in self.net.blocks:  # type: ignore[union-attr]
+            batch = checkpoint(block, batch, use_reentrant=False) if self.checkpoints else block(batch)
+        return batch.float().square().mean()
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_block_that_needs_masters_changes_no_block_that_was_called_before_it(checkpoints: bool) -> None:
+    strategy = superpipeline(k=1, activations="keep" if checkpoints else "recompute")
+    both(compiled(lambda: Later(checkpoints=checkpoints)), vectors(), strategy, expect="reads a weight")
 
 
 def test_the_next_run_uses_the_graphs_of_the_first_one() -> None:
