@@ -21,6 +21,7 @@ __all__ = [
     "check",
     "chunk_loss",
     "compile_blocks",
+    "dial",
     "load_mxfp4",
     "pack_experts",
     "rank_order_hook",
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     )
     from sp_lightning.activations.chunked_loss import chunk_loss
     from sp_lightning.comparison.check import check
+    from sp_lightning.comparison.dial import dial
     from sp_lightning.experts.mxfp4 import load_mxfp4
     from sp_lightning.experts.packed_stacks import pack_experts
     from sp_lightning.ranks.rank_order import rank_order_hook

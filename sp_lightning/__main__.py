@@ -64,6 +64,10 @@ def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
             from sp_lightning.comparison import command
 
             command.run(given)
+        elif given.command == "dial":
+            from sp_lightning.comparison import command
+
+            command.run_dial(given, arguments)
         elif given.command == "rates":
             from sp_lightning.planner import measured
 

@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 CAPABILITIES = {
     "activations": "offloads or recomputes activations, and cuts a loss into chunks",
-    "comparison": "compares a module with plain Lightning (sp_lightning.check)",
+    "comparison": "compares a module with plain Lightning (sp_lightning.check, sp_lightning.dial)",
     "disk": "keeps optimizer state, weights and gradients on a disk",
     "experts": "uploads only the experts and embedding rows that a batch uses",
     "gpu_steps": "runs optimizer steps on the GPU, and keeps layers there with their optimizer state",
     "kernels": "compiles kernels for optimizer steps on the CPU",
-    "planner": "the command line: plan, check, rates, convert",
+    "planner": "the command line: plan, check, dial, rates, convert",
     "ranks": "trains on several devices",
     "sharing": "lets several trainings share one frozen base",
     "tuning": "measures batches, and chooses k, k' and the modes of activations",
@@ -68,6 +68,7 @@ PUBLIC = {
     "SharedBase": "sharing.shared_base",
     "check": "comparison.check",
     "chunk_loss": "activations.chunked_loss",
+    "dial": "comparison.dial",
     "load_mxfp4": "experts.mxfp4",
     "pack_experts": "experts.packed_stacks",
     "rank_order_hook": "ranks.rank_order",

@@ -167,7 +167,7 @@ class _Checking:
             from sp_lightning.kernels.like_gpu import LikeGpu
 
             like = LikeGpu(gpu, fuse=given is True)
-        return {"fuse": _is_fused(options, variants, self._device), "like": like, "on_device": on_device}
+        return {"fuse": is_fused(options, variants, self._device), "like": like, "on_device": on_device}
 
     def _steps_on_host(self, plain: RunResult) -> bool:
         return plain.moved or self._device.type == "cpu"
@@ -247,7 +247,7 @@ class _Checking:
         except _STOPS as error:
             if isinstance(error, torch.OutOfMemoryError):
                 self.found.notes.append(f"The run {way.name!r} had too little memory and shows nothing. {error}")
-            elif not (way.poison or way.begins or way.watched != "nothing") and _is_refusal(error):
+            elif not (way.poison or way.begins or way.watched != "nothing") and is_refusal(error.__cause__):
                 self.found.notes.append(str(error))
             else:
                 cause = error.__cause__ or error
@@ -289,9 +289,7 @@ class _Checking:
         streams = sum(layer.nbytes for layer in (*plan.layers, *plan.tables))
         self.found.layers = len(plan.layers)
         self.found.streamed = streams / max(streams + plan.resident_bytes, 1)
-        state = next(entry.values() for entry in plain.record.entries if entry.kind == "optimizer state")
-        nbytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
-        self.found.runs.append(_figures(plain, sum(plan.plain) + nbytes))
+        self.found.runs.append(_figures(plain, sum(plan.plain) + plain.state_bytes))
 
     def _explain(self, ways: list[RunVariant], plain: RunResult) -> None:
         """Adds sentences on the cause of a difference to the report. Trains again for them."""
@@ -358,7 +356,7 @@ def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**options, **dict(zip(asked, chosen, strict=True))} for chosen in product(*asked.values())]
 
 
-def _is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
+def is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
     """Returns True if optimizers run fused on the CPU in any run of the strategy. All runs then use fused optimizers."""
     given = options.get("fused_optimizer", "auto")
     if options.get("optimizer_on") == "gpu":  # optimizers run unchanged on the GPU
@@ -377,10 +375,10 @@ def _figures(done: RunResult, counted: int | None = None) -> RunFigures:
     return RunFigures(done.way.name, done.seconds, ours if done.peak_bytes is None else done.peak_bytes)
 
 
-def _is_refusal(error: BaseException) -> bool:
+def is_refusal(error: BaseException | None) -> bool:
     """Returns True if a ``raise`` statement of this package ended the run, and not user code, torch, or a failed assertion."""
-    at = None if error.__cause__ is None else error.__cause__.__traceback__
-    if at is None or isinstance(error.__cause__, AssertionError):
+    at = None if error is None else error.__traceback__
+    if at is None or isinstance(error, AssertionError):
         return False
     while at.tb_next is not None:
         at = at.tb_next

@@ -1,38 +1,65 @@
-"""The command ``check`` of the command line. Nothing here imports torch before the command runs, so that ``--help`` is fast."""
+"""The commands ``check`` and ``dial``. Nothing here imports torch before a command runs, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import shlex
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sp_lightning.comparison.options import STRATEGY_OPTIONS
+from sp_lightning.comparison.options import SMALL, STRATEGY_OPTIONS
 
 HELP = "compare your own model with plain Lightning, bit for bit (exit status 1: different, 2: not compared)"
+
+if TYPE_CHECKING:
+    from sp_lightning.comparison.dial import Dial
+
+DIAL_HELP = (
+    "measure memory and time of a model with plain Lightning and with some k and k' (exit status 1: results differ)"
+)
 
 _CHECK_OPTIONS = ("factory", "data", "config", "steps", "seed")
 _TRAINER_OPTIONS = ("accelerator", "precision")
 _LISTS = ("layers", "keep_on_gpu")
+_FACTORY = "package.module:Factory, which makes the LightningModule"
+_WINDOWS = {"k": "layers usable on the GPU at once", "k_prime": "layers per transfer; each with each k"}
+_DEFAULTS = {"k": (1, 2, 4), "k_prime": (1, 2)}
 _ALL_MODES = {"activations": '; "all" tries every mode', "optimizer_overlap": '; "all" tries every mode'}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command to its parser."""
-    parser.add_argument("factory", nargs="?", help="package.module:Factory, which makes the LightningModule")
+    """Adds the options of ``check`` to its parser."""
+    parser.add_argument("factory", nargs="?", help=_FACTORY)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    _add_common(parser, steps=4)
+
+
+def add_dial_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``dial`` to its parser."""
+    small = f"{_FACTORY}; or {', '.join(SMALL)}: small models with random weights (all of these)"
+    parser.add_argument("factory", nargs="*", help=small)
+    parser.add_argument("--predict", action="store_true", help="predict instead of training")
+    parser.add_argument("--out", type=Path, metavar="PAGE.md", help="write a page, and a picture beside it")
+    _add_common(parser, steps=10, windows=True)
+
+
+def _add_common(parser: argparse.ArgumentParser, *, steps: int, windows: bool = False) -> None:
     parser.add_argument("--data", help="package.module:Name, which makes a LightningDataModule or training batches")
     parser.add_argument("--config", type=Path, help="a config of Lightning's CLI, in place of both")
-    parser.add_argument("--steps", type=int, default=4, help="how many batches are trained (%(default)s)")
+    parser.add_argument("--steps", type=int, default=steps, help="how many batches each run has (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="what randomness begins with (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="for programs")
     for name in _TRAINER_OPTIONS:
         parser.add_argument(f"--{name}", type=_value, help=f"as Trainer({name}=…)")
     for name in STRATEGY_OPTIONS:
-        flags = [f"--{name.replace('_', '-')}"]
-        meaning = f"as SuperpipelineStrategy({name}=…){_ALL_MODES.get(name, '')}"
-        parser.add_argument(*flags, dest=name, type=_value, nargs="+" if name in _LISTS else None, help=meaning)
+        meaning = f"as SuperpipelineStrategy({name}=…)" + ("" if windows else _ALL_MODES.get(name, ""))
+        how: dict[str, Any] = {"type": _value, "nargs": "+" if name in _LISTS else None, "help": meaning}
+        if windows and name in _WINDOWS:
+            how = {"type": int, "nargs": "+", "help": f"{_WINDOWS[name]} (%(default)s)", "default": _DEFAULTS[name]}
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, **how)
 
 
 def _value(text: str) -> Any:
@@ -52,9 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     from sp_lightning.comparison.check import check
 
-    given = {name: value for name, value in vars(arguments).items() if value is not None}
-    trainer = {name: given[name] for name in _TRAINER_OPTIONS if name in given}
-    options = {name: given[name] for name in (*_CHECK_OPTIONS, *STRATEGY_OPTIONS) if name in given}
+    options, trainer = _given(arguments)
     try:
         report = check(**options, trainer=trainer)
     except (ValueError, TypeError, ImportError, OSError):
@@ -67,3 +92,66 @@ def run(arguments: argparse.Namespace) -> None:
     print(report.as_json() if arguments.json else report, flush=True)
     if report.status:
         raise SystemExit(report.status)
+
+
+def _given(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the given options of ``check`` and of the strategy, and the given arguments of ``Trainer``."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    options = {name: given[name] for name in (*_CHECK_OPTIONS, *STRATEGY_OPTIONS) if name in given}
+    return options, {name: given[name] for name in _TRAINER_OPTIONS if name in given}
+
+
+def run_dial(arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    """Measures each model, prints its table, and writes the page.
+
+    Args:
+        arguments: the parsed arguments.
+        words: the words of the command line, for the page.
+
+    Raises:
+        ValueError, TypeError: an option is invalid.
+        SystemExit: with status 1 if results differ, with status 2 if nothing was measured.
+    """
+    import torch
+
+    from sp_lightning.comparison import small_models
+    from sp_lightning.comparison.dial import dial
+    from sp_lightning.comparison.subject import NotRunError
+
+    options, trainer = _given(arguments)
+    own = options.pop("factory") or ([None] if arguments.config else SMALL)
+    found: list[Dial] = []
+    for name in own:
+        factory = getattr(small_models, name) if name in SMALL else name
+        threads = torch.get_num_threads()
+        if name in SMALL:  # such small operators gain nothing from more threads, and other programs would disturb them
+            torch.set_num_threads(1)
+        try:
+            found.append(dial(factory, **options, name=name, predict=arguments.predict, trainer=trainer))
+        except NotRunError as error:
+            print(f"{name or arguments.config}: nothing was measured. {error}", file=sys.stderr)
+            raise SystemExit(2) from error
+        finally:
+            torch.set_num_threads(threads)
+        print(found[-1], end="\n\n", flush=True)
+    if arguments.out is not None:
+        _write(arguments.out, found, words)
+    if status := max(each.status for each in found):
+        raise SystemExit(status)
+
+
+def _write(file: Path, found: Sequence[Dial], words: Sequence[str]) -> None:
+    """Writes the page, and the picture beside it if matplotlib is installed."""
+    from sp_lightning.comparison.dial import page
+    from sp_lightning.observe.plot import draw_measured
+
+    picture: Path | None = file.with_suffix(".png")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        draw_measured({each.title: each.points for each in found}, file.with_suffix(".png"))
+    except ImportError as error:
+        picture = None
+        print(f"No picture: {error}", file=sys.stderr)
+    command = shlex.join(["python", "-m", "sp_lightning", *words])
+    file.write_text(page(found, command, picture and picture.name), encoding="utf-8")
+    print(f"Saved: {file}{f', {picture}' if picture else ''}.", file=sys.stderr)

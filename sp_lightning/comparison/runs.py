@@ -54,6 +54,7 @@ class RunVariant:
         watched: the values that hooks record in addition to losses and logged values: nothing, all gradients, or the inputs and
             outputs of each module.
         begins: a checkpoint from which one batch is trained; None for a whole run.
+        only: the run only trains or only predicts, and records the outputs of steps alone; None for everything.
     """
 
     name: str
@@ -64,6 +65,7 @@ class RunVariant:
     poison: bool = False
     watched: Literal["nothing", "gradients", "modules"] = "nothing"
     begins: Path | None = None
+    only: Literal["training", "prediction"] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ class RunResult:
         way: the settings of the run.
         record: the values that are compared.
         checkpoint: the checkpoint after training.
-        seconds: the median time of a training batch, without the first.
-        peak_bytes: the peak of allocated device memory; None if the device does not measure it.
+        times: the seconds of each training batch, without the first; of each predicted batch if the run only predicts.
+        peak_bytes: the peak of allocated device memory in these batches; None if the device does not measure it.
+        state_bytes: bytes of the optimizers' state after training with plain Lightning.
         plan: the plan of the strategy; None for plain Lightning.
         stats: the stats of the strategy after training; None for plain Lightning.
         moved: True if plain Lightning's optimizers stepped on the host while the module was on the device.
@@ -85,12 +88,18 @@ class RunResult:
     way: RunVariant
     record: Record
     checkpoint: Path
-    seconds: float
+    times: list[float]
     peak_bytes: int | None
+    state_bytes: int
     plan: Plan | None = None
     stats: Stats | None = None
     calls: dict[tuple[str, str, int], tuple[str, str]] = field(default_factory=dict)
     moved: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """The median of :attr:`times`."""
+        return median(self.times)
 
 
 class Recorder(Callback):
@@ -115,11 +124,16 @@ class Recorder(Callback):
         self._device = device_for(trainer.strategy.root_device)
         self._device.reset_peak()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    on_predict_start = on_fit_start
+
+    def _ended(self, trainer: Any, phase: str, kind: str, outputs: Any) -> None:
         peak = self._device.peak_bytes()  # read in each batch, because the choice of a window resets the peak
         self.peak = peak if self.peak is None or peak is None else max(peak, self.peak)
-        self._keep(trainer, "training", "losses", outputs)
+        self._keep(trainer, phase, kind, outputs)
         self.ends.append(perf_counter())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._ended(trainer, "training", "losses", outputs)
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         self._keep(trainer, "validation", "validation", outputs)
@@ -128,7 +142,7 @@ class Recorder(Callback):
         self.record.add("logged values", "after training", trainer.callback_metrics)
 
     def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-        self._keep(trainer, "prediction", "predictions", outputs)
+        self._ended(trainer, "prediction", "predictions", outputs)
 
 
 WRITE_NO_WEIGHTS.add(Recorder)  # so the engine works as without this callback; subclasses are not included
@@ -233,7 +247,7 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
         folder: a new folder for the files of this run. It is created.
 
     Raises:
-        NotRunError: no batch was trained.
+        NotRunError: no batch was trained, or predicted if the run only predicts.
         Exception: any error of user code or the strategy, except in predictions: those errors are recorded.
     """
     folder.mkdir()
@@ -244,30 +258,40 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
     trainer = _trainer(made, way, folder, subject.steps, recorder)
     start = perf_counter()
     with poisoned() if way.poison else nullcontext():
-        trainer.fit(made.module, **made.data, ckpt_path=way.begins, weights_only=False)
+        if way.only == "prediction":
+            data = made.to_predict
+            if data is None:
+                raise NotRunError(f"{type(made.module).__qualname__} has no predict_step, or no data for it.")
+            trainer.predict(made.module, return_predictions=False, **data)
+        else:
+            trainer.fit(made.module, **made.data, ckpt_path=way.begins, weights_only=False)
         if not recorder.ends:
-            raise NotRunError(f"The run {way.name!r} has trained no batch: the data has none, or each was skipped.")
+            does = "predicted" if way.only == "prediction" else "trained"
+            raise NotRunError(f"The run {way.name!r} has {does} no batch: the data has none, or each was skipped.")
+        ends, peak = [*recorder.ends], recorder.peak
         strategy: Any = trainer.strategy
         plan, stats = (None, None) if way.options is None else (strategy.plan, strategy.stats())
+        state = flatten([optimizer.state_dict()["state"] for optimizer in trainer.optimizers if stats is None])
+        state_bytes = sum(value.nbytes for _, value in state if isinstance(value, Tensor))
         checkpoint = folder / "checkpoint.ckpt"
-        _keep_state(record, trainer, made.module, checkpoint)
-        data = None if way.begins else made.to_predict
+        if way.only is None:
+            _keep_state(record, trainer, made.module, checkpoint)
+        data = None if way.begins or way.only else made.to_predict
         if data is not None:
             try:
                 trainer.predict(made.module, **data)
             except Exception as error:  # recorded, because the same error in both runs counts as equal
                 record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
-    times = recorder.ends if len(recorder.ends) > 1 else [start, *recorder.ends]
-    seconds = median(after - before for before, after in pairwise(times))
+    times = [after - before for before, after in pairwise(ends if len(ends) > 1 else [start, *ends])]
     calls = getattr(recorder, "calls", {})
     moved = getattr(trainer.strategy, "moved", False)
-    return RunResult(way, record, checkpoint, seconds, recorder.peak, plan, stats, calls, moved)
+    return RunResult(way, record, checkpoint, times, peak, state_bytes, plan, stats, calls, moved)
 
 
 def _trainer(made: RunInputs, way: RunVariant, folder: Path, steps: int, recorder: Recorder) -> pl.Trainer:
     settings = {
         "limit_train_batches": 1 if way.begins else steps,
-        "limit_val_batches": steps,
+        "limit_val_batches": 0 if way.only else steps,
         "limit_predict_batches": steps,
         "max_epochs": 2 if way.begins else 1,
         "logger": KeptLogger(folder, recorder.record),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +53,14 @@ class Point(NamedTuple):
     def gib(self) -> float:
         """The device memory in GiB, the unit of the axis."""
         return self.nbytes / 2**30
+
+
+class Measured(NamedTuple):
+    """Device memory (bytes) and time (seconds per batch) of one measured run, with the run's name."""
+
+    name: str
+    nbytes: float
+    seconds: float
 
 
 def require_matplotlib() -> Any:
@@ -184,6 +193,38 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
     axes.spines[["top", "right"]].set_visible(False)
     figure.canvas.draw()  # first: only after it texts have their final extents
     _keep_readable(axes.texts)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def draw_measured(panels: Mapping[str, Sequence[Measured]], path: Path) -> None:
+    """Draws measured seconds against device memory, a panel for each model, a named point for each run.
+
+    Args:
+        panels: the runs by the title of their panel. Runs of plain Lightning have names that begin with "plain".
+        path: the PNG, PDF or SVG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    pyplot = require_matplotlib()
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(5 * columns, 3.6 * rows), layout="constrained", squeeze=False
+    )
+    for axes, (title, points) in zip_longest(grid.flat, panels.items(), fillvalue=("", ())):
+        axes.set_visible(bool(title))
+        for point in points:
+            color = COLORS["backward" if point.name.startswith("plain") else "fetch"]
+            axes.plot([point.nbytes / 2**20], [1e3 * point.seconds], "o", color=color)
+            axes.annotate(
+                point.name, (point.nbytes / 2**20, 1e3 * point.seconds), (4, 4), textcoords="offset points", fontsize=8
+            )
+        axes.set(title=title, xlabel="GPU memory, MiB", ylabel="milliseconds per batch")
+        axes.set_ylim(0, 1.15e3 * max((each.seconds for each in points), default=1))
+        axes.set_xlim(0, 1.25 * max((each.nbytes for each in points), default=1) / 2**20)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

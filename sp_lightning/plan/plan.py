@@ -21,6 +21,7 @@ import torch
 
 from sp_lightning.device.layout import ALIGNMENT, Span, aligned, lay_out, total_bytes
 from sp_lightning.model.found import Found, Layer
+from sp_lightning.plan.choices import Count
 from sp_lightning.plan.rings import Ring, choose_rings_apart
 from sp_lightning.plan.units import in_gib
 from sp_lightning.plan.update_policy import UpdatePolicy
@@ -421,6 +422,21 @@ def make_plan(
         saves_nothing = f"this takes no less device memory than all weights and gradients: {remedy}"
         return replace(plan, notes=(*plan.notes, saves_nothing))
     return plan
+
+
+def cap_remarks(k: Count, k_prime: Count, plan: Plan) -> list[str]:
+    """Returns sentences for the user whose k is above the number of layers, or whose k' is above the number of other layers."""
+    count, remarks = len(plan.layers), list[str]()
+    if plan.nothing:
+        return remarks
+    if k != "auto" and k > count:
+        remarks.append(f"k={k} is capped at {count}, the number of layers: all are on the device at once.")
+    rest = count - plan.k
+    if k_prime != "auto" and k_prime > max(rest, 1):
+        remarks.append(
+            f"k_prime={k_prime} is more than the {rest} layers beyond k={plan.k}: each layer has its own slot."
+        )
+    return remarks
 
 
 def schedule(plan: Plan, *, training: bool) -> Iterator[int]:

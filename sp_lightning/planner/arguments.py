@@ -462,8 +462,8 @@ def read(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Name
         MissingCapabilityError: the folder of the package that has the command is missing.
     """
     # The parser lacks the command if its folder is missing. Its error would not give this reason.
-    if arguments[:1] == ["check"]:
-        with needed_for("The command check", can_leave_out=False):
+    if arguments[:1] in (["check"], ["dial"]):
+        with needed_for(f"The command {arguments[0]}", can_leave_out=False):
             import sp_lightning.comparison.command  # noqa: F401
     given, unknown = parser.parse_known_args(arguments, namespace=Question())
     if unknown:
@@ -527,6 +527,7 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
         from sp_lightning.comparison import command
 
         command.add_arguments(commands.add_parser("check", help=command.HELP))
+        command.add_dial_arguments(commands.add_parser("dial", help=command.DIAL_HELP))
     rates = commands.add_parser("rates", help="measure this machine for plan --rates, in about a minute")
     rates.add_argument("--accelerator", help="where layers compute, cuda or cpu (the accelerator that torch finds)")
     rates.add_argument("--disk", type=Path, help="a folder on a drive to measure as well (none)")

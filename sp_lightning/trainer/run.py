@@ -43,7 +43,7 @@ from sp_lightning.observe.recompiles import Recompiles
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.host_memory import HostBudget, check_host, spare_bytes
-from sp_lightning.plan.plan import Plan
+from sp_lightning.plan.plan import Plan, cap_remarks
 from sp_lightning.plan.window import Window, about_others
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.torch_compat.private import compiled_graphs
@@ -203,10 +203,7 @@ class Run:
     def remarks(self) -> list[str]:
         """Returns sentences for the user about this run, which are logged with the plan."""
         remarks = [remark for remark in (self.placement.remark, self.tuner.remark) if remark]
-        k = self._options.k
-        plan = self.engine.plan
-        if isinstance(k, int) and k > plan.k and not plan.nothing:
-            remarks.append(f"k={k} is capped at {plan.k}, the number of layers: all are on the device at once.")
+        remarks += cap_remarks(self._options.k, self._options.k_prime, self.engine.plan)
         return [*remarks, *self.steps.remarks(), *untested_versions()]
 
     # ------------------------------------------------------------------ the engine

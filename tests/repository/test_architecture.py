@@ -360,6 +360,7 @@ def test_the_public_names_are_frozen() -> None:
         "check",
         "chunk_loss",
         "compile_blocks",
+        "dial",
         "load_mxfp4",
         "pack_experts",
         "rank_order_hook",

@@ -108,6 +108,14 @@ def test_a_run_on_an_accelerator_says_what_it_is_compared_with(heard: Any) -> No
     )
 
 
+def test_more_layers_per_transfer_than_there_are_is_remarked_on(heard: Any) -> None:
+    strategy = SuperpipelineStrategy(k=2, k_prime=50)
+    trainer_for(strategy).fit(Module(Stack()), loader(vectors(2)))
+    rest = len(strategy.plan.layers) - 2
+    assert heard()[0].endswith(f" k_prime=50 is more than the {rest} layers beyond k=2: each layer has its own slot.")
+    assert strategy.plan.never_evicted == set(range(rest + 2))
+
+
 def test_more_layers_than_there_are_is_remarked_on_once(heard: Any) -> None:
     strategy = SuperpipelineStrategy(k=1000)
     trainer_for(strategy).fit(Module(Stack()), loader(vectors(2)))
