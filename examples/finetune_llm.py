@@ -7,6 +7,7 @@
         --batch-size 1 --accumulate-grad-batches 8 --lora 16         # adapters, on a 24 GB card
     python examples/finetune_llm.py --resume runs/finetune_llm/last.ckpt    # continue an interrupted run
     python examples/finetune_llm.py --strategy auto                  # plain Lightning, for comparison
+    python examples/finetune_llm.py --dial                           # memory and time of k and k', measured
 
 Rows of ``--data`` are ``{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}`` (only what the
 assistant says counts in the loss), ``{"prompt": "...", "completion": "..."}`` (only the completion) or ``{"text": "..."}``.
@@ -65,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--strategy", default="superpipeline", choices=["superpipeline", "auto"], help="auto is plain (%(default)s)")
     add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
     add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
+    add("--dial", action="store_true", help="in place of the run, measure memory and time for some k and k'")
     add("--seed", type=int, default=0, help="(%(default)s)")
     add("--resume", type=Path, help="last.ckpt of a run with the same options")
     add("--output", type=Path, default=Path("runs/finetune_llm"), help="(%(default)s)")
@@ -103,7 +105,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, dial
 
 IGNORED = -100  # a label that does not count in the loss
 FILES = (".jsonl", ".parquet", ".txt")
@@ -364,6 +366,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     order = torch.cat([torch.randperm(len(training), generator=random) for _ in range(epochs)])[: steps * step_size]
     batches = DataLoader(training, options.batch_size, sampler=order.roll(-done * step_size).tolist())
     validation = DataLoader(held_out, options.batch_size)
+
+    if options.dial:  # the same model for each k and k', and for plain Lightning
+        settings = {name: getattr(options, name) for name in ("accelerator", "precision", "accumulate_grad_batches")}
+        print(
+            dial(
+                lambda: FineTune(load_model(options, config), lr, steps),
+                lambda: batches,
+                trainer={**settings, "gradient_clip_val": 1.0},
+                name="finetune_llm",
+                gpu_memory=options.gpu_memory,
+            )
+        )
+        return
 
     every = options.every or max(1, steps // 10)
     checkpoint = ModelCheckpoint(  # after each validation, in place of the one before

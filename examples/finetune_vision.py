@@ -7,6 +7,7 @@
     python examples/finetune_vision.py --augment strong --mixup 0.2 --ema 0.999
     python examples/finetune_vision.py --resume runs/finetune_vision/last.ckpt    # continue an interrupted run
     python examples/finetune_vision.py --strategy auto              # plain Lightning, for comparison
+    python examples/finetune_vision.py --dial                       # memory and time of k and k', measured
 
 ``--data`` is a folder with a folder of images for each class. One image in ten is for validation, unless the folder has
 two folders ``train`` and ``val`` with the folders of classes. ``--model`` is a name of timm, or a model of transformers.
@@ -24,6 +25,7 @@ of timm.) Smaller models, up to ViT-g with 1.0 B, fit such a card without this s
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 import json
 import sys
@@ -59,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
     add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
     add("--workers", type=int, default=0, help="processes that read images (%(default)s)")
+    add("--dial", action="store_true", help="in place of the run, measure memory and time for some k and k'")
     add("--seed", type=int, default=0, help="(%(default)s)")
     add("--resume", type=Path, help="last.ckpt of a run with the same options")
     add("--output", type=Path, default=Path("runs/finetune_vision"), help="(%(default)s)")
@@ -104,7 +107,7 @@ from torchvision.transforms import v2
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, dial
 
 DIGITS = Path("runs/digits")
 
@@ -385,6 +388,19 @@ def main(argv: Sequence[str] | None = None) -> Classifier:
             f"--resume {options.resume}: a checkpoint of another model or of a run with other options (--head-only). Expected "
             "last.ckpt of a run with the same options"
         )
+
+    if options.dial:  # the same model for each k and k', and for plain Lightning
+        settings = {name: getattr(options, name) for name in ("accelerator", "precision", "accumulate_grad_batches")}
+        print(
+            dial(
+                lambda: copy.deepcopy(module),
+                lambda: copy.copy(images),
+                trainer={**settings, "gradient_clip_val": 1.0},
+                name="finetune_vision",
+                gpu_memory=options.gpu_memory,
+            )
+        )
+        return module
 
     callbacks: list[Any] = [EMAWeightAveraging(device="cpu", decay=options.ema)] if options.ema else []
     callbacks += [  # one checkpoint, after each epoch

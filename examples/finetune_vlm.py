@@ -7,6 +7,7 @@
         --accumulate-grad-batches 16 --lora 16                       # adapters of the language model
     python examples/finetune_vlm.py --resume runs/finetune_vlm/last.ckpt    # continue an interrupted run
     python examples/finetune_vlm.py --strategy auto                  # plain Lightning, for comparison
+    python examples/finetune_vlm.py --dial                           # memory and time of k and k', measured
 
 Rows of ``--data`` are ``{"image": "cat.jpg", "question": "What is this?", "answer": "A cat."}``; "prompt" and "completion"
 are other names of the last two. Image paths are relative to the file. Only the answer counts in the loss.
@@ -58,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
     add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
     add("--workers", type=int, default=0, help="processes that read images (%(default)s)")
+    add("--dial", action="store_true", help="in place of the run, measure memory and time for some k and k'")
     add("--seed", type=int, default=0, help="(%(default)s)")
     add("--resume", type=Path, help="last.ckpt of a run with the same options")
     add("--output", type=Path, default=Path("runs/finetune_vlm"), help="(%(default)s)")
@@ -114,7 +116,7 @@ from transformers import (
 )
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, dial
 
 IGNORED = -100  # a label that does not count in the loss
 SHOWN, NEW_TOKENS = 4, 32  # held-out rows that are answered at the end, and tokens of each, at most
@@ -381,6 +383,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     load: dict[str, Any] = {"batch_size": options.batch_size, "num_workers": options.workers}
     batches = DataLoader(training, sampler=order.roll(-done * step_size).tolist(), collate_fn=encode, **load)
     validation = DataLoader(held_out, collate_fn=encode, **load)
+
+    if options.dial:  # the same model for each k and k', and for plain Lightning
+        settings = {name: getattr(options, name) for name in ("accelerator", "precision", "accumulate_grad_batches")}
+        print(
+            dial(
+                lambda: FineTune(load_model(options, config), processor.tokenizer, lr, steps),
+                lambda: batches,
+                trainer={**settings, "gradient_clip_val": 1.0},
+                name="finetune_vlm",
+                gpu_memory=options.gpu_memory,
+            )
+        )
+        return
 
     every = options.every or max(1, steps // 10)
     checkpoint = ModelCheckpoint(  # after each validation, in place of the one before

@@ -6,6 +6,7 @@
         --new-tokens 256                                             # on a 24 GB card
     python examples/generate_llm.py --prompts prompts.jsonl --resume # continue an interrupted run
     python examples/generate_llm.py --strategy auto                  # plain Lightning, for comparison
+    python examples/generate_llm.py --dial                           # memory and time of k and k', measured
 
 ``--prompts`` is a text file with a prompt per line, or JSONL rows: ``{"prompt": "..."}`` or ``{"messages": [...]}``.
 ``--output`` has the same rows with "completion" and its number of "tokens". ``--model`` may be a folder of adapters, as
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import warnings
@@ -49,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--strategy", default="superpipeline", choices=["superpipeline", "auto"], help="auto is plain (%(default)s)")
     add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
     add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
+    add("--dial", action="store_true", help="in place of the run, measure memory and time for some k and k'")
     add("--seed", type=int, default=0, help="(%(default)s)")
     add("--resume", action="store_true", help="continue --output of an interrupted run with the same options")
     add("--output", type=Path, default=Path("runs/generate_llm.jsonl"), help="is replaced (%(default)s)")
@@ -99,7 +102,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, dial
 
 PROMPTS = ["In Python, a generator is", "The value of", "See also the section", "Changed in version 3.11: the"]
 ROWS = 'Expected "prompt" or "messages". For example: {"prompt": "2 + 2 ="}'
@@ -246,6 +249,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         generation |= {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
     seed = options.seed + len(done) // options.batch_size
     module = Generate(load_model(options, config), tokenizer, options.output, generation, seed)
+    if options.dial:  # the same model for each k and k', and for plain Lightning
+        settings = {"accelerator": options.accelerator, "precision": options.precision}
+        prompts: Any = (rows * 10 * options.batch_size)[: 10 * options.batch_size]
+        data: Any = DataLoader(prompts, batch_size=options.batch_size, collate_fn=list)
+        nowhere = Path(os.devnull)
+        print(
+            dial(
+                lambda: Generate(load_model(options, config), tokenizer, nowhere, generation),
+                lambda: data,
+                predict=True,
+                trainer=settings,
+                name="generate_llm",
+                gpu_memory=options.gpu_memory,
+            )
+        )
+        return
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text("".join(line + "\n" for line in done), encoding="utf-8")
 

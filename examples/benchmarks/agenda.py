@@ -110,6 +110,8 @@ TRAINING = (
 )  # fmt: skip
 PREDICTION = ("plain", "superpipeline-2:1", "accelerate", "diffusers")
 PAIR = ("plain", "superpipeline-2:1")
+DIAL = ("plain", *(f"superpipeline-{k}:{k_prime}" for k in (1, 2, 4) for k_prime in (1, 2)))
+"""The table of k and k'. No GPU has run it yet."""
 ACTIVATIONS = (
     "plain", "superpipeline-2:1-keep", "superpipeline-2:1-recompute", "superpipeline-2:1-offload",
     "superpipeline-2:1-auto", "plain-recompute", "plain-offload",
@@ -183,7 +185,9 @@ def now() -> Agenda:
         Tests("quantised", ("test_models.py::test_torchao", "test_models.py::test_bitsandbytes"), 40, QUANTISERS),
         Tests("all", tuple(others), 240),
         Module("first_light", (), 60),
-        # The table of k and k' of three models belongs here: contests of superpipeline-k:k', and their prediction.
+        Contest(small, DIAL, 32),
+        Contest(train("vision", "giant", 64), DIAL, 40),
+        Contest(train("vlm", "7B", 8192, "bf16-true", steps=6), DIAL, 45),
         Contest(small, tuple(f"superpipeline-{k}:1-backward" for k in (1, 2, 4, 99)), 32),
         Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "tuning")),
         Contest(small, ("plain", "plain-clipped", "stay-clipped"), 32),

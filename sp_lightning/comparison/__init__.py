@@ -1,7 +1,8 @@
-"""Trains a user's own model with plain Lightning and with the strategy, and compares the two bit by bit.
+"""Runs a user's own model with plain Lightning and with the strategy. Compares the two bit by bit, and measures k and k'.
 
-**Adds** ``sp_lightning.check`` and the command ``check``. **Enters** through ``registry.PUBLIC``, the public names that are
-imported when they are first used, and registers ``command`` with the command line. **Unused** this folder is not imported.
+**Adds** ``sp_lightning.check`` and ``sp_lightning.dial``, and the commands ``check`` and ``dial``.
+**Enters** through ``registry.PUBLIC``, the public names that are imported when they are first used, and registers ``command``
+with the command line. **Unused** this folder is not imported.
 
 - ``check``: decides which runs are made, and what their differences mean.
 - ``subject``: makes the module, the data and the trainer's settings anew for each run; ``configured`` reads them from a config.
@@ -9,7 +10,8 @@ imported when they are first used, and registers ``command`` with the command li
 - ``record``: the values of a run, in files, and their comparison.
 - ``explain``: finds the first module that differs, and an option that avoids the difference.
 - ``report``: the result as a table and as JSON.
+- ``dial``: memory and time of some windows, as a table and a page. ``small_models`` has models for it.
 - ``command``, ``options``: the command line. These files do not import torch.
 
-A check leaves nothing behind: no file, no random state, no environment variable.
+Both leave nothing behind: no file, no random state, no environment variable.
 """

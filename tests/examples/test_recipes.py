@@ -70,6 +70,16 @@ def test_trains_saves_and_resumes(llm: resume_llm.Result) -> None:
     assert llm.checkpoint.is_file()
 
 
+@pytest.mark.rest("the dial is tested in tests/comparison")
+@pytest.mark.parametrize("recipe", [finetune_llm, finetune_vision, finetune_vlm, generate_llm])
+def test_the_dial_of_a_recipe_is_equal_in_six_windows(
+    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.main(["--dial", "--accelerator", "cpu", "--batch-size", "2", "--output", str(tmp_path / "run")])
+    assert capsys.readouterr().out.count(" yes |") == 6
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.rest("a second run of a recipe that the first tier has")
 def test_continues_from_a_local_folder(llm: resume_llm.Result, tmp_path: Path) -> None:
     again = resume_llm.main(["--steps", "4", "--model", str(llm.model), *TEXT, "--output", str(tmp_path)])
