@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -213,8 +212,9 @@ def draw_measured(panels: Mapping[str, Sequence[Measured]], path: Path) -> None:
     figure, grid = pyplot.subplots(
         rows, columns, figsize=(5 * columns, 3.6 * rows), layout="constrained", squeeze=False
     )
-    for axes, (title, points) in zip_longest(grid.flat, panels.items(), fillvalue=("", ())):
-        axes.set_visible(bool(title))
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, points) in zip(grid.flat, panels.items(), strict=False):
         for point in points:
             color = COLORS["backward" if point.name.startswith("plain") else "fetch"]
             axes.plot([point.nbytes / 2**20], [1e3 * point.seconds], "o", color=color)

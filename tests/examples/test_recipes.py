@@ -70,7 +70,7 @@ def test_trains_saves_and_resumes(llm: resume_llm.Result) -> None:
     assert llm.checkpoint.is_file()
 
 
-@pytest.mark.rest("the dial is tested in tests/comparison")
+@pytest.mark.long("eight runs of each recipe; the dial is tested in tests/comparison")
 @pytest.mark.parametrize("recipe", [finetune_llm, finetune_vision, finetune_vlm, generate_llm])
 def test_the_dial_of_a_recipe_is_equal_in_six_windows(
     recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
