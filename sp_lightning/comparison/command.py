@@ -145,13 +145,13 @@ def _write(file: Path, found: Sequence[Dial], words: Sequence[str]) -> None:
     from sp_lightning.comparison.dial import page
     from sp_lightning.observe.plot import draw_measured
 
-    picture: Path | None = file.with_suffix(".png")
+    picture = file.with_suffix(".png").name
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         draw_measured({each.title: each.points for each in found}, file.with_suffix(".png"))
     except ImportError as error:
-        picture = None
+        picture = ""
         print(f"No picture: {error}", file=sys.stderr)
     command = shlex.join(["python", "-m", "sp_lightning", *words])
-    file.write_text(page(found, command, picture and picture.name), encoding="utf-8")
+    file.write_text(page(found, command, picture), encoding="utf-8")
     print(f"Saved: {file}{f', {picture}' if picture else ''}.", file=sys.stderr)

@@ -302,13 +302,13 @@ class _Measuring:
         self._found.machine = " ".join(sentences)
 
 
-def page(dials: Sequence[Dial], command: str, picture: str | None) -> str:
+def page(dials: Sequence[Dial], command: str, picture: str) -> str:
     """Returns a page in Markdown with the tables, the machine, the versions and the command.
 
     Args:
         dials: the results.
         command: the command line.
-        picture: the name of the picture's file; None if there is none.
+        picture: the name of the picture's file; empty if there is none.
     """
     machine = machine_of(device_for(torch.device("cpu")))
     versions = ", ".join([f"Python {machine['python']}", *(f"{name} {at}" for name, at in machine["versions"].items())])

@@ -218,10 +218,10 @@ def draw_measured(panels: Mapping[str, Sequence[Measured]], path: Path) -> None:
         for point in points:
             color = COLORS["backward" if point.name.startswith("plain") else "fetch"]
             axes.plot([point.nbytes / 2**20], [1e3 * point.seconds], "o", color=color)
-            axes.annotate(
-                point.name, (point.nbytes / 2**20, 1e3 * point.seconds), (4, 4), textcoords="offset points", fontsize=8
-            )
-        axes.set(title=title, xlabel="GPU memory, MiB", ylabel="milliseconds per batch")
+            name = point.name.replace("k'=", "").replace("k=", "")
+            at = point.nbytes / 2**20, 1e3 * point.seconds
+            axes.annotate(name, at, (4, 4), textcoords="offset points", fontsize=8)
+        axes.set(title=title, xlabel="GPU memory, MiB (beside each point: k, k')", ylabel="milliseconds per batch")
         axes.set_ylim(0, 1.15e3 * max((each.seconds for each in points), default=1))
         axes.set_xlim(0, 1.25 * max((each.nbytes for each in points), default=1) / 2**20)
         axes.spines[["top", "right"]].set_visible(False)
