@@ -303,9 +303,12 @@ class Residency:
     def let_rest(self, rests: bool) -> None:
         """Sets whether layers may rest. Releases resting layers if they may not, or if they were written on the device."""
         self.rests = rests
-        for layer in list(self.resting):
-            if not rests or self._slot_users.written(layer):
-                self._release_resting(layer)
+        self.release_resting(None if not rests else [each for each in self.resting if self._slot_users.written(each)])
+
+    def release_resting(self, layers: Collection[StreamedLayer] | None = None) -> None:
+        """Releases those of these layers that rest. ``layers``: None for all."""
+        for layer in [each for each in self.resting if layers is None or each in layers]:
+            self._release_resting(layer)
 
     def _release_resting(self, layer: StreamedLayer) -> None:
         self.used[layer] = self.resting.pop(layer)  # where `release` looks for it

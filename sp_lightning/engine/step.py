@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from sp_lightning.device.device import Device
@@ -74,6 +74,8 @@ class Step(Part):
         kind: the kind of the running step, or of the last one.
         ends_with_backward: True if the step ends when a backward ends.
         shared: True if other threads use weights in the step, too.
+        uploaded_again: the layers whose copies were out of date when the step began, because user code may have written them
+            since the last step; None if all copies were.
         shown: the layers in use whose host memory user code has got (``.data``) while modules hold host parameters.
         expected: the phase for which :meth:`prefetch_for` has fetched the first layers; None if they are not fetched, or out of
             date.
@@ -87,6 +89,7 @@ class Step(Part):
         self._holds_host = False
         self._stepping = False  # True if `_holds_host` is set because an optimizer steps inside a step or a call
         self.shown: set[StreamedLayer] = set()
+        self.uploaded_again: list[StreamedLayer] | None = None
         self.running = False
         self.kind = StepKind.INFERENCE
         self.ends_with_backward = False
@@ -113,15 +116,15 @@ class Step(Part):
             quiet: True if no code can have written weights since the last step or :meth:`prefetch_for`.
         """
         self.writes.refuses = True
-        if not quiet:
-            self.invalidate()
+        self.uploaded_again = self._invalidate_written(quiet)
         training = kind is not StepKind.INFERENCE
         # Layers do not rest if there is a timeline, which records the beginning and the end of each use, or with
         # debug_writes, which assumes that each use writes the weights.
         self.residency.let_rest(not (training or self.device.timelines or self._watch is not None))
         if self.expected != phase:
             self.residency.prefetch.start(phase, training=training)
-        self.residency.prefetch.trace.cyclic = quiet and not training
+        # If copies do not stay valid, the first layers of the next batch would be prefetched in vain.
+        self.residency.prefetch.trace.cyclic = self.uploaded_again == [] and not training
         self.expected = None
         self.running = True
         self.kind = kind
@@ -142,6 +145,7 @@ class Step(Part):
         First uploads residents, because the forward waits for them at its beginning, and uploads end in the order in which they
         were issued. If an update of the residents is under way, they are uploaded when the step begins.
         """
+        self._invalidate_written(True)
         if self.source.ready(self.residents.layer):
             self.residents.refresh()
         self.residency.prefetch.start(phase, training=training)
@@ -149,8 +153,8 @@ class Step(Part):
         self.residency.fetch_ahead()
 
     def begin_outside(self) -> None:
-        """Prepares for a module call outside any step. All copies are out of date, because any code may have written weights."""
-        self.invalidate()
+        """Prepares for a module call outside any step. Copies of weights that any code may have written are out of date."""
+        self._invalidate_written(False)
         self.residency.prefetch.start("outside", training=False)
 
     def activate(self, *, in_backward: bool = False) -> None:
@@ -193,16 +197,33 @@ class Step(Part):
 
     # ------------------------------------------------------------------ weights may be written
 
-    def invalidate(self, *, goes_on: bool = True) -> None:
-        """Marks all copies on the device as out of date, because the host's weights may have been written.
+    def _invalidate_written(self, quiet: bool) -> list[StreamedLayer] | None:
+        """Marks copies on the device as out of date whose host weights may have been written since the last step.
 
         Args:
+            quiet: True if no code can have written weights meanwhile.
+
+        Returns:
+            The layers whose copies are out of date; None if these are all, because uses of host weights were not noticed
+            (:meth:`ParameterSwap.watch_between`).
+        """
+        noticed, touched = quiet or self.swap.between, self.swap.take_touched()
+        if not noticed or touched:
+            self.invalidate(touched if noticed else None)
+        return list(touched) if noticed else None
+
+    def invalidate(self, layers: Collection[StreamedLayer] | None = None, *, goes_on: bool = True) -> None:
+        """Marks copies on the device as out of date, because the host's weights may have been written.
+
+        Args:
+            layers: the layers, with their masters; None for all.
             goes_on: True if code of the running step follows, so that modules hold device parameters again. False if an
                 optimizer's step has ended that another optimizer's step had called: the outer step still writes weights.
         """
         self.residency.release_unpinned()
-        self.invalidate_unused()
-        self.residents.invalidate()
+        self.invalidate_unused(layers)
+        if layers is None or self.residents.layer in layers:
+            self.residents.invalidate()
         self.expected = None  # the layers that were prefetched for the next step are out of date
         if self.swap.on_device and self.residency.used:  # a running call has the old weights
             self.residency.renew_used()
@@ -212,18 +233,20 @@ class Step(Part):
             self.activate()  # this step goes on after the optimizer's step
         self._look_at_weights()
 
-    def invalidate_unused(self) -> None:
-        """Marks the copies of all layers that are not in use as out of date.
+    def invalidate_unused(self, layers: Collection[StreamedLayer] | None = None) -> None:
+        """Marks the copies of layers that are not in use as out of date. ``layers``: None for all.
 
         First releases resting layers, and copies writes through views of slots to the host. Views that user code still holds
         then get the host's present weights.
         """
-        self.residency.let_rest(False)
+        if layers is None:
+            self.residency.let_rest(False)
+        else:
+            self.residency.release_resting(layers)
         used = self.residency.used
         self.writes.take_back_late(self.residency.slots.all)
-        self.source.invalidate(
-            [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS and layer not in used]
-        )
+        among = self.layers if layers is None else layers
+        self.source.invalidate([layer for layer in among if layer.kind is not Kind.RESIDENTS and layer not in used])
         self.residency.renew_views()
 
     def renew_shown(self) -> None:
@@ -329,7 +352,8 @@ class Step(Part):
         """Ends the step: puts the host's parameters back into the modules.
 
         Args:
-            writes_follow: True if user code may write weights next. Then this waits for all transfers that read them.
+            writes_follow: True if user code may write weights next. Then this waits for all transfers that read them. After
+                a step without backward, the first use of a weight waits instead, and only used layers are uploaded again.
             compare: True if ``debug_writes`` compares the weights. False after an error.
 
         Raises:
@@ -347,8 +371,11 @@ class Step(Part):
             self.take_back_writes(rests=True)
         finally:  # copying writes back may raise
             self._restore_modules()
-            if writes_follow:
+            # debug_writes assumes that every weight is written between two steps.
+            if writes_follow and (self.training or self._watch is not None):
                 self.source.synchronize()
+            elif writes_follow:
+                self.swap.watch_between()
 
     def _restore_modules(self) -> None:
         """Puts the host's parameters back, removes what the step has added to modules, and frees memory of the step."""
@@ -357,6 +384,7 @@ class Step(Part):
         self.activations.remove()
         self.activations.flush()
         if self.training:
+            self.swap.take_touched()
             self.invalidate()  # from now on, hooks and optimizers may write weights through .data, which no version shows
         self.residency.slots.give_back_extra()
         if self.shared:

@@ -9,12 +9,17 @@ find it in the graph, and its gradients would be added in another order. So host
   in use on the device;
 - with the host's memory otherwise: for example reads and writes in ``torch.no_grad``, or of ``.data``. ``.grad`` is always the
   host parameter's, because gradients are on the host between backward and the optimizer's step.
+
+Between two steps without backward, host parameters may keep this role (:meth:`ParameterSwap.watch_between`). Hooks run there, and
+may write weights through ``.data``, which changes no version counter. So a layer is uploaded again if an operation could have
+written one of its parameters, or given out their memory, or if user code still holds such memory (``HostBlock.is_viewed``).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from threading import get_ident
 from typing import Any
 
@@ -23,6 +28,7 @@ from torch import DisableTorchFunctionSubclass, Tensor, nn
 from torch.compiler import is_compiling
 from torch.jit import ScriptModule
 
+from sp_lightning.device.device import Wait
 from sp_lightning.device.own_threads import LateError, OwnThreads
 from sp_lightning.layers.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins
@@ -40,6 +46,7 @@ from sp_lightning.layers.roles import (
 from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import OffloadedWrapper, parts
+from sp_lightning.torch_compat.metadata import METADATA
 from sp_lightning.torch_compat.modes import never_compiled
 from sp_lightning.torch_compat.private import compiled_call, is_view, tree_leaves, tree_map_only
 
@@ -62,6 +69,9 @@ class ParameterSwap:
 
     Attributes:
         averages: the buffers that are on the device from their first use in a step until its end.
+        between: True from :meth:`watch_between` until the next step or module call.
+        touched: the layers whose host weights user code may have written without a change of a version, since the last
+            :meth:`take_touched`. With the masters of each layer.
     """
 
     def __init__(
@@ -80,6 +90,13 @@ class ParameterSwap:
         self._pruned = pruned
         self._watch = watch
         self.averages: list[AveragesOnDevice] = []
+        self.between = False
+        self.touched: set[StreamedLayer] = set()
+        self._layers = layers
+        # The parts of wrapped parameters are plain tensors, so operations on them are not noticed.
+        self._unnoticed = {
+            layer for layer in layers if not all(isinstance(p, nn.Parameter) for p in layer.block.parameters)
+        }
         self.blocks = [layer.block for layer in layers]
         self._module = module
         # Without ScriptModules, which are on the device as a whole. Their dictionaries are wrappers, which cannot be compared.
@@ -122,6 +139,7 @@ class ParameterSwap:
         Uses of residents are not noticed from then on.
         """
         self._residents.group.notice_uses(False)
+        self.between = False
         self.on_device = True  # set first, so that `to_host` undoes a call that was interrupted
         _swap(self._pairs, to_device=True)
         self._pruned.hold_device()
@@ -156,10 +174,38 @@ class ParameterSwap:
         Args:
             watch: True to add the role. Without the role each use is an ordinary one: by an optimizer, or between steps.
         """
+        self.between = False
         if watch:
             take_all(self._captured, self._role)
         else:
             leave_all(self._captured, self._role)
+
+    def watch_between(self) -> None:
+        """Notices uses of host parameters between two steps, so that only layers that user code may have written are uploaded.
+
+        Layers count as :attr:`touched` at once if user code can write them unnoticed: it holds memory of a weight on the host or
+        on the device, or a weight is wrapped.
+        """
+        self.watch_captured(True)
+        self.between = True
+        unseen = [each for each in self._layers if each.guard or each in self._unnoticed or each.block.is_viewed]
+        self.touch(self.take_touched().union(unseen))
+
+    def touch(self, layers: Iterable[StreamedLayer]) -> None:
+        """Adds layers to :attr:`touched`, and waits for transfers that read them, because user code may write them next.
+
+        In the run's own thread, their host parameters lose the role: later uses of them are ordinary ones.
+        """
+        for layer in {member for each in layers for member in each.owner.family} - self.touched:
+            self.touched.add(layer)
+            layer.parameters.engine.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
+            if self.threads.own:
+                leave_all(layer.block.parameters, self._role)
+
+    def take_touched(self) -> set[StreamedLayer]:
+        """Returns :attr:`touched`, which is empty from then on."""
+        touched, self.touched = self.touched, set()
+        return touched
 
     @property
     def captured_used(self) -> bool:
@@ -303,6 +349,8 @@ class _HostParameterInStep(ParameterRole):
         # Another thread may remove the role from a parameter at any time, so the parameter's class is not read again.
         role = next(each for each in cls.roles if issubclass(each, _HostParameterInStep))
         of = role.device_of
+        if role.swap.between:
+            return _call_between_steps(role, func, args, kwargs)
         if not role.swap.threads.own:
             return _call_in_other_thread(role, func, args, kwargs)
         if func in OF_THE_PARAMETER:
@@ -312,6 +360,8 @@ class _HostParameterInStep(ParameterRole):
                 if role.in_use([args[0]]):
                     return device.data
                 device._of.engine.host_is_shown(device._of.layer)
+            if func not in _OF_NO_MEMORY:
+                role.swap.touched.update(of[id(args[0])]._of.layer.owner.family)
             # The gradient of a host parameter must be on the host.
             if func == _SET_GRADIENT and args[1] is not None and id(args[0]) in of:
                 args = args[0], of[id(args[0])]._of.engine.device.on_host(args[1])
@@ -340,6 +390,8 @@ class _HostParameterInStep(ParameterRole):
             output = func(*args, **kwargs)
         viewed = func in _DETACH or (type(output) is Tensor and is_view(output))
         for group in groups:
+            if viewed:
+                role.swap.touched.update(group.layer.owner.family)
             group.engine.host_was_used(group.layer, viewed=viewed)
         return output
 
@@ -365,6 +417,34 @@ def _is_in_use(layer: StreamedLayer) -> bool:
     return layer.state.attached or (layer.slot is not None and layer.slot.held)
 
 
+def _call_between_steps(
+    role: type[_HostParameterInStep], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls a function that was given a host parameter between two steps. The function gets the host parameters.
+
+    Unless the function certainly neither writes them nor gives out their memory, their layers are touched.
+    """
+    swap, of = role.swap, role.device_of
+    leaves = tree_leaves((args, kwargs))
+    others = [leaf for leaf in leaves if id(leaf) not in of]
+    hosts = [leaf for leaf in leaves if id(leaf) in of]
+    touches = not _keeps_values(func, kwargs)
+    if touches:
+        swap.touch(of[id(host)]._of.layer for host in hosts)
+    if func in METADATA or (not swap.threads.own and not hides_stand_ins(others)):
+        with Untouched():
+            return func(*args, **kwargs)
+    if not swap.threads.own:
+        return _call_in_other_thread(role, func, args, kwargs)
+    with nullcontext() if touches else left(hosts, [role]):  # other roles and classes still run their code
+        return func(*args, **kwargs)
+
+
+def _keeps_values(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns True if a function certainly neither writes a parameter nor gives out its memory."""
+    return func in _OF_NO_MEMORY or (func in _READS and "out" not in kwargs)
+
+
 def _call_in_other_thread(
     role: type[_HostParameterInStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
@@ -378,6 +458,9 @@ def _call_in_other_thread(
             function is called again instead, as for a thread that only reads.
     """
     of = role.device_of
+    if not _keeps_values(func, kwargs):
+        hosts = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in of]
+        role.swap.touched.update(member for host in hosts for member in of[id(host)]._of.layer.owner.family)
     if func in OF_THE_PARAMETER or func == _SET_DATA:
         with Untouched():
             found = func(*args, **kwargs)
@@ -447,3 +530,16 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[union-attr]
 
 _DETACH = {Tensor.detach, torch.detach}
+
+_OF_NO_MEMORY = OF_THE_PARAMETER - {
+    _GET_DATA, Tensor.data_ptr, Tensor.untyped_storage, Tensor.share_memory_
+}  # fmt: skip
+"""The functions of :data:`OF_THE_PARAMETER` that give out no memory of the parameter's values."""
+
+_READS = {
+    getattr(owner, name) for owner in (Tensor, torch, torch.linalg) for name in (
+        "abs", "all", "allclose", "amax", "amin", "any", "clone", "count_nonzero", "equal", "isfinite", "isinf", "isnan", "max",
+        "mean", "median", "min", "norm", "pow", "square", "std", "sum", "var", "vector_norm", "_foreach_norm", "histc", "item",
+    ) if hasattr(owner, name)
+}  # fmt: skip
+"""Functions that read values, write no argument but ``out``, and return new memory."""

@@ -33,7 +33,8 @@ _LEGEND = """
 def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
     """Returns the answer as text: the verdict, the remedies, and at most ten lines of reasons.
 
-    With ``--verbose``, the text has all reasons, and tables of layers and windows.
+    With ``--verbose``, the text has all reasons, and tables of layers and windows. If the question names several windows, the
+    table of windows is always there.
 
     Args:
         answer: the answer.
@@ -43,9 +44,10 @@ def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
     lines = [*trials(answer), verdict(answer), *_remedies(answer, remedies), ""]
     if answer.question.verbose:
         return "\n".join([*lines, *reasons, "", *_details(answer)])
-    return "\n".join(
-        [*lines, *reasons[:_MOST_REASONS], "--verbose shows layers, windows, and the meaning of the columns"]
-    )
+    asked = answer.question
+    windows = [*_windows(answer), ""] if len(asked.k or ()) > 1 or len(asked.k_prime or ()) > 1 else []
+    more = "--verbose shows layers, windows, and the meaning of the columns"
+    return "\n".join([*lines, *windows, *reasons[:_MOST_REASONS], more])
 
 
 def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:

@@ -359,6 +359,8 @@ class LoopStrategy(ReadableStrategy):
             run.steps.forget_running_steps()
         with run.whole_after_failure(make_room=True):
             streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
+            if not training:
+                run.note_uploaded_again(phase)
             with streamer.saving():
                 output = step(*args, **kwargs)
                 if automatic:

@@ -193,7 +193,14 @@ class OptimizerSteps:
         nbytes = self.place_state()
         self._apply_policy()
         self._absorb_state()
+        if self._differs_unasked and (fusing := self._describe_fusing()):
+            self._log.warning("Superpipeline: %s", fusing)
         return nbytes
+
+    @property
+    def _differs_unasked(self) -> bool:
+        """True if, only because of ``optimizer_overlap``, steps run fused that plain Lightning would also run on the CPU."""
+        return self._run.engine.device.computes_on_host and self._options.fused_optimizer == "auto"
 
     def decide_again(self) -> None:
         """Decides again if the facts have changed: optimizers, hooks, callbacks, or the layers that stay.
@@ -502,7 +509,8 @@ class OptimizerSteps:
 
     def remarks(self) -> list[str]:
         """Returns sentences for the user about the steps, which are logged with the plan."""
-        remarks = [self._describe_fusing(), *self.bits(), self.state.remark, self._describe_schedule()]
+        fusing = "" if self._differs_unasked else self._describe_fusing()  # then it is a warning
+        remarks = [fusing, *self.bits(), self.state.remark, self._describe_schedule()]
         remarks.append(self._place.remark(self._facts.place))
         if self._options.gpu_layers == "auto" and self._none_stay:
             remarks.append(f'No layer stays on the GPU (gpu_layers="auto"): {self._none_stay}.')

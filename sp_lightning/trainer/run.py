@@ -44,6 +44,7 @@ from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.host_memory import HostBudget, check_host, spare_bytes
 from sp_lightning.plan.plan import Plan, cap_remarks
+from sp_lightning.plan.units import human_bytes
 from sp_lightning.plan.window import Window, about_others
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.torch_compat.private import compiled_graphs
@@ -52,7 +53,7 @@ from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.run_scope import current
-from sp_lightning.trainer.user_hooks import UserHooks
+from sp_lightning.trainer.user_hooks import UserHooks, hooks_of_users
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ class Run:
         self.tuner: BaseTuner
         self.hooks = UserHooks(module, debug_writes=options.debug_writes)
         self._recompiles = Recompiles()
+        self._batches_uploaded_again = 0
         self.steps = OptimizerSteps(self, options, log)
         try:
             self._build()
@@ -177,6 +179,23 @@ class Run:
         """Logs a line if blocks are compiled again and again."""
         if line := self._recompiles.batch_begins(compiled_graphs()):
             say_once(self._log, line)
+
+    def note_uploaded_again(self, phase: str) -> None:
+        """Logs a line, once, if user code makes layers be uploaded again in several batches. Called when a step has begun.
+
+        Args:
+            phase: the loop of the step: "validate", "test" or "predict".
+        """
+        layers = self.engine.uploaded_again
+        self._batches_uploaded_again += bool(layers)
+        if layers and self._batches_uploaded_again == 2:  # the first time may be the only one
+            nbytes = human_bytes(sum(layer.planned.nbytes for layer in layers))
+            names = ", ".join(hooks_of_users(self.module.trainer, phase)) or "no hook of a batch"
+            self._log.info(
+                f"Superpipeline uploads {nbytes} of weights again in each batch of {phase!r}: code between batches ({names}) "
+                "writes them, or has their memory (.data, .detach(), state_dict()). Code that only calls p.norm(), p.sum() or "
+                "p.clone() makes no layer be uploaded again."
+            )
 
     # ------------------------------------------------------------------ results for users
 

@@ -466,6 +466,15 @@ def test_layers_too_small_for_the_host_are_named_with_what_helps(
     assert re.search(r"^faster: .* s for Python\. Use larger layers \(layers=\)", said, re.MULTILINE)
 
 
+@pytest.mark.parametrize(("windows", "rows"), [(["--k", "1"], 0), (["--k", "1", "2"], 4)])
+def test_windows_that_were_asked_for_are_shown(
+    windows: list[str], rows: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "tests.planner.test_plan_command:Known", *windows])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert sum(len(line) >= 7 and line[0] in "12" and line[1] in "12" for line in lines) == rows
+
+
 def test_each_column_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "tests.planner.test_plan_command:Known", "--k", "1", "--verbose"])
     lines = capsys.readouterr().out.splitlines()
