@@ -157,7 +157,9 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
 **Who may write weights, and when.**
 
 - Between steps, user code and optimizers write host parameters. ``Step.end`` has released all layers except resting ones. In
-  training, it has marked all copies as out of date.
+  training, it has marked all copies as out of date. After a step without backward, host parameters keep a role if user code
+  follows (``ParameterSwap.watch_between``), and only layers whose weights this code has used, or whose memory it holds, are
+  uploaded again. An address that is kept as a number (``data_ptr()``) is not noticed.
 - In a step, user code writes device parameters. Version counters show such writes, and (5) copies the weights back to the host.
 - In a step, user code may also have captured host parameters, for example in a list. They have a role then
   (``_HostParameterInStep`` in ``layers/swap.py``), which notices operations on them, and version counters show writes to them.

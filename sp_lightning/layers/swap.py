@@ -539,7 +539,7 @@ _OF_NO_MEMORY = OF_THE_PARAMETER - {
 _READS = {
     getattr(owner, name) for owner in (Tensor, torch, torch.linalg) for name in (
         "abs", "all", "allclose", "amax", "amin", "any", "clone", "count_nonzero", "equal", "isfinite", "isinf", "isnan", "max",
-        "mean", "median", "min", "norm", "pow", "square", "std", "sum", "var", "vector_norm", "_foreach_norm", "histc", "item",
+        "mean", "median", "min", "norm", "pow", "square", "std", "sum", "var", "vector_norm", "histc", "item",
     ) if hasattr(owner, name)
 }  # fmt: skip
 """Functions that read values, write no argument but ``out``, and return new memory."""

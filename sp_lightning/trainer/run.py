@@ -29,6 +29,7 @@ from sp_lightning.engine.streamer import Streamer
 from sp_lightning.engine.tuner import BaseTuner
 from sp_lightning.layers.buffers import find_averages
 from sp_lightning.layers.device_parameter import DeviceParameter
+from sp_lightning.layers.roles import ParameterRole
 from sp_lightning.model.checks import refuse_cuda_graphs
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found, OverlappingPair
@@ -520,13 +521,19 @@ class Run:
 
 
 def _refuse_in_step(module: pl.LightningModule) -> None:
-    """Raises a ValueError if a weight of the module belongs to another run that is in the middle of a step."""
+    """Raises a ValueError if a weight of the module belongs to another run that is in the middle of a step.
+
+    If another run is between two steps, parameters get their ordinary classes.
+    """
     name = next((name for name, p in module.named_parameters() if issubclass(type(p), DeviceParameter)), None)
     if name is not None:
         raise ValueError(
             f"{name!r} of {type(module).__name__} is a weight of another run, which is in the middle of a step. Begin this run "
             "between two steps (on_train_batch_start, on_train_batch_end), or with a copy: copy.deepcopy(module)."
         )
+    for parameter in module.parameters():  # each use between two steps of another run makes the class an ordinary one
+        if issubclass(type(parameter), ParameterRole):
+            _ = parameter.data
 
 
 def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module], device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """Finds the hooks of user code that could read or write weights and gradients, by the point at which they run.
 
-A write through ``.data`` changes no version counter. So a copy on the device is trusted only if no hook runs that may write
-weights: hooks of the module, of its data module, and of callbacks that are not in :data:`WRITE_NO_WEIGHTS`.
+A write through ``.data`` changes no version counter. So a copy on the device is trusted without more ado only if no hook runs
+that may write weights: hooks of the module, of its data module, and of callbacks that are not in :data:`WRITE_NO_WEIGHTS`.
+Otherwise the engine looks for the layers that hooks touch (loops without training), or distrusts all copies.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class UserHooks:
         return self._check_writes or self._answers[_BEFORE_STEP]
 
     def may_have_written(self, phase: str) -> bool:
-        """Returns True if user code may have written weights since the last step, without the engine's notice.
+        """Returns True if user code may have written weights since the last step. The engine may have noticed which.
 
         Records the phase. Outside of training, True before the first step of a loop: other hooks have run since the last step of
         the previous loop.
