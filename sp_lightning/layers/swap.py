@@ -418,7 +418,7 @@ def _is_in_use(layer: StreamedLayer) -> bool:
 
 
 def _call_between_steps(
-    role: type[_HostParameterInStep], func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    role: type[_HostParameterInStep], func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
     """Calls a function that was given a host parameter between two steps. The function gets the host parameters.
 

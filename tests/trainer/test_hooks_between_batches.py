@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tests.support.models import Module, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 LAYERS, BATCHES = 6, 5
 
@@ -69,7 +70,8 @@ class Acts(Callback):
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         self.act(pl_module.net[2], self)
 
-    on_test_batch_end = on_validation_batch_end
+    def on_test_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self.act(pl_module.net[2], self)
 
 
 def run(
@@ -87,7 +89,7 @@ def run(
     return module.outputs, {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("loop", ["predict", "validate", "test"])
+@pytest.mark.parametrize("loop", first(["predict", "validate", "test"], "predict", why="the same in the other loops"))
 @pytest.mark.parametrize(
     "hooks", [(Six, None), (HasHooks, None), (Transfers, None), (Six, Writer), (Six, lambda: Acts(lambda *_: None))]
 )
@@ -109,7 +111,7 @@ def scale_data(layer: Any, callback: Any) -> None:
 
 
 def scale_storage(layer: Any, callback: Any) -> None:
-    torch.empty(0).set_(layer.bias.untyped_storage(), 0, (16,)).mul_(0.5)
+    torch.empty(0).set_(layer.bias.untyped_storage(), 0, (16,), (1,)).mul_(0.5)
 
 
 def scale_array(layer: Any, callback: Any) -> None:
@@ -187,6 +189,7 @@ WRITES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.rest("a special case of the same rule")
 @pytest.mark.parametrize("way", ["scale_data", "data kept", "average"])
 @pytest.mark.parametrize("options", [{"keep_on_gpu": ["net.2"]}, {"precision": "bf16-mixed"}, {"k": 2}], ids=str)
 def test_writes_of_residents_and_masters(way: str, options: dict[str, Any]) -> None:
@@ -196,7 +199,7 @@ def test_writes_of_residents_and_masters(way: str, options: dict[str, Any]) -> N
     assert_equal(ours, run("auto", callbacks=[Acts(act, starts)], **precision), way)
 
 
-@pytest.mark.parametrize("k", [2, LAYERS])
+@pytest.mark.parametrize("k", first([LAYERS, 2], LAYERS, why="each way again, with prefetches under way"))
 @pytest.mark.parametrize("way", WRITES)
 def test_a_layer_that_a_hook_writes_is_uploaded_again(way: str, k: int) -> None:
     act, starts = WRITES[way]
@@ -216,6 +219,7 @@ def test_memory_that_a_hook_drops_after_its_write_was_held() -> None:
     assert strategy.stats().fetched_layers == LAYERS + 1
 
 
+@pytest.mark.rest("a special case of the same rule")
 @pytest.mark.parametrize("loop", ["validate", "test"])
 def test_writes_of_hooks_in_other_loops(loop: str) -> None:
     strategy = superpipeline(k=LAYERS, k_prime=1)
@@ -230,6 +234,7 @@ def test_hooks_that_read_weights_cost_nothing() -> None:
     assert strategy.stats().fetched_layers == LAYERS
 
 
+@pytest.mark.rest("a special case of the same rule")
 def test_exchanged_modules_are_found() -> None:
     def act(layer: Any, callback: Any) -> None:
         net = callback.net
@@ -243,6 +248,7 @@ def test_exchanged_modules_are_found() -> None:
     assert_equal(run(strategy, callbacks=[Swaps(act)])[0], run("auto", callbacks=[Swaps(act)])[0], "outputs")
 
 
+@pytest.mark.rest("a special case of the same rule")
 def test_calls_of_modules_in_hooks_upload_no_other_layer() -> None:
     def act(layer: Any, callback: Any) -> None:
         layer(torch.ones(1, 16))
@@ -274,6 +280,7 @@ def test_host_memory_that_a_step_has_used_is_uploaded_again(callbacks: list[Call
     assert_equal(run(strategy, Captures, callbacks), run("auto", Captures, callbacks), "outputs")
 
 
+@pytest.mark.rest("a special case of the same rule")
 def test_validation_in_training_trusts_what_hooks_leave_alone() -> None:
     def trained(strategy: Any, act: Callable[..., Any]) -> Any:
         return fit(Six, vectors(2), strategy, val=vectors(BATCHES), callbacks=[Acts(act)], max_epochs=2)
@@ -297,6 +304,7 @@ def test_one_line_names_the_hook_and_its_cost(caplog: pytest.LogCaptureFixture) 
     assert "Acts.on_predict_batch_end" in line
 
 
+@pytest.mark.rest("a special case of the same rule")
 def test_a_run_in_a_hook_finds_ordinary_parameters() -> None:
     def act(layer: Any, callback: Any) -> None:
         inner = Six()
