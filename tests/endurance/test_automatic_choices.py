@@ -278,7 +278,7 @@ ROWS = [
         lambda: [_prefers_large(), failing(SLOT, "_make", OUT, _large)], "no room for k = ",
     ),
     Row(
-        WINDOW, "GPU memory for the present slots, after that", BEFORE,
+        WINDOW, "GPU memory for the present slots, after more slots have failed", BEFORE,
         lambda: [_prefers_large(), failing(SLOT, "_make", OUT, _second_and_third)], "no room for k = ",
     ),
     Row(
