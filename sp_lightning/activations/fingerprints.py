@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import PAGE, flat_bytes, strided
-from sp_lightning.engine.saved_objects import plain_has_no_hooks, replaces_no_hooks
+from sp_lightning.engine.saved_objects import hooks_in_place_of_none, plain_has_no_hooks
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.model.wrapped import OffloadedWrapper, parts
 from sp_lightning.store.block import HostBlock
@@ -136,9 +136,8 @@ class SavedRun:
             self._note(tensor)
             return its_pack(tensor)
 
-        if plain or plain_has_no_hooks():
-            replaces_no_hooks(pack)
-        with saved_tensors_hooks(pack, lambda packed: unpack(its_unpack, packed)):
+        hooks = hooks_in_place_of_none if plain or plain_has_no_hooks() else saved_tensors_hooks
+        with hooks(pack, lambda packed: unpack(its_unpack, packed)):
             try:
                 yield
             finally:

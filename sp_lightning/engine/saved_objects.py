@@ -15,12 +15,13 @@ they saved (``grad_fn._saved_self``). These are new tensors with equal values: t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.layers.device_parameter import DeviceParameter, set_class
 from sp_lightning.layers.layer import Kind
@@ -36,9 +37,23 @@ from sp_lightning.torch_compat.private import (
 _like_plain: WeakSet[Callable[..., Any]] = WeakSet()
 
 
-def replaces_no_hooks(pack: Callable[..., Any]) -> None:
-    """Records that where this pack hook is active, plain autograd has no hooks."""
-    _like_plain.add(pack)
+def hooks_in_place_of_none(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
+    """Returns a context of hooks. Where they are active, plain autograd has no hooks.
+
+    A packed tensor also holds the attributes of the tensor that was saved, so they are freed with it.
+    """
+
+    def pack_noted(tensor: Tensor) -> Any:
+        noted = _known.get(id(tensor)) if _known.data else None
+        attributes = None if noted is None or noted.found() is not tensor else noted.give_attributes()
+        packed = pack(tensor)
+        return packed if attributes is None else _Noted(packed, attributes)
+
+    def unpack_noted(packed: Any) -> Tensor:
+        return unpack(packed.packed if type(packed) is _Noted else packed)
+
+    _like_plain.add(pack_noted)
+    return saved_tensors_hooks(pack_noted, unpack_noted)
 
 
 def plain_has_no_hooks() -> bool:
@@ -47,32 +62,65 @@ def plain_has_no_hooks() -> bool:
     return top is not None and top[0] in _like_plain
 
 
+class _Attributes:
+    """The ``__dict__`` of a tensor that was saved (``values``). Packed tensors hold this object."""
+
+    __slots__ = ("__weakref__", "values")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.values = vars(tensor)
+
+
+class _Noted(NamedTuple):
+    """A packed tensor with the attributes of the tensor that was saved."""
+
+    packed: Any
+    attributes: _Attributes
+
+
 class _SavedObject:
     """A tensor that a custom Function has saved. Functions that save one tensor share this object.
 
     Attributes:
         found: a weak reference to the tensor, or to the last tensor that took its place in backward.
         version: the version of this tensor.
-        kind, attributes: the class and the ``__dict__`` of the tensor that was saved.
+        kind: the class of the tensor that was saved.
     """
 
-    __slots__ = ("__weakref__", "attributes", "found", "kind", "version")
+    __slots__ = ("__weakref__", "_attributes", "_until_packed", "found", "kind", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.found = ref(tensor)
-        self.version = tensor._version
-        self.kind, self.attributes = type(tensor), vars(tensor)
+        self.version, self.kind = tensor._version, type(tensor)
+        self.hold_attributes(tensor)
+
+    def hold_attributes(self, tensor: Tensor) -> None:
+        """Holds the attributes of the tensor until a packed tensor holds them."""
+        self._until_packed: _Attributes | None = _Attributes(tensor)
+        self._attributes = ref(self._until_packed)
+
+    @property
+    def has_attributes(self) -> bool:
+        """True unless the last packed tensor was freed."""
+        return self._attributes() is not None
+
+    def give_attributes(self) -> _Attributes | None:
+        """Returns the attributes for a packed tensor, and holds them no more. None after the last packed tensor was freed."""
+        attributes, self._until_packed = self._attributes(), None
+        return attributes
 
     def of(self, unpacked: Tensor) -> Tensor:
         """Returns the saved tensor for backward. ``unpacked``: the tensor that autograd has made of the hooks' result."""
         found = self.found()
         if found is not None and found._version == self.version:  # an offloaded tensor may be written after its copy
             return found
+        attributes = self._attributes()
+        assert attributes is not None  # held by the packed tensor that was unpacked
         if is_traceable_wrapper_subclass(unpacked):  # its own dictionary has its inner tensors
-            vars(unpacked).update({name: each for name, each in self.attributes.items() if name not in vars(unpacked)})
+            vars(unpacked).update({name: v for name, v in attributes.values.items() if name not in vars(unpacked)})
         else:
             set_class(unpacked, self.kind)
-            unpacked.__dict__ = self.attributes
+            unpacked.__dict__ = attributes.values
         if unpacked._version != self.version:
             set_version_counter((unpacked,), (self.version,))
         self.found = ref(unpacked)
@@ -92,6 +140,8 @@ def _note(tensor: Any) -> _SavedObject | ref[DeviceParameter] | None:
     known = _known.get(id(tensor))
     if known is None or known.found() is not tensor or known.version != tensor._version:
         known = _known[id(tensor)] = _SavedObject(tensor)
+    elif not known.has_attributes:  # all packed tensors were freed, and another Function saves the tensor
+        known.hold_attributes(tensor)
     return known
 
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.device.lease import SavedView, SavedViews
 from sp_lightning.engine.activations import SavedActivation
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.saved_objects import replaces_no_hooks
+from sp_lightning.engine.saved_objects import hooks_in_place_of_none
 from sp_lightning.engine.step import Part
 from sp_lightning.layers.casts import SavedValues
 from sp_lightning.layers.device_parameter import DeviceParameter
@@ -198,10 +198,10 @@ class SavedTensors(Part):
                 return saved
             return tensor if tensor.is_leaf and not _is_of_frozen_weight(tensor) else tensor.detach(), tensor._version
 
-        _our_packs.add(pack)
-        if outer is None:
-            replaces_no_hooks(pack)
-        return saved_tensors_hooks(pack, self._unpack)
+        hooks = saved_tensors_hooks if outer is not None else hooks_in_place_of_none
+        context = hooks(pack, self._unpack)
+        _our_packs.add(context.pack_hook)
+        return context
 
     def _in_slot(self, tensor: Tensor) -> bool:
         """Returns True if the memory of a plain tensor is in a slot."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -260,6 +261,37 @@ class Shown(Saves):
             one, again = output.grad_fn.saved_tensors, output.grad_fn.saved_tensors
             self.seen.append((one[0] is x, one[1] is again[1] is self.outer.weight, one[1].main_grad))
         return output
+
+
+class Tagged(Saves):
+    """Its activation has a large attribute, which a kept loss must not keep alive."""
+
+    def around(self, x: Tensor) -> Tensor:
+        x.tag = torch.zeros(8)  # type: ignore[attr-defined]
+        tags.append(ref(x.tag))  # type: ignore[attr-defined]
+        return super().around(x)
+
+
+tags: list[ref[Tensor]] = []
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_attributes_are_freed_with_the_graph(activations: Any) -> None:
+    def does(block: Any, ctx: Any, *saved: Any) -> Tensor:
+        return saved[-1]
+
+    losses: list[Tensor] = []
+
+    def make() -> Any:
+        module = saves(does, Tagged)()
+        compute = module.loss
+        module.loss = lambda batch: losses.append(compute(batch)) or losses[-1]
+        return module
+
+    tags.clear()
+    fit(make, vectors(), superpipeline(activations=activations))
+    assert tags
+    assert not any(each() is not None for each in tags)
 
 
 KINDS = [OwnHooks, Checkpointed, Reentrant, Frozen, Transposed, Neighbours, Mapped, Operator, Shown]

@@ -6,6 +6,7 @@ Each test was written after a program whose numbers differed without an error.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from tests.support.nets import Does
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 WAYS: dict[str, Callable[[], Any]] = {
     "all layers": lambda: on_device(gpu_layers=1.0, optimizer_overlap="off"),
@@ -73,8 +75,9 @@ class LeavesOut(Stepped):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("kept", [0, 1])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "kept"), first(itertools.product(WAYS, (0, 1)), ("half of them", 1), why="the same elsewhere")
+)
 def test_a_batch_that_steps_no_layer_is_plains(kept: int, way: str) -> None:
     """Weights are read after each batch, so the next step uploads state. Landing did not wait for that upload."""
 
@@ -114,7 +117,7 @@ def answers(module: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", first(WAYS, "half of them", why="the same with all layers"))
 def test_functions_of_weights_that_stay_answer_as_plains(way: str) -> None:
     """``is_shared`` made a storage object without memory, and torch ended the process when it was freed."""
     seen: list[list[Any]] = []

@@ -279,6 +279,7 @@ class Later(Module):
         return batch.float().square().mean()
 
 
+@pytest.mark.rest("compiles many graphs")
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_a_block_that_needs_masters_changes_no_block_that_was_called_before_it(checkpoints: bool) -> None:
     strategy = superpipeline(k=1, activations="keep" if checkpoints else "recompute")
