@@ -44,7 +44,7 @@ def hooks_in_place_of_none(pack: Callable[[Tensor], Any], unpack: Callable[[Any]
     """
 
     def pack_noted(tensor: Tensor) -> Any:
-        noted = _known.get(id(tensor)) if _known.data else None
+        noted = _known.get(id(tensor)) if _known else None
         attributes = None if noted is None or noted.found() is not tensor else noted.give_attributes()
         packed = pack(tensor)
         return packed if attributes is None else _Noted(packed, attributes)

@@ -285,7 +285,12 @@ def test_attributes_are_freed_with_the_graph(activations: Any) -> None:
     def make() -> Any:
         module = saves(does, Tagged)()
         compute = module.loss
-        module.loss = lambda batch: losses.append(compute(batch)) or losses[-1]
+
+        def loss(batch: Any) -> Tensor:
+            losses.append(compute(batch))
+            return losses[-1]
+
+        module.loss = loss
         return module
 
     tags.clear()
