@@ -23,7 +23,7 @@ from sp_lightning.comparison.report import DIFFERENT, EQUAL, NOT_RUN
 from sp_lightning.comparison.runs import RunResult, RunVariant, root_device, run, undisturbed
 from sp_lightning.comparison.subject import Factory, NotRunError, Subject
 from sp_lightning.device.accelerator import device_for
-from sp_lightning.observe.plot import Measured
+from sp_lightning.observe.plot import DialPoint
 from sp_lightning.observe.reached import machine_of, today
 from sp_lightning.plan.plan import cap_remarks
 from sp_lightning.plan.units import human_bytes
@@ -82,12 +82,12 @@ class Dial:
         return f"{self.model}, {self.task}"
 
     @property
-    def points(self) -> list[Measured]:
+    def points(self) -> list[DialPoint]:
         """The rows that have a time, for a picture. The row of an optimizer on the CPU has plain's time if it has none."""
         plain = self.rows[0].seconds
         times = [(row, plain if row.name == _ON_CPU and row.seconds is None else row.seconds) for row in self.rows]
         sizes = [(row.name, row.allocated or row.counted, seconds) for row, seconds in times]
-        return [Measured(name, size, seconds) for name, size, seconds in sizes if size and seconds]
+        return [DialPoint(name, size, seconds) for name, size, seconds in sizes if size and seconds]
 
     def __str__(self) -> str:
         return f"{self.title}. {self.text}"

@@ -152,8 +152,10 @@ class BoundWeights(SlotUsers):
         """Copies the new values to weights that were given other memory in this use, and offers the new casts."""
         group, guard = layer.parameters, layer.guard
         places = self._slots.views(layer, slot)
+        # If a signal handler has interrupted `attach`, device parameters may still be stand-ins, which have no other memory.
+        attached = range(len(group.all)) if layer.state.attached else ()
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            for index in range(len(group.all)):
+            for index in attached:
                 value = group.value(index)
                 if guard is not None and index in guard.retyped:  # the slot has no place for the weight
                     value.copy_(group.hosts[index])

@@ -54,7 +54,7 @@ class Point(NamedTuple):
         return self.nbytes / 2**30
 
 
-class Measured(NamedTuple):
+class DialPoint(NamedTuple):
     """Device memory (bytes) and time (seconds per batch) of one measured run, with the run's name."""
 
     name: str
@@ -196,7 +196,7 @@ def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title
     pyplot.close(figure)
 
 
-def draw_measured(panels: Mapping[str, Sequence[Measured]], path: Path) -> None:
+def draw_measured(panels: Mapping[str, Sequence[DialPoint]], path: Path) -> None:
     """Draws measured seconds against device memory, a panel for each model, a named point for each run.
 
     Args:

@@ -283,10 +283,11 @@ class SimDevice(Device):
                 target.detach(),
                 source.detach(),
             )  # user code may exchange their memory before the copy runs
-        # A GPU's driver has read pageable host memory when the call returns.
+        # A GPU's driver has read pageable host memory when the call returns. Device memory that no operator was seen to make, such as
+        # the casts of a step, was allocated by the current stream.
         pools: dict[Stream, tuple[Agent | None, Agent]] = {
             Stream.UPLOAD: (None, Stream.COMPUTE),
-            Stream.DOWNLOAD: (Stream.COMPUTE, HOST),
+            Stream.DOWNLOAD: (self.stream, HOST),
         }
         of_source, of_target = pools.get(stream, (None, None))
         self._check(source, stream, write=False, what="copied from", pool=of_source)
