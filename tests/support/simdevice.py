@@ -283,8 +283,8 @@ class SimDevice(Device):
                 target.detach(),
                 source.detach(),
             )  # user code may exchange their memory before the copy runs
-        # A GPU's driver has read pageable host memory when the call returns. Device memory that no operator was seen to make, such as
-        # the casts of a step, was allocated by the current stream.
+        # A GPU's driver has read pageable host memory when the call returns. Device memory that no operator was seen to make,
+        # such as the casts of a step, was allocated by the current stream.
         pools: dict[Stream, tuple[Agent | None, Agent]] = {
             Stream.UPLOAD: (None, Stream.COMPUTE),
             Stream.DOWNLOAD: (self.stream, HOST),
