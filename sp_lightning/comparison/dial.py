@@ -255,7 +255,7 @@ class _Measuring:
             return None
 
     def _seconds(self, done: RunResult) -> float:
-        """Returns the median time of a batch. The second batch is left out as well, unless there are no more."""
+        """Returns the median time of a batch. The first two batches are left out if there are more."""
         return median(done.times[1:] or done.times)
 
     def _equal(self, done: RunResult) -> str:
