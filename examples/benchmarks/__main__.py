@@ -96,7 +96,14 @@ def _module(item: agenda.Module, expected: float, left: float, out: Path) -> row
     """Run a module, and keep the end of what it says."""
     folder = ["--out", f"{out.parent.absolute()}/"] if item.writes else []
     ended, text = _ran(
-        ["-m", f"examples.benchmarks.{item.module}", *item.arguments, *folder], {}, min(limit(expected), left)
+        [
+            "-m",
+            f"examples.benchmarks.{item.module}",
+            *(each.format(out=out.parent) for each in item.arguments),
+            *folder,
+        ],
+        {},
+        min(limit(expected), left),
     )
     print(text.strip(), flush=True)
     return {**ended, "said": text[-3000:]}

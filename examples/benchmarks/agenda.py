@@ -21,7 +21,7 @@ class Module:
 
     Attributes:
         name: of the module.
-        arguments: of its command line, beyond ``--out``.
+        arguments: of its command line, beyond ``--out``. ``{out}`` in them is the folder for results.
         expected: seconds, as long as no run has told them.
         folders: of the package that it is about; all others may change, and its row still counts.
         writes: it has ``--out``. Otherwise its row keeps the end of what it says.
@@ -192,7 +192,7 @@ def now() -> Agenda:
         Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "tuning")),
         Contest(small, ("plain", "plain-clipped", "stay-clipped"), 32),
         Contest(small, ("plain-compiled", "default-compiled"), 60),
-        Module("limits", ("--seconds", "16"), 30),
+        Module("limits", ("--seconds", "16", "--rates", "{out}/rates.json"), 30),
         Module("beside_plan", ("--size", "1.5B", "--tokens", "16384", "--length", "4096", "--seconds", "4"), 75),
         Module(
             "second_runs", ("--width", "4096", "--tokens", "8192", "--precision", "bf16-true"), 30, ("activations",)
@@ -228,7 +228,7 @@ def pretended() -> Agenda:
         Module("first_light", ("--pretend", "--seconds", "400"), 200),
         Tests("tests", ("test_fork.py",), 200),
         Module("beside_plan", ("--tokens", "64", "--seconds", "0.1"), 200),
-        Module("limits", ("--seconds", "0.4"), 200),
+        Module("limits", ("--seconds", "0.4", "--rates", "{out}/rates.json"), 200),
         Contest(workload, ("deepspeed", "superpipeline-2:1"), 200),
         Module("foresight", ("--tokens", "64", "--windows", "1:1", "2:1", "--seconds", "0.1"), 200),
     ]

@@ -39,7 +39,7 @@ def pytest_runtest_setup(item: Any) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Each result is in the file at once. If a test has several, the last one counts: a test whose teardown fails has not passed."""
+    """Each result is in the file at once. The last result counts: a test whose teardown fails has not passed."""
     if FOLDER and "PYTEST_XDIST_WORKER" not in os.environ and (report.when == "call" or report.outcome != "passed"):
         outcome = "late" if report.skipped and LATE in str(report.longrepr) else report.outcome
         with Path(FOLDER, "results").open("a") as file:
