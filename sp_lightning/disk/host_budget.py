@@ -7,7 +7,7 @@ from collections.abc import Callable
 from sp_lightning.device.host_memory import free_garbage
 from sp_lightning.plan import host_memory as machine
 from sp_lightning.plan.host_memory import HostBudget
-from sp_lightning.plan.units import enough_bytes, exact_bytes, human_bytes
+from sp_lightning.plan.units import as_option, enough_bytes, human_bytes
 
 MARGIN = 1 / 16
 """With a disk, the share of ``host_memory`` that is left to batches, to activations on the CPU, and to the process itself."""
@@ -114,17 +114,17 @@ class LimitedMemory(HostBudget):
         given = self._host_memory
         if not isinstance(given, int):
             return (
-                f"host_memory={given:g} of the free memory is too little: {human_bytes(total)} more are needed ({parts}), and "
+                f"host_memory={as_option(given)} of the free memory is too little: {human_bytes(total)} more are needed ({parts}), and "
                 f"it leaves {human_bytes(room)}. Store the rest on a disk: "
-                f'SuperpipelineStrategy(disk="/scratch", host_memory={given:g}).'
+                f'SuperpipelineStrategy(disk="/scratch", host_memory={as_option(given)}).'
             )
         taken = machine.resident_bytes() + self._others
         if taken + total <= given - _LEAST_MARGIN:
             return super().too_little(total, room, parts)
         enough = enough_bytes(_with_margin(taken + total, disk=False) + _DIFFERS)
         return (
-            f'host_memory="{exact_bytes(given)}" is too little: {human_bytes(taken + total + _LEAST_MARGIN)} are needed '
+            f"host_memory={as_option(given)} is too little: {human_bytes(taken + total + _LEAST_MARGIN)} are needed "
             f"({human_bytes(taken)} taken already, {parts}, {human_bytes(_LEAST_MARGIN)} for batches). "
             f'host_memory="{enough}" is enough. Or store the rest on a disk: '
-            f'SuperpipelineStrategy(disk="/scratch", host_memory="{exact_bytes(given)}").'
+            f'SuperpipelineStrategy(disk="/scratch", host_memory={as_option(given)}).'
         )

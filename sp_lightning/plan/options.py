@@ -82,24 +82,15 @@ def checked_share(option: str, value: Any) -> Share:
 
 
 def checked_budget(option: str, value: Any) -> int | float | None:
-    """Returns a memory limit: bytes, a fraction of the free memory (a float of at most 1), or None."""
-    if value is None:
-        return None
-    wanted = 'bytes (8_000_000_000), a size ("8GiB", "8GB") or a fraction of the free memory (0.8, "80%")'
-    if isinstance(value, str):
-        percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value)
-        if percent is None:
-            return parse_bytes(option, value)
-        value = float(percent[1]) / 100
-    if isinstance(value, float) and value > 1 and value.is_integer():
-        value = int(value)  # YAML reads 1e9 as a float
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{option} takes {wanted}; found {value!r}.")
-    if isinstance(value, float) and not 0 < value <= 1:
-        raise ValueError(f"{option} takes {wanted}; {value!r} is not a fraction between 0 and 1.")
-    if isinstance(value, int) and value < 1024:
-        raise ValueError(f'{option} takes {wanted}; {value!r} is too small. With a unit: "{abs(value) or 8}GiB".')
-    return value
+    """Returns a memory limit: bytes (see :func:`parse_bytes`), a share of the free memory (``"80%"``, as a float), or None."""
+    percent = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value) if isinstance(value, str) else None
+    if percent is None:
+        return None if value is None else parse_bytes(option, value)
+    if not 0 < float(percent[1]) <= 100:
+        raise ValueError(
+            f'{option} takes a share of the free memory from 0% to 100%, found {value!r}. For example "80%".'
+        )
+    return float(percent[1]) / 100
 
 
 def checked_switch(option: str, value: Any) -> bool:

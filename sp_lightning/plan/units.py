@@ -50,20 +50,43 @@ def exact_bytes(nbytes: int) -> str:
     return f"{nbytes // fitting.get(name, 1)}{name}"
 
 
-def parse_bytes(option: str, text: str) -> int:
-    """Returns the bytes of a size with a unit. ``GB`` is 10⁹ bytes; ``GiB``, ``Gi`` and ``G`` are 2³⁰.
+def as_option(budget: float) -> str:
+    """Formats a memory limit for an option: bytes (an integer) as :func:`exact_bytes`, a share (a float) in percent."""
+    return f'"{exact_bytes(budget) if isinstance(budget, int) else f"{100 * budget:g}%"}"'
+
+
+def parse_bytes(option: str, size: object) -> int:
+    """Returns the bytes of a size, by the one rule of all options of the strategy, the recipes and the command line.
+
+    - Text with a unit: ``GB`` is 10⁹ bytes; ``GiB``, ``Gi`` and ``G`` are 2³⁰.
+    - A number below 10,000, or its text, is GiB: ``24``, ``24.0``, ``"24"``, ``1.5``. A larger whole number is bytes.
+    - Shares of a memory are not sizes: ``"80%"``, and decimals up to 1.0, which could be a share or GiB.
 
     Args:
         option: the name of the option, for the error.
-        text: the size, for example ``"8GiB"``.
+        size: the size, for example ``"8GiB"`` or ``8``.
 
     Raises:
-        ValueError: the text is not a size with a unit, or the size is zero.
+        TypeError: the size is neither text nor a number.
+        ValueError: the size is zero, negative, a share, a number with an unknown unit, or 10,000 or more with a fraction.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|B)\s*", text, re.IGNORECASE)
+    wanted = 'a size: GiB as a number (24), or with a unit ("24GiB", "24GB", "512MiB")'
+    if isinstance(size, bool) or not isinstance(size, str | int | float):
+        raise TypeError(f"{option} takes {wanted}, found {size!r}.")
+    text = f"{size:f}" if isinstance(size, float) else str(size)  # YAML reads 1e9 as a float
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|(B))?\s*", text, re.IGNORECASE)
     if match is None or len(match[1]) > 20 or not float(match[1]):
-        raise ValueError(
-            f'{option} takes a number with a unit (B, MB, MiB, GB, GiB, …), found {text!r}. For example "8GiB".'
-        )
-    base = 1000 if (match[3] or "").upper() == "B" else 1024
-    return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
+        raise ValueError(f'{option} takes {wanted}, found {size!r}. For example {option}="8GiB".')
+    number, prefix, suffix, single = match.groups()
+    if prefix is None and single is None:
+        if "." in number and (float(number) <= 1 or (float(number) >= LARGEST_GIB and not float(number).is_integer())):
+            raise ValueError(
+                f'{option} takes {wanted}; {size!r} may be GiB or a share. For GiB: "{float(number):g}GiB".'
+            )
+        prefix = "G" if float(number) < LARGEST_GIB else ""
+    base = 1000 if (suffix or "").upper() == "B" else 1024
+    return int(float(number) * base ** " KMGT".index((prefix or " ").upper()))
+
+
+LARGEST_GIB = 10_000
+"""From this number on, a size without a unit is bytes. No machine has this many GiB, and no layer fits into as few bytes."""

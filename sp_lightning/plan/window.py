@@ -15,7 +15,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
 from sp_lightning.plan.choices import Count, OptimizerOn, Share
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.units import as_option, human_bytes
 
 FREE_THE_GPU = "List them: nvidia-smi. End them, or choose another GPU: CUDA_VISIBLE_DEVICES=1."
 """The next step if other programs fill a GPU."""
@@ -118,7 +118,7 @@ class Window:
             self.room = int(free * (1 - self._margin if budget is None else budget))
         elif budget is not None:
             raise ValueError(
-                f"gpu_memory={budget} is a share of the device's free memory, and {device.device} has no memory of "
+                f"gpu_memory={as_option(budget)} is a share of the device's free memory, and {device.device} has no memory of "
                 'its own. Give a size: SuperpipelineStrategy(gpu_memory="1GiB").'
             )
         smallest = _WITHOUT_LIMIT if self.room is None else (1, 1)
@@ -265,7 +265,9 @@ class Window:
         else:
             remedy = self._smaller_layers(plan, smallest, find)
         free = f"{_bytes(room)} are free on {device.device}"
-        available = free if self._budget is None else f"with gpu_memory={self._budget!r} there are {_bytes(room)}"
+        available = (
+            free if self._budget is None else f"with gpu_memory={as_option(self._budget)} there are {_bytes(room)}"
+        )
         if (others := device.held_by_others()) is not None:
             remedy += f" {about_others(*others)}"
         what = "Weights and gradients need" if self._training else "Weights need"

@@ -101,9 +101,9 @@ _MEASURE_HOST = "measure Python's time for each layer call on this machine, in a
 
 
 def _size(text: str) -> int:
-    """Parses a size in bytes: ``24GiB``, or ``24GB`` (24 · 10⁹). ``24G`` and ``24`` mean GiB, as for graphics cards."""
+    """Parses a size by the rule of the strategy's options. A share has no meaning, because free memory is not known."""
     try:
-        return parse_bytes("it", f"{text}GiB" if re.fullmatch(r"\d+(\.\d+)?", text) else text)
+        return parse_bytes("it", text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size. For example 24GiB, 24GB or 24 (GiB)") from error
 

@@ -59,8 +59,8 @@ class StreamingStrategy(LoopStrategy):
             - ``"auto"``: the first two batches run with the smallest window, later ones with the fastest that fits (CPU: 2).
 
         k_prime: further layers that may be uploaded meanwhile, at least 1, or ``"auto"``. A transfer has at most that many.
-        gpu_memory: GPU memory that the run may use for everything: bytes, a size (``"16GiB"``), or a fraction of the memory
-            that is free at set-up (``0.8``). None: 15/16 of the free memory; if ``k`` and ``k_prime`` are numbers, all of it.
+        gpu_memory: GPU memory that the run may use for everything: a size (``"16GiB"``; ``16`` is GiB), or a share of the memory
+            that is free at set-up (``"80%"``). None: 15/16 of the free memory; if ``k`` and ``k_prime`` are numbers, all of it.
         activations: how activations are stored. It does not change results.
 
             - ``"auto"``: kept if they fit; otherwise the fastest mode for each layer (on the CPU without ``gpu_memory``: kept).
@@ -112,8 +112,8 @@ class StreamingStrategy(LoopStrategy):
         disk: a folder on an NVMe drive. Optimizer state beyond ``host_memory`` is stored in a temporary file there, then
             gradients, then trained weights. Frozen weights are read from their own files. With several devices, only
             optimizer state is stored on the disk.
-        host_memory: host memory that all processes of the node may use together: bytes, a size (``"64GiB"``), or a fraction of
-            the memory that is free at set-up. None: all free memory. With ``disk``, the rest is stored on the disk. Without
+        host_memory: host memory that all processes of the node may use together: a size (``"64GiB"``; ``64`` is GiB), or a share
+            of the memory that is free at set-up (``"80%"``). None: all free memory. With ``disk``, the rest is stored on the disk. Without
             ``disk``, a run that needs more raises an error before it begins, as on a machine with that memory; ``superpipeline
             plan --host-memory`` estimates the same.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` during a run if the trainer has none.

@@ -112,7 +112,7 @@ class Nested(pl.LightningModule):
 def test_layers_that_are_advised_were_tried(inner: tuple[int, ...], pattern: str) -> None:
     """What the error says can be pasted, and then the least is what it says."""
     batches = [torch.randn(2, 64)]
-    with pytest.raises(ValueError, match="and with gpu_memory=1024 there are 1024 bytes") as told:
+    with pytest.raises(ValueError, match='and with gpu_memory="1KiB" there are 1024 bytes') as told:
         fit(lambda: Nested(*inner), batches, SuperpipelineStrategy(gpu_memory="1KiB", layers="net.*"))
     advised = re.search(r"SuperpipelineStrategy\((layers=\[.*\])\), whose least is (.*)\.$", str(told.value))
     assert advised is not None, str(told.value)

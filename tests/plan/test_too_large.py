@@ -36,14 +36,14 @@ class SmallDevice(Device):
         (24576, {"k": 2, "k_prime": 1}, r"need 25600 bytes .* with k=2 .*least is 20\.0 KiB.*Strategy\(k=1, k_prime=1\)"),
         (
             2**20, {"gpu_memory": "10KiB"},
-            r"need 20480 bytes .* with k=1 .*, and with gpu_memory=10240 there are 10240 bytes \(10\.0 KiB\)\. The",
+            r"need 20480 bytes .* with k=1 .*, and with gpu_memory=\"10KiB\" there are 10240 bytes \(10\.0 KiB\)\. The",
         ),
         (
             40960, {"k": 1, "k_prime": 1, "optimizer_on": "gpu"},
             r"need \d+ bytes .*The two slots in which layers are stepped take \d+ bytes \(.*\) of that: leave "
             'optimizer_on="gpu" out, or give it as much memory',
         ),
-        (None, {"gpu_memory": 0.5}, r"gpu_memory=0\.5 is a share of the device's free memory, and cpu has no"),
+        (None, {"gpu_memory": "50%"}, r"gpu_memory=\"50%\" is a share of the device's free memory, and cpu has no"),
     ],
 )  # fmt: skip
 def test_too_large_for_the_device(free: int | None, options: dict[str, Any], message: str) -> None:

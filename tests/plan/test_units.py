@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from sp_lightning.plan.options import checked_budget
 from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib, parse_bytes
+from sp_lightning.planner.arguments import make_parser
 
 
 @pytest.mark.parametrize(
@@ -22,6 +26,28 @@ from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib, parse_bytes
 def test_a_size_is_written_as_it_was_read(nbytes: int, text: str) -> None:
     assert exact_bytes(nbytes) == text
     assert parse_bytes("it", text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [(size, 24 * 2**30) for size in (24, 24.0, "24", "24.0", "24GiB", "24 gib", "24Gi", "24G")]
+    + [("24GB", 24 * 10**9), (1.5, 3 * 2**29), ("1.5", 3 * 2**29), ("512MiB", 2**29), (9999, 9999 * 2**30)]
+    + [(10_000, 10_000), (1e9, 10**9), ("8000000000", 8 * 10**9)],
+)
+def test_one_rule_reads_sizes(size: object, nbytes: int) -> None:
+    """A number is GiB, and from 10,000 on bytes, in text, too. The options of the strategy and of `plan` agree."""
+    assert parse_bytes("it", size) == checked_budget("it", size) == nbytes
+    assert make_parser().parse_args(["plan", "it", "--gpu-memory", str(size)]).gpu_memory == nbytes
+
+
+@pytest.mark.parametrize(
+    "size", [0, -1, "0GiB", 0.8, 1.0, "0.5", "80%", "24 cows", "24GiBs", 10_000.5, math.inf, math.nan, ""]
+)
+def test_sizes_with_two_meanings_are_errors(size: object) -> None:
+    with pytest.raises(ValueError, match="it takes a size"):
+        parse_bytes("it", size)
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["plan", "it", "--host-memory", str(size)])
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_batches_of_any_size_stay_within_the_budget(sizes: tuple[int, ...], soft
     batches = rows(*sizes)
     _, least = train(2**40, batches, k=1, k_prime=1)
     budget = max(least.peaks) + 4 * LAYER
-    ours, meter = train(2**40 if soft else budget, batches, gpu_memory=budget if soft else 1.0)
+    ours, meter = train(2**40 if soft else budget, batches, gpu_memory=budget if soft else "100%")
     assert_same(ours, fit(lambda: Module(Tower()), batches))
     assert max(meter.peaks) <= budget
     assert meter.windows[-1][0] > 3
