@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import graphlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
@@ -70,42 +68,11 @@ def _may_import(here: str, there: str) -> bool:
     return here in CAPABILITIES or there == "SuperpipelineStrategy"
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_imports_go_down(file: str) -> None:
-    assert top_folder(file) in {*CORE, *TOP, *CAPABILITIES}, "a new folder needs its place in the order"
-    assert offences(file, FILES[file]) == []
-
-
-def circle(name: str, files: dict[str, str], *, for_types: bool) -> list[str]:
-    """Files of a folder that import each other in a circle; none if there is no circle."""
-    within = {
-        file: {
-            other
-            for other in files
-            if any(f"{module}.".startswith(f"sp_lightning.{other}.") for module in imports(source, for_types=for_types))
-        }
-        - {file}
-        for file, source in files.items()
-        if top_folder(file) == name
-    }
-    try:
-        list(graphlib.TopologicalSorter(within).static_order())
-    except graphlib.CycleError as error:
-        return list(error.args[1])
-    return []
-
-
-@pytest.mark.parametrize("name", sorted({top_folder(file) for file in FILES}))
-def test_no_file_of_a_folder_imports_itself_by_way_of_others(name: str) -> None:
-    """Imports for annotations alone count, too: a reader follows them as well."""
-    assert circle(name, FILES, for_types=True) == []
-
-
-def test_circles_of_types_are_found() -> None:
-    guarded = "if TYPE_CHECKING:\n    from sp_lightning.layers.b import B"
-    files = {"layers.a": guarded, "layers.b": "from sp_lightning.layers.a import A"}
-    assert circle("layers", files, for_types=False) == []
-    assert set(circle("layers", files, for_types=True)) == {"layers.a", "layers.b"}
+def test_imports_go_down() -> None:
+    assert {top_folder(file) for file in FILES} <= {*CORE, *TOP, *CAPABILITIES}, (
+        "a new folder needs its place in the order"
+    )
+    assert {file: wrong for file, source in FILES.items() if (wrong := offences(file, source))} == {}
 
 
 def test_the_import_check_can_fail() -> None:
@@ -154,9 +121,8 @@ def privates_of_lightning(file: str, source: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != COMPAT])
-def test_one_file_knows_what_is_private_in_lightning(file: str) -> None:
-    assert privates_of_lightning(file, FILES[file]) == []
+def test_one_file_knows_what_is_private_in_lightning() -> None:
+    assert {file for file, source in FILES.items() if privates_of_lightning(file, source)} == {COMPAT}
 
 
 def test_the_check_of_private_names_can_fail() -> None:
@@ -190,14 +156,15 @@ def test_no_two_classes_have_one_name() -> None:
     assert sorted(set(names)) == sorted(names)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_one_file_touches_the_accelerator(file: str) -> None:
-    used = {
-        node.attr
-        for node in ast.walk(ast.parse(FILES[file]))
+def test_one_file_touches_the_accelerator() -> None:
+    found = {
+        file
+        for file, source in FILES.items()
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
+        if node.attr in {"cuda", "accelerator", "Stream", "Event", "xpu", "mps"}
     }
-    assert file == "device.accelerator" or not used & {"cuda", "accelerator", "Stream", "Event", "xpu", "mps"}
+    assert found == {"device.accelerator"}
 
 
 PUBLIC_ENOUGH = {
@@ -280,14 +247,11 @@ def _chain(node: ast.expr) -> list[str]:
     return ["super()" if is_super else "", *names]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_one_file_uses_privates_of_torch(file: str) -> None:
-    may_use_all = file in ("torch_compat.private", "planner.fake")
-    assert may_use_all or torch_privates(FILES[file]) == PRIVATES.get(file, set())
-
-
-def test_every_private_that_a_file_may_use_is_used() -> None:
-    assert {file: torch_privates(FILES[file]) for file in PRIVATES} == PRIVATES
+def test_one_file_uses_privates_of_torch() -> None:
+    found = {file: used for file, source in FILES.items() if (used := torch_privates(source))}
+    assert {
+        file: used for file, used in found.items() if file not in ("torch_compat.private", "planner.fake")
+    } == PRIVATES
     everything = "".join(FILES.values())
     assert all(f".{name}" in everything and reason for name, reason in PUBLIC_ENOUGH.items())
 
@@ -308,13 +272,6 @@ def test_the_check_for_privates_can_fail() -> None:
     assert torch_privates("class A(S):\n  def _apply(self): return super()._apply()") == {"_apply"}
     assert torch_privates("class A:\n  def f(self):\n    self._values = 1\n    return self._values") == set()
     assert torch_privates("def f(module): return module._parameters, module.weight._version") == set()
-
-
-@pytest.mark.parametrize("name", [each for each in (*CORE, *CAPABILITIES) if f"{each}.__init__" in FILES])
-def test_each_folder_says_what_lives_there(name: str) -> None:
-    tree = ast.parse(FILES[f"{name}.__init__"])
-    assert len(ast.get_docstring(tree) or "") > 200
-    assert len(tree.body) == 1, "it imports nothing and passes nothing on"
 
 
 def test_the_options_are_frozen() -> None:
