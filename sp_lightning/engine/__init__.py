@@ -133,7 +133,7 @@ the diagram:
   - ``Access.host_is_used``: before user code uses a captured host parameter in a step.
   - ``WriteBack.take_back_replaced``: before weights that user code has given other memory are copied back.
 
-**Threads.** The engine's lock (``Part.lock``) guards the engine's data. It is not held while user code runs.
+**Threads.** The engine's lock (``Streamer._lock``) guards the engine's data. It is not held while user code runs.
 
 ====================  ===============================================================================================
 thread                runs

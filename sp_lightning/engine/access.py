@@ -11,23 +11,31 @@ A wrong guess of the prefetch costs a fetch and never a result.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Stream, Wait
-from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, LateError
+from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, LateError, OwnThreads
+from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.module_calls import Visits
+from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
-from sp_lightning.engine.step import Part, Step
+from sp_lightning.engine.step import Step
+from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.device_parameter import DeviceParameter, hides_stand_ins
 from sp_lightning.layers.layer import Kind, StreamedLayer
-from sp_lightning.layers.slots import Staged
+from sp_lightning.layers.residents import Residents
+from sp_lightning.layers.slots import BlockSource, Staged
+from sp_lightning.layers.swap import ParameterSwap
+from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.torch_compat.modes import held
 from sp_lightning.torch_compat.patched import elsewhere, scope
 from sp_lightning.torch_compat.private import (
@@ -35,38 +43,48 @@ from sp_lightning.torch_compat.private import (
     interpreter_stack,
     tree_leaves,
 )
+from sp_lightning.updates.background import BackgroundUpdates
 
 
-class Access(Part):
+@dataclass(eq=False, repr=False, kw_only=True)
+class Access:
     """Fetches and attaches layers on request. It is the ``EngineCallbacks`` of device parameters.
 
-    Args:
+    Attributes:
+        lock: the engine's lock.
+        threads: the threads that belong to the run.
+        layers: all layers.
         saved_tensors: the saved-tensor hooks.
         fast_paths: the modules of torch that leave a fast path in evaluation if uses of their weights are noticed.
-
-    Attributes:
         calls: the calls of modules that are running.
     """
 
-    def __init__(
-        self,
-        below: Part,
-        step: Step,
-        backward: Backward,
-        saved_tensors: SavedTensors,
-        fast_paths: Sequence[nn.Module],
-    ) -> None:
-        super().__init__(**vars(below))
-        self._step = step
-        self._backward = backward
+    lock: threading.RLock
+    threads: OwnThreads
+    device: Device
+    layers: Sequence[StreamedLayer]
+    residency: Residency
+    bound_weights: BoundWeights
+    residents: Residents
+    source: BlockSource
+    swap: ParameterSwap
+    writes: WriteBack
+    activations: Activations
+    updates: BackgroundUpdates
+    step: Step
+    backward: Backward
+    saved_tensors: SavedTensors
+    fast_paths: Sequence[nn.Module]
+
+    def __post_init__(self) -> None:
         moving = [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS]
         self._streams = bool(moving)  # False if the module has only residents, which need no packing
         self._casts = any(layer.masters is not None for layer in moving)
         self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
-        self._saved_tensors = saved_tensors
-        self._fast_paths = fast_paths
-        self.gradient_arrived = backward.gradient_arrived  # called directly, because it is called for each gradient
-        self.gradients_complete = backward.complete
+        self.gradient_arrived = (
+            self.backward.gradient_arrived
+        )  # called directly, because it is called for each gradient
+        self.gradients_complete = self.backward.complete
         self.calls = RunningCalls()
         self._scope = scope.get()
         self._closed = False
@@ -96,7 +114,7 @@ class Access(Part):
         # If torch asks other code before the stand-ins, that code may read a master, which has memory only while it is attached.
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
-        step = self._step
+        step = self.step
         if visits and (make_room := self.activations.make_room) is not None:
             make_room(visits, inputs)
         with held(self.lock):
@@ -107,9 +125,9 @@ class Access(Part):
             try:
                 if outside:
                     step.begin_outside()
-                step.activate(in_backward=bool(self._backward.tasks))
+                step.activate(in_backward=bool(self.backward.tasks))
                 self.residents.group.sync_requires_grad()
-                self.residency.begin_call(visits, backward=bool(self._backward.tasks))
+                self.residency.begin_call(visits, backward=bool(self.backward.tasks))
             except BaseException:  # user code may catch the error, so undo everything: no call has begun
                 if outside:
                     step.end(writes_follow=True)
@@ -117,7 +135,7 @@ class Access(Part):
                     self.threads.end()
                 raise
             packs_any = self._streams or self.activations.packs
-            self.calls.begin(self._saved_tensors.hooks if packs_any else None, helps=helps)
+            self.calls.begin(self.saved_tensors.hooks if packs_any else None, helps=helps)
             for layer in visits:
                 if layer.running_calls == 1:  # this call is the outermost one that uses the layer
                     layer.parameters.count_references()
@@ -125,7 +143,7 @@ class Access(Part):
 
     def _outside(self) -> bool:
         """Returns True if no step, backward or module call runs."""
-        return not (self._step.running or self._backward.tasks or self.calls.depth)
+        return not (self.step.running or self.backward.tasks or self.calls.depth)
 
     def _admit(self, visits: Visits) -> None:
         """Admits this thread as a helper in the running forward. The thread is outside the run and calls a module.
@@ -146,7 +164,7 @@ class Access(Part):
 
     def _may_help(self) -> bool:
         """Returns True if a thread outside the run may become a helper now: a forward runs, and no backward."""
-        return (self._step.admits or self.calls.depth > 0) and not self._backward.tasks
+        return (self.step.admits or self.calls.depth > 0) and not self.backward.tasks
 
     def leave(self, visits: Visits, output: Any) -> None:
         """Releases the layers of a module whose call has returned or raised, and prefetches other layers.
@@ -169,8 +187,8 @@ class Access(Part):
             try:
                 if torch.is_grad_enabled() and visits:
                     self._watch(visits, output)
-                if self._step.shown:
-                    self._step.renew_shown()
+                if self.step.shown:
+                    self.step.renew_shown()
                 # The frames of an exception hold the weights as long as the exception is handled. So the layers are
                 # released later. This is common: checkpoints end their recompute by an exception.
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)
@@ -178,7 +196,7 @@ class Access(Part):
                 self.calls.end(helps=helps)
                 outside = self._outside()
                 if outside:
-                    self._step.end(writes_follow=True)
+                    self.step.end(writes_follow=True)
             if visits and not outside:
                 self.residency.fetch_ahead()
 
@@ -190,7 +208,7 @@ class Access(Part):
             visits: the layers that the forward uses.
             inputs: its positional arguments.
         """
-        self._backward.join()
+        self.backward.join()
         entered = self.enter(visits, inputs)
         try:
             yield
@@ -199,7 +217,7 @@ class Access(Part):
 
     def _watch(self, visits: Visits, output: Any) -> None:
         """Adds a hook to the outputs of a module call. Autograd calls the hook when the backward of the call begins."""
-        pre_backward = self._backward.awaited(self._pre_backward, tuple(visits))
+        pre_backward = self.backward.awaited(self._pre_backward, tuple(visits))
         for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(pre_backward)
@@ -211,10 +229,10 @@ class Access(Part):
         layers is over.
         """
         with held(self.lock):
-            self._backward.join()
-            self._step.activate(in_backward=True)
+            self.backward.join()
+            self.step.activate(in_backward=True)
             self.residency.pre_backward(visits)
-        self._backward.make_room(visits)
+        self.backward.make_room(visits)
 
     # ------------------------------------------------------------------ weights are used outside module calls
 
@@ -224,7 +242,7 @@ class Access(Part):
 
         Afterwards no call of this thread counts as running.
         """
-        with self._saved_tensors.hooks() if self._streams else nullcontext():
+        with self.saved_tensors.hooks() if self._streams else nullcontext():
             try:
                 yield
             finally:
@@ -269,7 +287,7 @@ class Access(Part):
             for layer in layers:
                 layer.refuse_updated()
                 layer.rows.need(None)  # all rows
-            self.residency.begin_call(layers, backward=bool(self._backward.tasks))
+            self.residency.begin_call(layers, backward=bool(self.backward.tasks))
         try:
             if residents:
                 with held(self.lock):
@@ -277,8 +295,8 @@ class Access(Part):
                     self.residents.group.notice_uses(False)  # they are on the device, so the operation may use them
             for layer in layers if torch.is_grad_enabled() else ():
                 layer.rows.read_whole()
-            if self._backward.tasks:
-                self._backward.make_room(layers)
+            if self.backward.tasks:
+                self.backward.make_room(layers)
             yield
         finally:
             with held(self.lock):
@@ -338,7 +356,7 @@ class Access(Part):
         """
         with held(self.lock):
             if self.swap.on_device and layer.parameters.written():
-                self._step.take_back_writes()
+                self.step.take_back_writes()
             # Residents are always attached, so their next use would not be noticed otherwise.
             if layer is self.residents.layer:
                 self.residents.group.notice_uses(True)
@@ -395,12 +413,12 @@ class Access(Part):
         # If modules hold device parameters, another thread gets the memory, and only reads it.
         if not self.swap.on_device:
             self.bound_weights.refuse_viewed(layer)
-            self._step.shown.add(layer)
+            self.step.shown.add(layer)
 
     def device_is_used(self, layer: StreamedLayer) -> None:
         """Uploads a layer in use again if modules hold host parameters, and user code has written them, or may have."""
         with held(self.lock):
-            written = layer.outdated or layer in self._step.shown
+            written = layer.outdated or layer in self.step.shown
             if written and layer in self.residency.used and not self.swap.on_device:
                 self.residency.renew(layer)
 
@@ -440,7 +458,7 @@ class Access(Part):
 
         False after the run, so that a use of a device parameter raises an error (:meth:`refuse_over`).
         """
-        return self._backward.at_host() or not (self._closed or self.threads.own)
+        return self.backward.at_host() or not (self._closed or self.threads.own)
 
     @contextmanager
     def helping(self) -> Iterator[bool]:
@@ -477,14 +495,14 @@ class Access(Part):
         Raises:
             RuntimeError: a module of torch in evaluation would leave its fast path, because uses of its weights are noticed.
         """
-        if not self._step.shared:
-            if any(not module.training for module in self._fast_paths):
+        if not self.step.shared:
+            if any(not module.training for module in self.fast_paths):
                 raise RuntimeError(LEAVES_FAST_PATH)
             # Uses of attached layers were not noticed so far. Another thread may still use such a layer. So the layers in use
             # are locked until the step ends.
             for layer in self.residency.used:
                 layer.running_calls += 1
-            self._step.share(True)
+            self.step.share(True)
 
     def copied(self, layer: StreamedLayer, index: int) -> Tensor | None:
         """Copies a weight that may have been written on the device, for a thread that only reads it.

@@ -12,18 +12,25 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
 
-from sp_lightning.engine.step import Part, Step, StepKind
+from sp_lightning.device.own_threads import OwnThreads
+from sp_lightning.engine.activations import Activations
+from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.layers.device_parameter import Untouched, tensor_grad
-from sp_lightning.layers.gradient_sink import Wanted
+from sp_lightning.layers.gradient_sink import GradientSink, Wanted
 from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.slots import BlockSource
+from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.torch_compat.cast_gradient import CastGradient
 from sp_lightning.torch_compat.private import current_graph_task, queue_callback
+from sp_lightning.updates.background import BackgroundUpdates
 
 
 class PendingCall:
@@ -49,18 +56,33 @@ class PendingCall:
         self._begins(self._visits, gradient)
 
 
-class Backward(Part):
+@dataclass(eq=False, repr=False, kw_only=True)
+class Backward:
     """The running graph tasks.
 
     Attributes:
+        lock: the engine's lock.
+        threads: the threads that belong to the run.
+        layers: all layers.
+        note_memory: called when device memory may be at its peak.
         tasks: the identifiers of the running graph tasks, outermost first.
         on_complete: called in the announced backward for each layer whose gradients are all in ``param.grad``.
         wanted: returns True if a step waits for a layer, to update it in the announced backward; None if no step waits.
     """
 
-    def __init__(self, below: Part, step: Step) -> None:
-        super().__init__(**vars(below))
-        self._step = step
+    lock: threading.RLock
+    threads: OwnThreads
+    layers: Sequence[StreamedLayer]
+    residency: Residency
+    source: BlockSource
+    writes: WriteBack
+    gradients: GradientSink
+    activations: Activations
+    updates: BackgroundUpdates
+    note_memory: Callable[[], None]
+    step: Step
+
+    def __post_init__(self) -> None:
         self.tasks: list[int] = []
         self.on_complete: Callable[[StreamedLayer], None] | None = None
         self.wanted: Wanted | None = None
@@ -80,7 +102,7 @@ class Backward(Part):
 
     def at_host(self) -> bool:
         """Returns True if no step, call or backward runs, so that modules hold host parameters. False after the run."""
-        return not (self._step.running or self._step.on_device or self.tasks or self._closed)
+        return not (self.step.running or self.step.on_device or self.tasks or self._closed)
 
     # ------------------------------------------------------------------ it begins
 
@@ -94,7 +116,7 @@ class Backward(Part):
             quiet: True if no code can write weights between forward and backward.
         """
         with self.lock:
-            self._step.resume()
+            self.step.resume()
         if loss.requires_grad:
             loss.register_hook(partial(self._begins, quiet))
 
@@ -111,9 +133,9 @@ class Backward(Part):
             residency = self.residency
             for layer in [layer for layer in residency.used if not layer.running_calls and layer.outdated]:
                 residency.release(layer)  # the host's weights were written or given other memory
-            self._step.compare_writes()
+            self.step.compare_writes()
             if not quiet:
-                self._step.invalidate_unused()
+                self.step.invalidate_unused()
 
     def join(self) -> None:
         """Registers the present graph task, if it is new. Autograd will call :meth:`_ends` when the task ends.
@@ -143,7 +165,7 @@ class Backward(Part):
             if not self.tasks:
                 if not self.threads.helps:  # a helper may compute gradients, and the forward continues after that
                     self.threads.end_forward()
-                self._step.compute_on_host(True)
+                self.step.compute_on_host(True)
             self.tasks.append(task)
             self._nested = self._nested or len(self.tasks) > 1
         queue_callback(partial(self._ends, task))
@@ -317,7 +339,7 @@ class Backward(Part):
         Args:
             well: False if the backward has failed. Then ``debug_writes`` does not compare weights.
         """
-        step = self._step
+        step = self.step
         with self.lock:
             self.source.synchronize()
             self.activations.flush()

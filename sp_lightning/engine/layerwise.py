@@ -43,7 +43,7 @@ from sp_lightning.updates.fused import (
     shares_state,
 )
 from sp_lightning.updates.gpu_bits import StepsLikeGpu
-from sp_lightning.updates.pieces import InPieces
+from sp_lightning.updates.pieces import mode_for
 from sp_lightning.updates.step_context import StepContext, compiles, reads_settings
 
 LOG = logging.getLogger("lightning.pytorch.superpipeline")
@@ -665,7 +665,7 @@ class LayerwiseStep:
         else:
             others = {id(p): group[_LIKE] for group in part.param_groups if _LIKE in group for p in group["params"]}
             # See "Note: fused operator in pieces" in updates/__init__.
-            with InPieces(layer.casts.places(Stream.UPDATE), clips, others):
+            with mode_for(trained, layer.casts.places(Stream.UPDATE), clips, others):
                 step()
         layer.casts.refresh(by=Stream.UPDATE, but=set() if self._traits.separable else set(map(id, trained)))
 

@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -18,14 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from sp_lightning.device.device import Device
 from sp_lightning.device.lease import SavedView, SavedViews
-from sp_lightning.engine.activations import SavedActivation
+from sp_lightning.engine.activations import Activations, SavedActivation
 from sp_lightning.engine.backward import Backward
+from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.saved_objects import hooks_in_place_of_none
-from sp_lightning.engine.step import Part
 from sp_lightning.layers.casts import SavedValues
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.layers.layer import Kind, Rows, StreamedLayer
+from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.model.wrapped import builder, parts
 from sp_lightning.torch_compat.modes import held, never_compiled
 from sp_lightning.torch_compat.private import (
@@ -162,12 +165,18 @@ class _CallsOfThread(threading.local):
     pushed = 0
 
 
-class SavedTensors(Part):
-    """Makes the saved-tensor hooks of the engine."""
+@dataclass(eq=False, repr=False, kw_only=True)
+class SavedTensors:
+    """Makes the saved-tensor hooks of the engine. ``lock``: the engine's lock."""
 
-    def __init__(self, below: Part, backward: Backward) -> None:
-        super().__init__(**vars(below))
-        self._backward = backward
+    lock: threading.RLock
+    device: Device
+    residency: Residency
+    writes: WriteBack
+    activations: Activations
+    backward: Backward
+
+    def __post_init__(self) -> None:
         self._views: defaultdict[int, SavedViews] = defaultdict(SavedViews)  # by the layers' layout
 
     def hooks(self) -> AbstractContextManager[None]:
@@ -291,7 +300,7 @@ class SavedTensors(Part):
             place: the place in the slot; None for the weight itself.
             rows: the rows that the tensor needs.
         """
-        backward, residency = self._backward, self.residency
+        backward, residency = self.backward, self.residency
         with held(self.lock, leaves_inference_mode=True):
             if current_graph_task() not in backward.tasks:
                 backward.join()

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.residency import Residency
-from sp_lightning.layers.bound_weights import BoundWeights
-from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.slots import BlockSource
@@ -34,42 +32,14 @@ class StepKind(enum.Enum):
     """User code calls backward, reads gradients and writes weights within the step (manual optimization)."""
 
 
-@dataclass(eq=False)
-class Part:
-    """A part of the engine. Its attributes are the parts below the step, and data that all parts share.
-
-    Each part from the step upward copies these attributes from the argument ``below`` of its constructor.
-
-    Attributes:
-        lock: the engine's lock. It is never held while user code runs. Autograd's threads take it as well, in hooks.
-        threads: the threads that belong to the run.
-        layers: all layers.
-        note_memory: called when device memory may be at its peak.
-    """
-
-    lock: threading.RLock
-    threads: OwnThreads
-    device: Device
-    layers: list[StreamedLayer]
-    residency: Residency
-    bound_weights: BoundWeights
-    writes: WriteBack
-    source: BlockSource
-    residents: Residents
-    swap: ParameterSwap
-    activations: Activations
-    updates: BackgroundUpdates
-    gradients: GradientSink
-    note_memory: Callable[[], None]
-
-
-class Step(Part):
+@dataclass(eq=False, repr=False, kw_only=True)
+class Step:
     """The running step, or the last one.
 
-    Args:
-        watch: compares the host's weights (``debug_writes``); otherwise None.
-
     Attributes:
+        layers: all layers.
+        threads: the threads that belong to the run.
+        watch: compares the host's weights (``debug_writes``); otherwise None.
         running: True if a step runs.
         kind: the kind of the running step, or of the last one.
         ends_with_backward: True if the step ends when a backward ends.
@@ -81,9 +51,19 @@ class Step(Part):
             date.
     """
 
-    def __init__(self, below: Part, watch: WeightWatch | None) -> None:
-        super().__init__(**vars(below))
-        self._watch = watch
+    device: Device
+    layers: Sequence[StreamedLayer]
+    threads: OwnThreads
+    residency: Residency
+    residents: Residents
+    source: BlockSource
+    swap: ParameterSwap
+    writes: WriteBack
+    activations: Activations
+    updates: BackgroundUpdates
+    watch: WeightWatch | None
+
+    def __post_init__(self) -> None:
         self.expected: str | None = None
         # True if modules hold host parameters in the middle of a step, where user code may write them.
         self._holds_host = False
@@ -120,7 +100,7 @@ class Step(Part):
         training = kind is not StepKind.INFERENCE
         # Layers do not rest if there is a timeline, which records the beginning and the end of each use, or with
         # debug_writes, which assumes that each use writes the weights.
-        self.residency.let_rest(not (training or self.device.timelines or self._watch is not None))
+        self.residency.let_rest(not (training or self.device.timelines or self.watch is not None))
         if self.expected != phase:
             self.residency.prefetch.start(phase, training=training)
         # If copies do not stay valid, the first layers of the next batch would be prefetched in vain.
@@ -174,7 +154,7 @@ class Step(Part):
         if held_host:
             self.swap.to_device()
         self.residents.refresh()
-        if self._watch is not None:  # debug_writes assumes that every weight on the device is written
+        if self.watch is not None:  # debug_writes assumes that every weight on the device is written
             self.residents.group.expose()
         if held_host:
             self.swap.watch_captured(not in_backward or self.swap.captured_used)
@@ -372,7 +352,7 @@ class Step(Part):
         finally:  # copying writes back may raise
             self._restore_modules()
             # debug_writes assumes that every weight is written between two steps.
-            if writes_follow and (self.training or self._watch is not None):
+            if writes_follow and (self.training or self.watch is not None):
                 self.source.synchronize()
             elif writes_follow:
                 self.swap.watch_between()
@@ -398,11 +378,11 @@ class Step(Part):
         Raises:
             RuntimeError: a weight was written in a way that no version counter shows.
         """
-        if self._watch is not None and self.running:
-            self._watch.compare()
+        if self.watch is not None and self.running:
+            self.watch.compare()
 
     def _look_at_weights(self) -> None:
         """With ``debug_writes``, records the values of the host's weights for :meth:`compare_writes`, after all updates."""
-        if self._watch is not None and self.running:
+        if self.watch is not None and self.running:
             self.updates.finish()
-            self._watch.look()
+            self.watch.look()

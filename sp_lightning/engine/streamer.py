@@ -21,7 +21,7 @@ from sp_lightning.engine.module_calls import ModuleCalls, listen
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
-from sp_lightning.engine.step import Part, Step, StepKind
+from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.buffers import AveragesOnDevice, PrunedWeights
@@ -171,32 +171,75 @@ class Streamer:
             self.threads,
         )
         swap.averages = [AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages]
-        self._below = below = Part(
-            self._lock,
-            self.threads,
-            device,
-            layers,
-            self._residency,
-            self._bound_weights,
-            self._writes,
-            self._source,
-            self._residents,
-            swap,
-            self.activations,
-            self.updates,
-            self._gradients,
-            self._peak.note,
+        self._step = Step(
+            device=device,
+            layers=layers,
+            threads=self.threads,
+            residency=self._residency,
+            residents=self._residents,
+            source=self._source,
+            swap=swap,
+            writes=self._writes,
+            activations=self.activations,
+            updates=self.updates,
+            watch=self._watch,
         )
-        self._step = Step(below, self._watch)
-        self._backward = Backward(below, self._step)
+        self._backward = Backward(
+            lock=self._lock,
+            threads=self.threads,
+            layers=layers,
+            residency=self._residency,
+            source=self._source,
+            writes=self._writes,
+            gradients=self._gradients,
+            activations=self.activations,
+            updates=self.updates,
+            note_memory=self._peak.note,
+            step=self._step,
+        )
         self.turns = placement.turns(self._lock, layers, self._source, self._step)
-        self.updating = Updating(below, self._step, self._backward, self.turns)
+        self.updating = Updating(
+            lock=self._lock,
+            device=device,
+            layers=layers,
+            residency=self._residency,
+            source=self._source,
+            writes=self._writes,
+            gradients=self._gradients,
+            updates=self.updates,
+            step=self._step,
+            backward=self._backward,
+            turns=self.turns,
+        )
 
     def _build_access(self) -> None:
         """Builds the parts that receive requests for layers."""
-        saved_tensors = SavedTensors(self._below, self._backward)
-        fast_paths = [each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)]
-        self._access = Access(self._below, self._step, self._backward, saved_tensors, fast_paths)
+        saved_tensors = SavedTensors(
+            lock=self._lock,
+            device=self.device,
+            residency=self._residency,
+            writes=self._writes,
+            activations=self.activations,
+            backward=self._backward,
+        )
+        self._access = Access(
+            lock=self._lock,
+            threads=self.threads,
+            device=self.device,
+            layers=self._layers,
+            residency=self._residency,
+            bound_weights=self._bound_weights,
+            residents=self._residents,
+            source=self._source,
+            swap=self._swap,
+            writes=self._writes,
+            activations=self.activations,
+            updates=self.updates,
+            step=self._step,
+            backward=self._backward,
+            saved_tensors=saved_tensors,
+            fast_paths=[each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)],
+        )
         self._calls: list[ModuleCalls] = []
         self._graphs_before = compiled_graphs()
         self._compiled: list[CompiledCalls] = []

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Wait
+from sp_lightning.device.device import Device, Wait
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.step import Part, Step
+from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.layers.device_parameter import Untouched
 from sp_lightning.layers.freed_gradient import forget, free
+from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.layers.slots import BlockSource
+from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty
 from sp_lightning.torch_compat.modes import held
+from sp_lightning.updates.background import BackgroundUpdates
 from sp_lightning.updates.layer_stepper import LayerStepper
 
 
-class Updating(Part):
+@dataclass(eq=False, repr=False, kw_only=True)
+class Updating:
     """The engine's side of updates, which :class:`~sp_lightning.engine.layerwise.LayerwiseStep` calls.
 
-    Args:
-        turns: which process may change the weights, and when.
-
     Attributes:
+        lock: the engine's lock.
+        layers: all layers.
+        turns: which process may change the weights, and when.
         backward: calls its ``on_complete`` in the announced backward, for each layer whose gradients are all in ``param.grad``.
             Before that, its ``wanted`` returns True if ``on_complete`` would begin an update of the layer. With several
             devices, all ranks agree on the result.
@@ -35,13 +43,21 @@ class Updating(Part):
         step_seconds: seconds of optimizers' steps on the CPU while the GPU had nothing to do.
     """
 
-    def __init__(self, below: Part, step: Step, backward: Backward, turns: Turns) -> None:
-        super().__init__(**vars(below))
-        self._step = step
-        self.backward = backward
+    lock: threading.RLock
+    device: Device
+    layers: Sequence[StreamedLayer]
+    residency: Residency
+    source: BlockSource
+    writes: WriteBack
+    gradients: GradientSink
+    updates: BackgroundUpdates
+    step: Step
+    backward: Backward
+    turns: Turns
+
+    def __post_init__(self) -> None:
         self.step_seconds = 0.0
-        self._turns = turns
-        self.several = turns.several
+        self.several = self.turns.several
         self._place_of = {
             id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)
         }
@@ -96,10 +112,10 @@ class Updating(Part):
         if not deferred:
             self.updates.wait_for_all()
         with self.lock:
-            self._step.take_back_writes()
-            self._step.compare_writes()
+            self.step.take_back_writes()
+            self.step.compare_writes()
             if not self.backward.tasks:  # in backward, where hooks may step each weight, modules keep device parameters
-                self._step.hold_host()
+                self.step.hold_host()
             if not writes:
                 return
             self.source.synchronize()
@@ -113,7 +129,7 @@ class Updating(Part):
     def resume(self) -> None:
         """Puts device parameters into the modules again, for a closure that an optimizer calls within its own step."""
         with self.lock:
-            self._step.resume()
+            self.step.resume()
 
     def before_early_update(self, layer: StreamedLayer) -> None:
         """Prepares the update of a layer and its masters in the middle of backward.
@@ -154,7 +170,7 @@ class Updating(Part):
 
     def gather(self, optimizer: Optimizer) -> None:
         """Called before an optimizer updates its first layer. With several devices it waits for all of them."""
-        self._turns.gather(partial(self.step_of, optimizer))
+        self.turns.gather(partial(self.step_of, optimizer))
 
     def is_viewed(self, layer: StreamedLayer) -> bool:
         """Returns True if user code holds memory of a weight of the layer or its masters, on the host or the device."""

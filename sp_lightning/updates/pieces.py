@@ -13,7 +13,8 @@ See "Note: fused operator in pieces" in ``updates/__init__``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -153,6 +154,24 @@ class InPieces(TorchFunctionMode):
         for each in updates:
             if each.cast is not None:
                 each.cast.copy_(each.weight)
+
+
+def mode_for(
+    parameters: Iterable[Tensor],
+    casts: Mapping[int, Tensor],
+    clips: Mapping[int, Change],
+    others: Mapping[int, UpdateOne],
+) -> AbstractContextManager[Any]:
+    """Returns the context in which the step of these parameters runs: :class:`InPieces` if the step needs it.
+
+    A mode that intercepts torch's functions lengthens a small fused step by a third, because torch's code calls many of them.
+    A step of float32 weights with float32 gradients is one pass of torch's operator already.
+    """
+    if casts or clips or others:
+        return InPieces(casts, clips, others)
+    if any(each.dtype in HALVES or type(each.grad) is NarrowGradient for each in parameters):
+        return InPieces(casts, clips, others)
+    return nullcontext()
 
 
 @dataclass

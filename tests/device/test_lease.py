@@ -112,7 +112,7 @@ def test_a_saved_weight_holds_its_slot_before_anybody_else_may_take_it(monkeypat
             held.append(self.residency.used[layer].lease.in_use)
 
         with monkeypatch.context() as patch:
-            patch.setattr(self._backward, "make_room", make_room)
+            patch.setattr(self.backward, "make_room", make_room)
             return bring(self, layer, *rest)
 
     monkeypatch.setattr(SavedTensors, "_bring", watched)

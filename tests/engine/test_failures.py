@@ -327,7 +327,7 @@ def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch:
     struck: list[bool] = []
 
     def interrupted(self: Access, *args: Any) -> None:
-        if not self._step.running and packs() and not struck:
+        if not self.step.running and packs() and not struck:
             struck.append(True)
             raise KeyboardInterrupt
         leave(self, *args)

@@ -10,7 +10,7 @@ from torch import nn
 
 from sp_lightning.layers.narrow_gradient import keep_narrow
 from sp_lightning.updates import pieces
-from sp_lightning.updates.pieces import InPieces, piece_size
+from sp_lightning.updates.pieces import InPieces, mode_for, piece_size
 from tests.support.pieces import OPTIMIZERS, Steps
 
 ELEMENTS = 512
@@ -71,6 +71,17 @@ def test_what_is_walked_over_once_is_not_cut() -> None:
     with Notes() as notes, InPieces({}, {}, elements=512):
         torch.optim.AdamW.step.__wrapped__(optimizer)  # type: ignore[attr-defined]
     assert notes.seen == [("_fused_adamw_", 5000)]
+
+
+@pytest.mark.parametrize("needs", ["nothing", "half weight", "narrow gradient", "cast"])
+def test_only_steps_that_need_the_mode_run_in_it(needs: str) -> None:
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16 if needs == "half weight" else torch.float32))
+    parameter.grad = torch.ones_like(parameter)
+    if needs == "narrow gradient":
+        keep_narrow(parameter, torch.ones(4, dtype=torch.bfloat16), looked_at=lambda: None)
+    casts = {id(parameter): torch.empty(4, dtype=torch.bfloat16)} if needs == "cast" else {}
+    with torch.DisableTorchFunctionSubclass():
+        assert isinstance(mode_for([parameter], casts, {}, {}), InPieces) == (needs != "nothing")
 
 
 @pytest.mark.parametrize("cache", [2**21, 3 * 2**18, 1, 0])
