@@ -114,8 +114,8 @@ class LimitedMemory(HostBudget):
         given = self._host_memory
         if not isinstance(given, int):
             return (
-                f"host_memory={as_option(given)} of the free memory is too little: {human_bytes(total)} more are needed ({parts}), and "
-                f"it leaves {human_bytes(room)}. Store the rest on a disk: "
+                f"host_memory={as_option(given)} of the free memory is too little: {human_bytes(total)} more are needed "
+                f"({parts}), and it leaves {human_bytes(room)}. Store the rest on a disk: "
                 f'SuperpipelineStrategy(disk="/scratch", host_memory={as_option(given)}).'
             )
         taken = machine.resident_bytes() + self._others

@@ -113,9 +113,9 @@ class StreamingStrategy(LoopStrategy):
             gradients, then trained weights. Frozen weights are read from their own files. With several devices, only
             optimizer state is stored on the disk.
         host_memory: host memory that all processes of the node may use together: a size (``"64GiB"``; ``64`` is GiB), or a share
-            of the memory that is free at set-up (``"80%"``). None: all free memory. With ``disk``, the rest is stored on the disk. Without
-            ``disk``, a run that needs more raises an error before it begins, as on a machine with that memory; ``superpipeline
-            plan --host-memory`` estimates the same.
+            of the memory that is free at set-up (``"80%"``). None: all free memory. With ``disk``, the rest is stored on the
+            disk. Without ``disk``, a run that needs more raises an error before it begins, as on a machine with that memory;
+            ``superpipeline plan --host-memory`` estimates the same.
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` during a run if the trainer has none.
         device: the device that computes, if not the trainer's choice.
         accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``.

@@ -81,7 +81,7 @@ def test_sums_over_nodes_are_in_the_plan(ranks: Number, precision: Any) -> None:
 
 def test_a_budget_without_room_for_sums_is_refused_before_any_batch() -> None:
     budget = make_plan(find_layers(Tower(shuffles=False)), k=1, k_prime=1).peak_device_bytes
-    with pytest.raises(RanksFailed, match="gpu_memory=.* there are .* The least is"):
+    with pytest.raises(RanksFailed, match=r"gpu_memory=.* there are .* The least is"):
         in_ranks(RANKS, train, False, budget)
 
 
