@@ -9,6 +9,13 @@ Kind = Literal[
     "fetch", "forward", "backward", "between", "reduce", "network", "drain", "update", "store", "return", "read",
     "write", "bring", "take",
 ]  # fmt: skip
+LABELS: dict[Kind, str] = {
+    "fetch": "upload", "forward": "forward", "backward": "backward", "between": "between layers", "drain": "gradient offloading",
+    "update": "optimizer step", "store": "activation offloading", "return": "activation upload", "read": "disk read",
+    "write": "disk write", "bring": "optimizer state upload", "take": "optimizer state download",
+    "reduce": "sum of gradients", "network": "sum over nodes",
+}  # fmt: skip
+"""The words for each kind in pictures and traces."""
 
 
 class Interval(NamedTuple):
@@ -73,7 +80,8 @@ def chrome_trace(
     """
     rows = {kind: row for row, kind in enumerate(get_args(Kind))}
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": kind}} for kind, row in rows.items()
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": LABELS[kind]}}
+        for kind, row in rows.items()
     ]
     if process is not None:
         events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": process}})
@@ -94,4 +102,4 @@ def name_of(layer: int | None, names: Sequence[str]) -> str:
     """Returns the name of a layer, of the residents (index: the number of layers) or of None in the trace."""
     if layer is None:
         return "between layers"
-    return names[layer] if layer < len(names) else "residents"
+    return names[layer] if layer < len(names) else "weights outside layers"

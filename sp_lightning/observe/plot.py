@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sp_lightning.device.timeline import Interval, Kind, name_of
+from sp_lightning.device.timeline import LABELS, Interval, Kind, name_of
 from sp_lightning.plan.units import human_bytes
 
 COLORS: dict[Kind, str] = {
@@ -117,7 +117,7 @@ def draw_timeline(intervals: Sequence[Interval], names: Sequence[str], path: Pat
                 [row_of[each.layer] + _LANE[kind] for each in bars],
                 [1e3 * (each.end - each.begin) for each in bars],
                 left=[1e3 * (each.begin - zero) for each in bars],
-                height=0.3, color=color, edgecolor=color, linewidth=0.6, label=kind,
+                height=0.3, color=color, edgecolor=color, linewidth=0.6, label=LABELS[kind],
             )  # fmt: skip
     begin, end = (1e3 * (each - zero) for each in _busiest(intervals))
     axes.axvspan(begin, end, color=COLORS["between"], alpha=0.25, linewidth=0, zorder=0)

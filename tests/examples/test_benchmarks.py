@@ -21,6 +21,7 @@ from examples.benchmarks import __main__ as everything
 from examples.benchmarks import (
     agenda,
     beside_plan,
+    cards,
     cli,
     compiled,
     contest,
@@ -105,6 +106,27 @@ def test_the_real_shapes_have_the_real_sizes() -> None:
     assert workloads.parameter_count("llm", "3B") == 3_212_749_824  # meta-llama/Llama-3.2-3B
     assert workloads.parameter_count("llm", "7B") == 6_738_415_616  # meta-llama/Llama-2-7b
     assert workloads.parameter_count("vision", "huge") == 632_045_800  # torchvision's vit_h_14
+
+
+def test_a_row_of_the_page_on_cards_is_predicted(tmp_path: Path) -> None:
+    size = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **size})
+    )
+    case = cards.Case(str(tmp_path / "config.json"), "all", f"--tokens 64 --gradient-checkpointing {cards._CLIP}", "how")
+    name, gpu, cpu, seconds, share, how = cards.cells(case, cards.CARDS["24"])
+    assert (name, how) == ("config, all", "how")
+    assert gpu.endswith("GiB")
+    assert cpu.endswith("GiB")
+    assert 0 < float(seconds.removesuffix(" s")) < 1
+    assert 0 < float(share) <= 1
+    assert f"`{cards.COMMAND}`" in cards.PAGE.read_text()
 
 
 @pytest.mark.long("processes that measure for a minute")

@@ -16,7 +16,7 @@ from tests.support.pages import ROOT, blocks
 from tests.support.runs import loader
 from tests.support.ticks import Ticks
 
-GUIDE = ROOT / "examples" / "guide" / "day.md"
+GUIDE = ROOT / "examples" / "demos" / "day.md"
 
 
 @pytest.mark.rest(

@@ -21,7 +21,7 @@ from tests.support.models import llama, tokens
 from tests.support.pages import ROOT, blocks
 from tests.support.runs import loader
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "examples" / "guide").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("[dg]*/*.md"))]
 ELLIPSIS = "…"
 LINK = re.compile(r"\]\((?!https?://)([^)]+)\)")
 

@@ -52,7 +52,7 @@ def test_a_batch(layers: int, figures: list[Any], tmp_path: Path) -> None:
     for panel in (whole, near):
         assert panel.xaxis.label.get_text() == "milliseconds"
         assert not box(legend).overlaps(box(panel.xaxis.label))
-    fetches = next(bars for bars in near.containers if bars.get_label() == "fetch")
+    fetches = next(bars for bars in near.containers if bars.get_label() == "upload")
     low, high = near.get_xlim()
     seen = [bar for bar in fetches if low <= bar.get_x() and bar.get_x() + bar.get_width() <= high]
     assert seen

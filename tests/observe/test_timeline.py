@@ -46,7 +46,7 @@ def test_a_trace_of_some_batches(tmp_path: Path) -> None:
     backward = [each["name"] for each in sorted(third, key=lambda each: each["ts"]) if each["cat"] == "backward"]
     assert backward == names[:0:-1], "an embedding's backward needs no weights"
     drained = Counter(each["name"] for each in third if each["cat"] == "drain")
-    assert set(drained) == {*names, "residents"}
+    assert set(drained) == {*names, "weights outside layers"}
     for each in third:
         if each["cat"] == "fetch":
             planned = next(layer for layer in outcome.trainer.strategy.plan.layers if layer.name == each["name"])

@@ -43,7 +43,7 @@ def test_newer_ones_are_not(found: str) -> None:
 
 def test_the_metadata_ask_for_the_same() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    assert project["dependencies"] == ["torch>=2.10", "lightning>=2.6"]
+    assert project["dependencies"] == ["torch>=2.10", "lightning>=2.6,!=2.6.2,!=2.6.3"]
 
 
 @pytest.mark.parametrize(("version", "said"), [("2.10.0", 0), ("2.15.1+cu130", 0), ("2.16.0a0+git1", 1), ("3.0", 1)])

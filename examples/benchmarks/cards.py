@@ -1,0 +1,217 @@
+"""What fits on which card, and how fast: predictions of ``plan``, as the page ``examples/guide/cards.md``.
+
+From the root of the repository::
+
+    python -m examples.benchmarks.cards            # writes the page; some minutes
+    python -m examples.benchmarks.cards Flux       # prints the rows whose model has this word
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sp_lightning.__main__ import main as run_command
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "examples/guide/cards.md"
+COMMAND = "python -m examples.benchmarks.cards"
+GIB = 2**30
+
+
+class Card(NamedTuple):
+    """A machine: its title, the options of ``plan`` with its rates and memory, and where the rates are from."""
+
+    title: str
+    options: str
+    source: str
+
+
+class Case(NamedTuple):
+    """A training: the model, what is trained, the options of ``plan``, and the way to run it."""
+
+    model: str
+    what: str
+    options: str
+    run: str
+
+
+CARDS = {
+    "24": Card(
+        "One 24 GB card, 64 GB of RAM (RTX 4090)",
+        "--tflops 150 --device-bandwidth 1008GB/s --pcie 25GB/s --host-bandwidth 45GB/s --gpu-memory 22GiB --host-memory 62GiB",
+        "NVIDIA's data sheet: 165 TFLOP/s in bfloat16, of which 150 are assumed, and 1,008 GB/s. PCIe 4.0 × 16 has 31.5 GB/s "
+        "each way, of which 25 are assumed. Two channels of DDR4-3200 have 51 GB/s, of which 45 are assumed",
+    ),
+    "16": Card(
+        "One 16 GB card, 32 GB of RAM (RTX 4080)",
+        "--tflops 88 --device-bandwidth 717GB/s --pcie 25GB/s --host-bandwidth 45GB/s --gpu-memory 14.5GiB --host-memory 30GiB",
+        "NVIDIA's data sheet: 97.5 TFLOP/s in bfloat16, of which 88 are assumed, and 717 GB/s. The rest as above",
+    ),
+    "80": Card(
+        "One 80 GB card, 128 GB of RAM (H100)",
+        "--tflops 662.8 --device-bandwidth 3350GB/s --pcie 46.75GB/s --host-bandwidth 85.11GB/s --gpu-memory 74GiB "
+        "--host-memory 126GiB",
+        "[measured](../results/2026-11-26-h100.md#predicted) on the machine of 2026-11-26, except the data sheet's 3,350 GB/s",
+    ),
+}
+"""Drivers, the system and Python need the rest of the memory."""
+
+_LLM = "--tokens 4096 --gradient-checkpointing"
+_CLIP = "--gradient-clip norm"
+_LORA = f"--lora 16 --gradient-checkpointing {_CLIP}"
+_TRUE, _BACKWARD = "--precision bf16-true", "--optimizer-overlap backward"
+_OWN = '`SuperpipelineStrategy(optimizer_overlap="backward")`, no `gradient_clip_val`'
+
+
+def _llm(model: str, more: str = "") -> str:
+    return f"`finetune_llm.py --model {model} --data my.jsonl --length 4096 --batch-size 1{more}`"
+
+
+def _image(model: str) -> str:
+    return f"`finetune_diffusion.py --model {model} --data photos --size 1024 --gradient-checkpointing`"
+
+
+_FLUX = Case("shapes/flux-dev", "LoRA, 1 image of 1024²", _LORA, _image("black-forest-labs/FLUX.1-dev"))
+_LLAMA_LORA = Case(
+    "shapes/llama-3-8b.json", "LoRA", f"{_LLM} {_LORA}", _llm("meta-llama/Llama-3.1-8B-Instruct", " --lora 16")
+)
+_OTHER = "your own LightningModule ([guide](diffusion.md))"
+_ALL_16 = "all weights, `bf16-true`"
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "24": (
+        Case("shapes/llama-3-8b.json", f'{_ALL_16}, `"backward"`', f"{_LLM} {_TRUE} {_BACKWARD}", _OWN),
+        Case("shapes/llama-3.2-3b.json", "all weights, `bf16-mixed`", _LLM, '`strategy="superpipeline"`, no `gradient_clip_val`'),
+        Case(
+            "shapes/llama-3.2-3b.json", "the same, clipped by norm", f"{_LLM} {_CLIP}", _llm("meta-llama/Llama-3.2-3B")
+        ),
+        Case(
+            "shapes/qwen3-30b-a3b.json", "LoRA, experts in 4 bits", f"{_LLM} {_LORA} --pack-experts nvfp4",
+            "`finetune_moe.py --model Qwen/Qwen3-30B-A3B --data my.jsonl --length 4096 --batch-size 1 --lora 16 --experts 4bit`",
+        ),
+        _FLUX,
+        _LLAMA_LORA,
+        Case("shapes/qwen3-32b.json", "LoRA", f"{_LLM} {_LORA}", _llm("Qwen/Qwen3-32B", " --lora 16")),
+        Case("shapes/qwen-image.json", "LoRA, 1 image of 1024²", f"{_LORA} --image 1024", _OTHER),
+        Case("shapes/wan-2.1-14b.json", "LoRA, 33 frames of 480 × 832", f"{_LORA} --frames 33", _OTHER),
+        Case(
+            "shapes/sdxl-unet.json", "all weights, `bf16-mixed`, 4 images",
+            f"--batch-size 4 --gradient-checkpointing {_CLIP}", _OTHER,
+        ),
+    ),
+    "16": (
+        Case("shapes/llama-3.2-3b.json", f'{_ALL_16}, `"backward"`', f"{_LLM} {_TRUE} {_BACKWARD}", _OWN),
+        _LLAMA_LORA,
+        _FLUX,
+        Case(
+            "shapes/qwen3-30b-a3b.json", "LoRA, experts in 4 bits", f"{_LLM} {_LORA} --pack-experts nvfp4",
+            "`finetune_moe.py`, as above",
+        ),
+        Case("shapes/wan-2.1-14b.json", "LoRA, 33 frames of 480 × 832", f"{_LORA} --frames 33", _OTHER),
+        Case(
+            "shapes/sdxl-unet.json", "all weights, `bf16-true`, 1 image",
+            f"{_TRUE} --gradient-checkpointing {_CLIP}", _OTHER,
+        ),
+    ),
+    "80": (
+        Case("shapes/llama-3-8b.json", "all weights, `bf16-mixed`, clipped", f"{_LLM} {_CLIP}", "`finetune_llm.py`, as above"),
+        Case("shapes/llama-3-8b.json", _ALL_16, f"{_LLM} {_TRUE}", "`finetune_llm.py`, as above"),
+        Case("shapes/qwen3-32b.json", "LoRA", f"{_LLM} {_LORA}", "`finetune_llm.py`, as above"),
+        Case(
+            "shapes/llama-3-70b.json", "LoRA, the base on a disk of 7 GB/s", f"{_LLM} {_LORA} --disk 7GB/s",
+            "`disk=`, [mapped weights](disk.md#weights-in-their-files)",
+        ),
+        Case("shapes/gpt-oss-120b.json", "LoRA, experts in MXFP4", f"{_LLM} {_LORA}", "`finetune_moe.py`, as above"),
+        Case(
+            "shapes/qwen-image.json", f'{_ALL_16}, `"backward"`',
+            f"--image 1024 --gradient-checkpointing {_TRUE} {_BACKWARD}", _OTHER,
+        ),
+        Case("shapes/flux-dev", f"{_ALL_16}, clipped", f"--gradient-checkpointing {_TRUE} {_CLIP}", _OTHER),
+    ),
+}  # fmt: skip
+
+
+def ask(case: Case, card: Card) -> dict[str, Any]:
+    """What ``plan --json`` says of a training on a card."""
+    words = ["plan", str(ROOT / "examples" / case.model), *card.options.split(), *case.options.split(), "--json"]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        run_command(words)
+    found: dict[str, Any] = json.loads(printed.getvalue())
+    return found
+
+
+def plain_seconds(said: dict[str, Any], window: dict[str, Any], *, clipped: bool) -> float:
+    """Seconds of plain Lightning if the card had the memory: the same computation, and AdamW's step on the GPU.
+
+    A step reads weight, gradient and state, and writes weight and state; clipping reads the gradient twice and writes it.
+    """
+    width = 2 if said["precision"] == "bf16-true" else 4
+    passes = 3 + 2 * 2 + 3 * clipped
+    step: float = passes * width * said["trained_parameters"] / (1e9 * said["assumed"]["device_gbps"])
+    return window["busy_seconds"]["compute"] + step
+
+
+def cells(case: Case, card: Card) -> list[str]:
+    """A row of the table: what is trained, memory, time, and the share of plain Lightning's speed."""
+    said = ask(case, card)
+    name = f"{Path(case.model).stem}, {case.what}"
+    if said["best"] is None:
+        return [name, *["–"] * 4, said["verdict"].splitlines()[0].partition(" (")[0]]
+    best = said["best"]
+    (window,) = (row for row in said["windows"] if all(row[key] == best[key] for key in ("k", "k_prime")))
+    share = plain_seconds(said, window, clipped=_CLIP in case.options) / window["seconds"]
+    memory = (window["device_bytes"], said["host_bytes"])
+    return [name, *(f"{size / GIB:.2g} GiB" for size in memory), f"{window['seconds']:.2g} s", f"{share:.2f}", case.run]
+
+
+def table(key: str, word: str = "") -> Iterator[str]:
+    """The table of a card, or those of its rows whose model has the word."""
+    yield "| model, what is trained | GPU memory | CPU memory | s per step | share of plain | how |"
+    yield "|---|---|---|---|---|---|"
+    for case in CASES[key]:
+        if word.lower() in case.model.lower():
+            yield f"| {' | '.join(cells(case, CARDS[key]))} |"
+
+
+def page(commit: str, date: str) -> Iterator[str]:
+    """The page, line by line."""
+    yield f"""# What fits on my card
+
+Read this to see what fits on a card of 16, 24 or 80 GB, and how fast a step is.
+
+**Predicted by [`plan`](memory.md#does-it-fit), not measured**, to two digits: {date}, commit {commit}, `{COMMAND}`.
+
+- Language models: one sequence of 4,096 tokens per step, AdamW, gradient checkpointing.
+- *Share of plain*: seconds of plain Lightning ÷ these seconds, as if the card had enough memory for plain Lightning.
+- `bf16-true` loses small updates ([bytes per parameter](memory.md#bytes-per-parameter)).
+- Clipped runs of all weights wait for optimizer steps. [`accumulate_grad_batches`](llm.md#pitfalls) makes these rarer.
+- "–": it does not fit as asked. Each row's options of `plan` are in [the script](../benchmarks/cards.py)."""
+    for key, card in CARDS.items():
+        yield f"\n## {card.title}\n"
+        yield from table(key)
+        yield f"\n`plan` was asked with `{card.options}`. Rates: {card.source}."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the page, or prints rows."""
+    words = sys.argv[1:] if argv is None else argv
+    if words:
+        print("\n".join(line for key in CARDS for line in [f"{CARDS[key].title}", *table(key, words[0])]))
+        return
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.strip()
+    PAGE.write_text("\n".join(page(commit, f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")) + "\n")
+
+
+if __name__ == "__main__":
+    main()
