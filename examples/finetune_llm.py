@@ -62,11 +62,16 @@ def make_parser() -> argparse.ArgumentParser:
         help="train LoRA adapters (PEFT) of this rank, for example 16, and no other weights",
     )
     add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
-    add("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true", "32-true"], help="(%(default)s)")
+    precision = "(bf16-mixed; 32-true for the default model on a CPU)"
+    add("--precision", choices=["bf16-mixed", "bf16-true", "32-true"], help=precision)
     add("--strategy", default="superpipeline", choices=["superpipeline", "auto"], help="auto is plain (%(default)s)")
     add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
     add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
-    add("--dial", action="store_true", help="in place of the run, measure memory and time for some k and k'")
+    add(
+        "--dial",
+        action="store_true",
+        help="only measure memory and time for some k and k'; the default model does both",
+    )
     add("--seed", type=int, default=0, help="(%(default)s)")
     add("--resume", type=Path, help="last.ckpt of a run with the same options")
     add("--output", type=Path, default=Path("runs/finetune_llm"), help="(%(default)s)")
@@ -118,6 +123,7 @@ class FineTune(pl.LightningModule):
     def __init__(self, model: Any, lr: float, steps: int) -> None:
         super().__init__()
         self.model, self.lr, self.steps = model, lr, steps
+        self.begin: tuple[int, float] | None = None  # the first step, and its time
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.model(**batch, use_cache=False).loss  # the mean over the labels of this batch
@@ -127,9 +133,16 @@ class FineTune(pl.LightningModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.model(**batch, use_cache=False).loss, prog_bar=True)
 
+    def on_train_start(self) -> None:
+        self.begin = self.global_step, time.perf_counter()
+
     def on_validation_epoch_end(self) -> None:
-        losses = sorted(self.trainer.callback_metrics.items())
-        print(f"step {self.global_step}/{self.steps}", *(f" {name} {loss:.3f}" for name, loss in losses), flush=True)
+        shown = [f" {name} {loss:.3f}" for name, loss in sorted(self.trainer.callback_metrics.items())]
+        if self.begin:  # None before the first step
+            first, began = self.begin
+            left = (time.perf_counter() - began) / (self.global_step - first) * (self.steps - self.global_step)
+            shown.append(f" {left:.0f} s left")
+        print(f"step {self.global_step}/{self.steps}", *shown, flush=True)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
@@ -274,7 +287,7 @@ def read_config(model: str | None, length: int) -> tuple[Any, Any]:
     """The model's config and its tokenizer. Weights are loaded after all input has been checked."""
     if model is None:  # a small Llama
         tokenizer = small_tokenizer()
-        size = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+        size = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4}
         size |= {"vocab_size": len(tokenizer), "max_position_embeddings": max(length, 256)}
         return LlamaConfig(bos_token_id=None, eos_token_id=tokenizer.eos_token_id, **size), tokenizer
     path = Path(model)
@@ -311,6 +324,20 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
 # ---------------------------------------------------------------------- the run
 
 
+def adapt_to_cpu(options: argparse.Namespace) -> None:
+    """Chooses the precision. On a CPU, the default model runs in one thread and in float32.
+
+    Its operators are small, and several threads mostly wait for each other: beside two busy processes on two cores, a step took
+    10 s, and 0.5 s in one thread. Optimizer steps use as many threads as torch. A CPU with AVX2 alone, which has no instructions
+    for bfloat16, took ten times as long for it as for float32.
+    """
+    on_cpu = options.accelerator == "cpu" or (options.accelerator == "auto" and not torch.accelerator.is_available())
+    if options.model is None and on_cpu:
+        torch.set_num_threads(1)
+        options.precision = options.precision or "32-true"
+    options.precision = options.precision or "bf16-mixed"
+
+
 def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
     """Returns True if a checkpoint has this model's weights and trains the same ones."""
     checkpoint = torch.load(file, mmap=True)
@@ -325,6 +352,7 @@ def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
+    adapt_to_cpu(options)
     try:  # reports errors in the input before any work
         strategy: Any = options.strategy
         if strategy == "superpipeline":  # other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
@@ -367,17 +395,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     batches = DataLoader(training, options.batch_size, sampler=order.roll(-done * step_size).tolist())
     validation = DataLoader(held_out, options.batch_size)
 
-    if options.dial:  # the same model for each k and k', and for plain Lightning
-        settings = {name: getattr(options, name) for name in ("accelerator", "precision", "accumulate_grad_batches")}
-        print(
-            dial(
-                lambda: FineTune(load_model(options, config), lr, steps),
-                lambda: batches,
-                trainer={**settings, "gradient_clip_val": 1.0},
-                name="finetune_llm",
-                gpu_memory=options.gpu_memory,
-            )
-        )
+    def measure(batch_count: int) -> Any:
+        """Trains the same model with plain Lightning and with some k and k'."""
+        names = ("accelerator", "precision", "accumulate_grad_batches")
+        settings = {**{name: getattr(options, name) for name in names}, "gradient_clip_val": 1.0}
+        make = {"factory": lambda: FineTune(load_model(options, config), lr, steps), "data": lambda: batches}
+        return dial(**make, steps=batch_count, trainer=settings, name="finetune_llm", gpu_memory=options.gpu_memory)
+
+    if options.dial:
+        print(measure(10))
         return
 
     every = options.every or max(1, steps // 10)
@@ -419,6 +445,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"To continue, repeat the command with --resume {last} --steps {2 * steps}.")
     if not (options.lora and options.model is None):  # an adapter needs the base model that it names
         print(f"To generate: python examples/generate_llm.py --model {saved}")
+    if options.model is None and options.strategy == "superpipeline":
+        print("Next, k and k' of the same model are measured, in a few seconds.", flush=True)
+        print(measure(5))
 
 
 if __name__ == "__main__":

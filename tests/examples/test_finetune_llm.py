@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,31 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 # ---------------------------------------------------------------------- runs
+
+
+@pytest.mark.rest("eight runs beside the first")
+def test_the_first_command_trains_in_one_thread_and_ends_with_its_dial(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_num_threads(2)
+    size = ["--data", str(folder / "rows.jsonl"), "--length", "16", "--batch-size", "2", "--steps", "4"]
+    finetune_llm.main([*size, "--accelerator", "cpu", "--output", str(folder / "run")])
+    assert torch.get_num_threads() == 1
+    run, _, measured = capsys.readouterr().out.partition("Next, k and k'")
+    assert re.search(r"step 2/4  loss [\d.]+  val_loss [\d.]+  \d+ s left\n", run)
+    rows = [line.split("|") for line in measured.splitlines() if line.startswith("| ")]
+    assert len(rows) == 2 + 2 + 6  # the head, plain Lightning, and the windows
+    assert [row[-2].strip() for row in rows[-6:]] == ["yes"] * 6
+
+
+@pytest.mark.parametrize(
+    ("more", "precision"),
+    [([], "32-true"), (["--model", "."], "bf16-mixed"), (["--precision", "bf16-true"], "bf16-true")],
+)
+def test_the_precision_of_the_default_model_on_a_cpu(more: list[str], precision: str) -> None:
+    options = finetune_llm.parse(["--accelerator", "cpu", *more])
+    finetune_llm.adapt_to_cpu(options)
+    assert options.precision == precision
 
 
 @pytest.mark.parametrize(
