@@ -2,7 +2,7 @@
 
 torch may change these without notice. So this file defines one name for each of them, with its meaning and the reason why
 torch's public API does not suffice. All of them exist in torch 2.10, 2.11 and 2.15.
-``tests/torch_compat/test_torch_private.py`` tests the result of each name, and
+``tests/torch_compat/test_torch_private.py`` tests results whose change no training would show, and
 ``tests/repository/test_architecture.py`` keeps private names out of all other files.
 
 Hot paths call these functions hundreds of times in a step. If the arguments need no change, the name is therefore torch's own

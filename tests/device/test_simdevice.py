@@ -47,17 +47,6 @@ def test_a_copy_to_memory_that_kernels_may_still_use_is_a_race() -> None:
         device.copy([memory], [host], Stream.UPLOAD)
 
 
-def test_copies_run_in_order_and_only_up_to_the_event() -> None:
-    device, slot, host = make()
-    other = settled(device, 64)
-    device.copy([slot], [host], Stream.UPLOAD)
-    event = device.record(Stream.UPLOAD)
-    device.copy([other], [host], Stream.UPLOAD)
-    device.synchronize(event, WHY)
-    assert slot.tolist() == [7] * 64
-    assert other.tolist() == [0xFF] * 64
-
-
 def test_reading_before_the_copy_is_a_race() -> None:
     device, slot, host = make()
     device.copy([slot], [host], Stream.UPLOAD)
@@ -72,15 +61,6 @@ def test_overwriting_what_compute_reads_is_a_race() -> None:
     device.access(slot, Stream.COMPUTE, write=False)
     with pytest.raises(Race, match=r"copied to by host to device at .* is not ordered after read by compute"):
         device.copy([slot], [host], Stream.UPLOAD)
-
-
-def test_overwriting_after_the_event_is_none() -> None:
-    device, slot, host = make()
-    for _ in range(3):
-        device.copy([slot], [host], Stream.UPLOAD)
-        device.wait(Stream.COMPUTE, device.record(Stream.UPLOAD), WHY)
-        device.access(slot, Stream.COMPUTE, write=False)
-        device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), WHY)
 
 
 def test_an_event_covers_only_what_came_before_it() -> None:
@@ -99,13 +79,6 @@ def test_the_host_may_not_write_what_an_upload_reads() -> None:
     device.copy([slot], [host], Stream.UPLOAD)
     with pytest.raises(Race, match=r"written by host at .* is not ordered after copied from by host to device"):
         device.access(host, None, write=True)
-
-
-def test_the_host_may_once_it_has_waited() -> None:
-    device, slot, host = make()
-    device.copy([slot], [host], Stream.UPLOAD)
-    device.synchronize(device.record(Stream.UPLOAD), WHY)
-    device.access(host, None, write=True)
 
 
 def test_parts_of_memory_are_told_apart() -> None:
@@ -237,15 +210,6 @@ def test_memory_that_is_dropped_while_it_is_copied_is_a_race(dropped: str, waits
     del tensors[dropped]
     with nullcontext() if waits else pytest.raises(Race, match="is free and may be used again"):
         device.record(Stream.COMPUTE)
-
-
-def test_memory_of_a_streams_own_pool_may_be_dropped() -> None:
-    device, slot, _ = make()
-    with device.on(Stream.UPLOAD):
-        source = device.empty(64)
-    device.copy([slot], [source], Stream.UPLOAD)
-    del source
-    device.record(Stream.COMPUTE)
 
 
 def test_gradients_that_are_dropped_while_they_are_copied_are_noticed() -> None:

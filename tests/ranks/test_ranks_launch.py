@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from tests.support.ranks import LAUNCHERS
 from tests.support.tiers import some
@@ -225,38 +224,3 @@ def test_torchrun_ends_by_sigterm(tmp_path: Path) -> None:
     assert_gone(int(each.name.removeprefix("step")) for each in tmp_path.glob("step*"))
 
 
-@pytest.mark.long("processes that import torch, to see an error of Lightning")
-def test_torchrun_with_another_number_of_processes_is_refused(tmp_path: Path) -> None:
-    """By Lightning, before work."""
-    write_script(tmp_path)
-    script = tmp_path / "script.py"
-    script.write_text(script.read_text().replace("devices=2", "devices=3"))
-    status, printed = run(tmp_path, *TORCHRUN, "script.py", "1")
-    assert status == 1
-    assert "does not match the world size (2)" in printed
-
-
-@pytest.mark.long("processes that import torch and the command line; test_recipes has a config of ours")
-def test_a_config_of_the_command_line(tmp_path: Path) -> None:
-    """``devices: 2`` in a config, with the strategy by its name."""
-    demos = "lightning.pytorch.demos.boring_classes"
-    config = {
-        "seed_everything": 1,
-        "trainer": {
-            "strategy": "superpipeline",
-            "accelerator": "cpu",
-            "devices": 2,
-            "max_epochs": 1,
-            "limit_train_batches": 4,
-            "limit_val_batches": 2,
-            "enable_progress_bar": False,
-            "default_root_dir": str(tmp_path),
-        },
-        "model": f"{demos}.BoringModel",
-        "data": f"{demos}.BoringDataModule",
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    status, printed = run(tmp_path, "-m", "sp_lightning", "fit", "--config", "config.yaml")
-    assert status == 0, printed
-    assert printed.count("Superpipeline: 1 layer") == 1
-    assert len(list(tmp_path.glob("**/*.ckpt"))) == 1

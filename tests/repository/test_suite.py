@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import sp_lightning
@@ -46,3 +47,12 @@ def test_the_folders_are_those_of_the_package() -> None:
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders - BESIDE_THE_PACKAGE <= folders_of_package
     assert [path.name for path in TESTS.glob("test_*.py")] == []
+
+
+def test_contributing_names_the_tests_of_each_folder() -> None:
+    rows = re.findall(
+        r"^\| ([^|]+) \| `(tests/[^|]+)` \|$", (TESTS.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE
+    )
+    named = {name for folders, _ in rows for name in re.findall(r"`(\w+)`", folders)}
+    assert named == {path.parent.name for path in Path(sp_lightning.__file__).parent.glob("*/__init__.py")}
+    assert [path for _, paths in rows for path in paths.split() if not (TESTS.parent / path).exists()] == []

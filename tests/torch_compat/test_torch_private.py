@@ -1,9 +1,8 @@
-"""Each private of torch that the package uses answers as ``sp_lightning/torch_compat/private.py`` says."""
+"""Privates of torch whose change no training would show at once: what the package asks of them, and their answers."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from typing import Any
 
 import pytest
@@ -12,26 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import prune
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.overrides import TorchFunctionMode
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device.lease import lend
 from sp_lightning.torch_compat import private as torch_private
 from sp_lightning.updates.scaler import HostGradScaler
-
-
-class _NotesOperators(torch_private.TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine
 
@@ -49,66 +34,6 @@ def test_the_store_of_the_default_group_has_another_connection() -> None:
 def test_the_second_level_cache_is_known() -> None:
     size = torch_private.second_level_cache()
     assert size == 0 or 2**17 <= size <= 2**28
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "state"),
-    [(torch.optim.Adam, 4), (torch.optim.AdamW, 4), (torch.optim.SGD, 1), (torch.optim.Adagrad, 2)],
-)
-def test_fused_steps_call_one_operator_with_weights_gradients_and_state(optimizer: Any, state: int) -> None:
-    called: list[tuple[Any, ...]] = []
-
-    class Notes(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in torch_private.FUSED_STEPS:
-                called.append(args)
-            return func(*args, **(kwargs or {}))
-
-    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2))]
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
-    with Notes():
-        optimizer(weights, lr=0.1, fused=True).step()
-    ((found, gradients, *columns),) = called
-    assert all(one is other for one, other in zip(found, weights, strict=True))
-    assert all(one is other.grad for one, other in zip(gradients, weights, strict=True))
-    assert len(columns) == state
-    assert all(len(column) in (0, 2) for column in columns)
-
-
-def test_backward_and_grad_find_in_one_place_what_runs_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, calls = getattr(*torch_private.ENGINE_CALL), list[str]()
-
-    def noted(*args: Any, **options: Any) -> Any:
-        calls.append("engine")
-        return runs(*args, **options)
-
-    monkeypatch.setattr(*torch_private.ENGINE_CALL, noted)
-    leaf = torch.ones(2, requires_grad=True)
-    (leaf * 2).sum().backward()
-    torch.autograd.backward((leaf * 2).sum())
-    torch.autograd.grad((leaf * 2).sum(), leaf)
-    checkpoint(torch.sin, leaf, use_reentrant=True).sum().backward()  # a backward inside a backward
-    assert len(calls) == 5
-
-
-def test_each_backward_has_a_number_of_its_own_and_ends_with_what_was_queued() -> None:
-    noted: list[int] = []
-    ended: list[str] = []
-    leaf = torch.ones(2, requires_grad=True)
-
-    def note(gradient: Tensor) -> None:
-        noted.append(torch_private.current_graph_task())
-        torch_private.queue_callback(lambda: ended.append(f"after {len(noted)}"))
-        assert ended == [f"after {n}" for n in range(1, len(noted))]
-
-    leaf.register_hook(note)
-    for _ in range(2):
-        (leaf * 2).sum().backward()
-    assert noted[0] != noted[1]
-    assert -1 not in noted
-    assert ended == ["after 1", "after 2"]
-    assert torch_private.current_graph_task() == -1
 
 
 def test_what_was_queued_is_dropped_where_backward_fails() -> None:
@@ -191,18 +116,6 @@ def test_the_hook_of_a_checkpoint_is_told() -> None:
     assert torch_private.checkpoint_hook() is None
 
 
-def test_versions_are_what_they_were_before() -> None:
-    one, other = torch.zeros(2), torch.zeros(2)
-    with torch_private.preserve_version_counter((one, other)):
-        one.add_(1)
-        other.add_(1)
-        assert (one._version, other._version) == (1, 1)
-    assert (one._version, other._version) == (0, 0)
-    with torch_private.preserve_version_counter(one):
-        one.add_(1)
-    assert one._version == 0
-
-
 def test_levels_of_forward_mode_are_told() -> None:
     assert torch_private.forward_mode_level() < 0
     with forward_ad.dual_level():
@@ -233,13 +146,6 @@ def test_transforms_are_told_and_which_of_them_differentiate() -> None:
     assert told == [(False, []), (True, [False]), (True, [True]), (True, [True]), (True, [True, False])]
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_views_know_their_base(trained: bool) -> None:
-    weight = torch.zeros(2, 3, requires_grad=trained)
-    assert torch_private.base_of(weight) is None
-    assert torch_private.base_of(weight.t()[1:]) is weight
-
-
 def test_batched_tensors_are_told_from_others() -> None:
     seen: list[bool] = []
 
@@ -254,81 +160,6 @@ def test_batched_tensors_are_told_from_others() -> None:
     y.register_hook(note)
     torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
     assert seen == [False, True, True]
-
-
-def test_random_numbers_can_be_drawn_while_gradients_are_batched() -> None:
-    def draw(gradient: Tensor) -> None:
-        with pytest.raises(RuntimeError, match="random operations"):
-            torch.randn(2)
-        with torch_private.no_vmap_mode():
-            drawn.append(torch.randn(2))
-
-    drawn: list[Tensor] = []
-    x = torch.ones(2, requires_grad=True)
-    y = 2 * x
-    y.register_hook(draw)
-    torch.autograd.grad(y, x, torch.ones(3, 2), is_grads_batched=True)
-    assert [each.shape for each in drawn] == [(2,)]
-
-
-def test_transforms_can_be_left() -> None:
-    def note(x: Tensor) -> Tensor:
-        with torch_private.clear_transforms():
-            assert not torch_private.transforms_active()
-            made = torch.ones(2)
-        assert torch_private.transforms_active()
-        assert made.data_ptr(), "a tensor that a transform made has no address"
-        return (x * made).sum()
-
-    assert torch.equal(torch.func.grad(lambda x: torch.vmap(note)(x).sum())(torch.ones(3, 2)), torch.ones(3, 2))
-
-
-def test_dispatch_modes_are_counted_and_can_be_suspended() -> None:
-    assert torch_private.count_dispatch_modes() == 0
-    with _NotesOperators(), _NotesOperators() as mode:
-        assert torch_private.count_dispatch_modes() == 2
-        with torch_private.disable_dispatch_modes():
-            assert torch_private.count_dispatch_modes() == 0
-            torch.ones(2) + 1
-        assert mode.seen == []
-        torch.ones(2) + 1
-        assert mode.seen[-1] is torch.ops.aten.add.Tensor
-
-
-def test_function_modes_are_counted() -> None:
-    assert torch_private.count_function_modes() == 0
-    with TorchFunctionMode(), TorchFunctionMode():
-        assert torch_private.count_function_modes() == 2
-    assert torch_private.count_function_modes() == 0
-
-
-def test_tensors_that_consist_of_others_are_known() -> None:
-    assert torch_private.is_traceable_wrapper_subclass(TwoTensor(torch.ones(2), torch.ones(2)))
-    assert not torch_private.is_traceable_wrapper_subclass(nn.Parameter(torch.ones(2)))
-
-
-# ------------------------------------------------------------------------------------------------- tensors without data
-
-
-def test_tensors_without_memory_are_known() -> None:
-    with torch_private.FakeTensorMode(allow_non_fake_inputs=True):
-        fake = torch.ones(2, 3)
-        assert (fake @ torch.ones(3, 4)).shape == (2, 4)
-    assert isinstance(fake, torch_private.FakeTensor)
-    assert not isinstance(torch.ones(2), torch_private.FakeTensor)
-
-
-# ------------------------------------------------------------------------------------------------------- nested values
-
-
-def test_nested_values_are_taken_apart_and_put_together() -> None:
-    nested = {"a": [1, (2, "x")], "b": 3}
-    assert torch_private.tree_leaves(nested) == [1, 2, "x", 3]
-    assert torch_private.tree_map(str, nested) == {"a": ["1", ("2", "x")], "b": "3"}
-    assert torch_private.tree_map_only(int, lambda each: -each, nested) == {"a": [-1, (-2, "x")], "b": -3}
-    leaves, structure = torch_private.tree_flatten(nested)
-    assert leaves == [1, 2, "x", 3]
-    assert torch_private.tree_unflatten([0, 0, 0, 0], structure) == {"a": [0, (0, 0)], "b": 0}
 
 
 # -------------------------------------------------------------------------------------------------- storages, operators
@@ -392,54 +223,10 @@ def test_certain_overlap_is_told() -> None:
     assert not torch_private.overlaps_itself(torch.ones(11).as_strided((3, 3), (2, 3)))  # too expensive to tell
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of the public function, which torch_private avoids
-def test_sparse_tensors_show_what_they_have_coalesced_or_not() -> None:
-    numbers = torch.tensor([[1, 1, 0]])
-    sparse = torch.sparse_coo_tensor(numbers, torch.tensor([[1.0], [2.0], [3.0]]), (2, 1))
-    assert not sparse.is_coalesced()
-    assert torch_private.sparse_indices(sparse).tolist() == [[1, 1, 0]]
-    assert torch_private.sparse_values(sparse).tolist() == [[1.0], [2.0], [3.0]]
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_sparse_tensor_of_rows_that_come_once_is_coalesced_and_nobody_is_warned() -> None:
-    made = torch_private.sparse_rows(torch.tensor([[0, 2]]), torch.tensor([[1.0], [2.0]]), torch.Size((3, 1)))
-    assert made.is_coalesced()
-    assert made.to_dense().tolist() == [[1.0], [0.0], [2.0]]
-
-
 def test_operators_that_write_their_arguments_are_told() -> None:
     assert torch_private.writes_arguments(torch.ops.aten.add_.Tensor)
     assert not torch_private.writes_arguments(torch.ops.aten.add.Tensor)
     assert not torch_private.writes_arguments(torch.add)
-
-
-def test_dispatch_modes_see_the_operators_that_are_named() -> None:
-    with _NotesOperators() as mode:
-        torch.ones(2).to(torch.float64)
-        assert torch_private.to_copy_operator in [each.overloadpacket for each in mode.seen]
-    if hasattr(nn.functional, "grouped_mm"):
-        a, b = torch.ones(2, 16, 16, dtype=torch.bfloat16), torch.ones(2, 16, 16, dtype=torch.bfloat16)
-        with _NotesOperators() as mode:
-            nn.functional.grouped_mm(a, b)
-        assert torch_private.grouped_mm_operator in [each.overloadpacket for each in mode.seen]
-
-
-def test_the_fused_step_of_sgd_subtracts_the_gradient() -> None:
-    weight = torch.zeros(5)
-    torch_private.fused_sgd_step(weight, torch.arange(5.0))
-    assert weight.tolist() == [0, -1, -2, -3, -4]
-
-
-def test_each_tensor_is_copied_into_its_own() -> None:
-    sources = [torch.randn(2, 3), torch.randn(4).bfloat16(), torch.randn(3, 2).t(), torch.tensor([1, 2])]
-    targets = [torch.empty(2, 3), torch.empty(4), torch.empty(2, 3), torch.empty(2, dtype=torch.int64)]
-    for pairs in (0, 1, 4):
-        for target in targets:
-            target.zero_()
-        torch_private.copy_each(targets[:pairs], sources[:pairs])
-        copied = [torch.equal(target, source) for target, source in zip(targets, sources, strict=True)]
-        assert copied == [True] * pairs + [False] * (4 - pairs)
 
 
 # ---------------------------------------------------------------------------------------- hooks that others registered
@@ -461,20 +248,6 @@ def test_hooks_of_tensors_are_told_as_long_as_they_are_registered() -> None:
         handle.remove()
     assert not torch_private.gradient_hooks(parameter)
     assert not torch_private.accumulation_hooks(parameter)
-
-
-def test_tensors_have_the_private_metadata() -> None:
-    assert all(hasattr(Tensor, name) for name in torch_private.TENSOR_METADATA)
-
-
-def test_hooks_of_modules_are_told() -> None:
-    module = nn.Linear(1, 1)
-    assert not torch_private.forward_pre_hooks(module)
-
-    def before(module: nn.Module, args: Any) -> None: ...
-
-    module.register_forward_pre_hook(before)
-    assert list(torch_private.forward_pre_hooks(module).values()) == [before]
 
 
 def test_modules_that_load_in_their_own_way_are_told() -> None:
@@ -538,13 +311,6 @@ def test_compiled_modules_are_told_and_where_the_compiled_call_is() -> None:
     assert [torch_private.is_compiled(each) for each in (plain, whole, in_place)] == [False, True, True]
     vars(in_place)[torch_private.COMPILED_CALL] = lambda x: "called"
     assert in_place(torch.ones(1)) == "called"
-
-
-def test_an_rnn_lists_its_weights_anew() -> None:
-    rnn = nn.LSTM(2, 3)
-    before = [getattr(rnn, name) for name in torch_private.RNN_WEIGHTS]
-    rnn.double()
-    assert all(getattr(rnn, name) is not old for name, old in zip(torch_private.RNN_WEIGHTS, before, strict=True))
 
 
 def test_a_thread_that_compiles_says_so_in_a_frame_that_is_left_out() -> None:
@@ -622,35 +388,6 @@ def test_compile_marks_tensors_with_attributes_that_begin_so() -> None:
         mark(tensor, 0)
         assert vars(tensor)
         assert [name for name in vars(tensor) if not name.startswith(torch_private.DYNAMO_MARKS)] == []
-
-
-def test_memory_is_exchanged_and_the_object_stays() -> None:
-    tensor, other = nn.Parameter(torch.empty(2, device="meta"), requires_grad=False), nn.Parameter(torch.ones(2))
-    seen = weakref.ref(tensor)
-    tensor.note = "kept"
-    torch_private.exchange_memory(tensor, other)
-    assert seen() is tensor
-    assert (tensor.tolist(), tensor.requires_grad, tensor.note) == ([1.0, 1.0], True, "kept")
-    assert other.is_meta
-
-
-def test_normalisation_with_statistics_has_a_base() -> None:
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm, nn.InstanceNorm3d)
-    assert all(issubclass(each, torch_private.NormBase) for each in kinds)
-    assert not issubclass(nn.LayerNorm, torch_private.NormBase)
-
-
-def test_a_pruning_method_names_what_it_prunes() -> None:
-    module = prune.l1_unstructured(nn.Linear(4, 1), "weight", amount=0.5)
-    [method] = torch_private.forward_pre_hooks(module).values()
-    assert torch_private.pruned_attribute(method) == "weight"
-
-
-def test_a_tensor_of_another_class_can_be_taken_for_a_parameter() -> None:
-    tensor = TwoTensor(torch.ones(2), torch.ones(2))
-    assert not isinstance(tensor, nn.Parameter)
-    torch_private.take_for_parameter(tensor)
-    assert isinstance(tensor, nn.Parameter)
 
 
 def test_an_optimizer_that_is_constructed_fused_unscales_by_itself_and_one_that_is_fused_later_does_not() -> None:
