@@ -19,31 +19,25 @@ def run_lightning(arguments: list[str]) -> None:
         arguments: the arguments of the command line. The first one is the command, for example ``fit``.
 
     Raises:
-        SystemExit: jsonargparse is missing, the arguments name no model, or a value in the configuration is invalid. The
-            message has the reason.
+        ValueError, ImportError: the arguments name no model, a value in the configuration is invalid, or jsonargparse is missing.
     """
     named = [word.partition("=")[0] for word in arguments]
     if not {"--model", "--config", "-c", "--help", "-h", "--print_config"} & set(named):
-        raise SystemExit(
-            f"{PROGRAM} {arguments[0]}: no model. Expected --config FILE or --model package.Class. For example "
-            f"{PROGRAM} {arguments[0]} --config examples/configs/fit_llm.yaml"
+        raise ValueError(
+            f"no model. Expected --config FILE or --model package.Class. For example {PROGRAM} {arguments[0]} --config "
+            "examples/configs/fit_llm.yaml"
         )
-    try:
-        from lightning.pytorch.cli import LightningCLI
+    from sp_lightning.planner.lightning_cli import SuperpipelineCLI, in_one_line
 
+    try:
         # The CLI warns if it gets arguments while sys.argv has arguments, too. So it reads sys.argv if both are the same.
-        LightningCLI(args=arguments) if arguments != sys.argv[1:] else LightningCLI()
+        SuperpipelineCLI(**({} if arguments == sys.argv[1:] else {"args": arguments}))
     except ModuleNotFoundError as error:
         if "jsonargparse" not in str(error):
             raise
-        raise SystemExit(f'{error} Install it: pip install "jsonargparse[signatures]".') from error
+        raise ImportError(f'{error} Install it: pip install "jsonargparse[signatures]".') from error
     except ValueError as error:
-        # The message of jsonargparse lists every type that was tried, and the whole value. The user needs only the reasons.
-        tried = str(error).partition("\nErrors:\n  - ")[2].partition("\nGiven value type:")[0].split("\n  - ")
-        reasons = [reason for reason in tried if reason and not reason.startswith("Expected a ")]
-        if not reasons:
-            raise
-        raise SystemExit(f"{PROGRAM} {arguments[0]}: {' '.join(reasons)}") from error
+        raise ValueError(in_one_line(str(error))) from error
 
 
 def run_convert(source: Path, target: Path, *, trust: bool) -> None:

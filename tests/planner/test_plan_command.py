@@ -683,8 +683,3 @@ def test_what_is_wrong_is_said_with_what_was_expected(
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_lightnings_commands_need_a_model() -> None:
-    with pytest.raises(SystemExit, match=r"fit: no model\. Expected --config FILE or --model package\.Class"):
-        main(["fit"])
