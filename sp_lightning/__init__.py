@@ -1,7 +1,7 @@
 """Train and predict with models larger than the GPU's memory, as a PyTorch Lightning strategy.
 
-``import sp_lightning`` registers ``"superpipeline"`` with ``lightning``: ``Trainer(strategy="superpipeline")``. The module
-:mod:`sp_lightning.pytorch_lightning` registers it with ``pytorch_lightning``, and has the strategy and the callback for it.
+``Trainer(strategy=SuperpipelineStrategy())``. ``import sp_lightning  # noqa: F401`` also registers the name ``"superpipeline"``
+with ``lightning``. The module :mod:`sp_lightning.pytorch_lightning` has the strategy and the callback for ``pytorch_lightning``.
 """
 
 import sys

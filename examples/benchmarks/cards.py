@@ -89,7 +89,7 @@ _ALL_16 = "all weights, `bf16-true`"
 CASES: dict[str, tuple[Case, ...]] = {
     "24": (
         Case("shapes/llama-3-8b.json", f'{_ALL_16}, `"backward"`', f"{_LLM} {_TRUE} {_BACKWARD}", _OWN),
-        Case("shapes/llama-3.2-3b.json", "all weights, `bf16-mixed`", _LLM, '`strategy="superpipeline"`, no `gradient_clip_val`'),
+        Case("shapes/llama-3.2-3b.json", "all weights, `bf16-mixed`", _LLM, '`SuperpipelineStrategy()`, no `gradient_clip_val`'),
         Case(
             "shapes/llama-3.2-3b.json", "the same, clipped by norm", f"{_LLM} {_CLIP}", _llm("meta-llama/Llama-3.2-3B")
         ),

@@ -126,7 +126,7 @@ class WithHook(Task):
 
 @dataclass(frozen=True)
 class Ordinary(Contestant):
-    """This project as README shows it: ``strategy="superpipeline"`` and no option, around an ordinary module.
+    """This project as README shows it: ``SuperpipelineStrategy()`` and no option, around an ordinary module.
 
     Attributes:
         task: the module.

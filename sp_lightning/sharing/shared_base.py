@@ -67,7 +67,7 @@ class SharedBase:
         base = SharedBase()
 
         def run(lr):  # makes all objects that it uses
-            trainer = Trainer(strategy="superpipeline", max_epochs=1)
+            trainer = Trainer(strategy=SuperpipelineStrategy(), max_epochs=1)
             trainer.fit(Module(lr), Data())
             return trainer.callback_metrics["loss"]
 

@@ -108,8 +108,8 @@ class SuperpipelineCallback(Callback):
         if not self._active:
             if not self._warned:
                 rank_zero_warn(
-                    f"SuperpipelineCallback does nothing: the trainer has {type(trainer.strategy).__name__}, and the callback "
-                    'works with SuperpipelineStrategy only. Use Trainer(strategy="superpipeline"), or remove the callback.'
+                    f"SuperpipelineCallback does nothing: the trainer has {type(trainer.strategy).__name__}. Expected "
+                    "Trainer(strategy=SuperpipelineStrategy()). Use it, or remove the callback."
                 )
             self._warned = True
             return

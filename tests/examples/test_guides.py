@@ -45,6 +45,15 @@ def having(language: str) -> list[Any]:
 SEVERAL = ROOT / "examples" / "guide" / "several_devices.md"
 
 
+def test_a_linter_leaves_the_imports_of_the_guides_as_they_are(tmp_path: Path) -> None:
+    """``ruff --fix`` deleted ``import sp_lightning``, and then the strategy's name was invalid."""
+    for page in PAGES[1:]:
+        (tmp_path / f"{page.stem}.py").write_text("\n".join(blocks(page, "python")))
+    ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F401", str(tmp_path)]
+    run = subprocess.run(ruff, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+
+
 @pytest.mark.long("processes that import torch; test_ranks_launch has a script")
 def test_python_code_of_several_devices_runs(tmp_path: Path) -> None:
     """As a script, because Lightning starts it again for each further device."""

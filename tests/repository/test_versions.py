@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -44,6 +46,20 @@ def test_newer_ones_are_not(found: str) -> None:
 def test_the_metadata_ask_for_the_same() -> None:
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     assert project["dependencies"] == ["torch>=2.10", "lightning>=2.6,!=2.6.2,!=2.6.3"]
+
+
+def test_the_extra_of_the_examples_has_all_that_recipes_import() -> None:
+    """Without diffusers, a recipe ended with a traceback. ``datasets`` is an extra of its own, which a message names."""
+    extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["examples"]
+    files = list((PROJECT / "examples").glob("*.py"))
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    names = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    by_others = {"torch", "lightning", "numpy", "sp_lightning", "datasets", "PIL", "tokenizers", "huggingface_hub"}
+    own = {file.stem for file in files} | {"examples", "__future__"}
+    needed = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - by_others - own
+    given = {re.split(r"[>\[]", each)[0].replace("scikit-learn", "sklearn") for each in extra}
+    assert needed <= given
 
 
 @pytest.mark.parametrize(("version", "said"), [("2.10.0", 0), ("2.15.1+cu130", 0), ("2.16.0a0+git1", 1), ("3.0", 1)])
