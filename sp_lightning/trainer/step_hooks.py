@@ -30,7 +30,7 @@ from sp_lightning.trainer.user_hooks import calls_closure_first
 from sp_lightning.updates.background import updates_here
 from sp_lightning.updates.fused import runs_fused
 
-_ONE_CLASS_PAGE = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-host"
+_ONE_CLASS_PAGE = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-cpu"
 _WRAPPED_BY = "wrapped_by"
 """The attribute of a wrapped closure: the :class:`StepHooks` that wrapped it."""
 

@@ -119,7 +119,9 @@ def test_a_row_of_the_page_on_cards_is_predicted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **size})
     )
-    case = cards.Case(str(tmp_path / "config.json"), "all", f"--tokens 64 --gradient-checkpointing {cards._CLIP}", "how")
+    case = cards.Case(
+        str(tmp_path / "config.json"), "all", f"--tokens 64 --gradient-checkpointing {cards._CLIP}", "how"
+    )
     name, gpu, cpu, seconds, share, how = cards.cells(case, cards.CARDS["24"])
     assert (name, how) == ("config, all", "how")
     assert gpu.endswith("GiB")
