@@ -168,9 +168,11 @@ def cells(case: Case, card: Card) -> list[str]:
         return [name, *["–"] * 4, said["verdict"].splitlines()[0].partition(" (")[0]]
     best = said["best"]
     (window,) = (row for row in said["windows"] if all(row[key] == best[key] for key in ("k", "k_prime")))
+    limit = float(card.options.partition("--gpu-memory ")[2].partition("GiB")[0]) * GIB
+    how = f"{case.run}; plain Lightning fits, too, and is faster" if said["plain_bytes"] <= limit else case.run
     share = plain_seconds(said, window, clipped=_CLIP in case.options) / window["seconds"]
     memory = (window["device_bytes"], said["host_bytes"])
-    return [name, *(f"{size / GIB:.2g} GiB" for size in memory), f"{window['seconds']:.2g} s", f"{share:.2f}", case.run]
+    return [name, *(f"{size / GIB:.2g} GiB" for size in memory), f"{window['seconds']:.2g} s", f"{share:.2f}", how]
 
 
 def table(key: str, word: str = "") -> Iterator[str]:

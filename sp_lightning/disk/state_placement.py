@@ -106,7 +106,7 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
         raise MemoryError(
             f"Host memory is {human_bytes(least - room)} too small for {itself()}, for data that cannot be on the disk, and for "
             f"optimizer state in flight to and from it ({human_bytes(least)}): {remedy_for(least - room, given)}. Smaller "
-            'layers (layers=), Trainer(precision="bf16-true") and frozen weights need less.'
+            'layers (layers=), frozen weights and Trainer(precision="bf16-true") (small updates are lost) need less.'
         )
     below, above = dict(sizes), dict[str, int]()
     for name in sorted(sizes, key=lambda name: -sizes[name]):

@@ -118,7 +118,7 @@ def less_host_memory(overlap: str = "backward") -> str:
         overlap: the option ``optimizer_overlap``. The advice suggests ``"backward"``, if the option has another value.
     """
     advice = (
-        'Use less: Trainer(precision="bf16-true"), an optimizer with less state, frozen layers, or adapters '
+        'Use less: Trainer(precision="bf16-true") (small updates are lost), an optimizer with less state, frozen layers, or adapters '
         "(superpipeline plan --lora 16 estimates them)."
     )
     if overlap == "backward":

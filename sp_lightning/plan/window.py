@@ -288,7 +288,7 @@ class Window:
                     f'{said}Cut it into smaller ones: SuperpipelineStrategy(layers=["{alike}.*"]), whose least is '
                     f"{human_bytes(cut)}."
                 )
-        return f'{said}There are no smaller layers in it. Use precision="bf16-true", or give it as much memory.'
+        return f'{said}There are no smaller layers in it. Use precision="bf16-true" (small updates are lost), or give it as much memory.'
 
 
 def _bytes(nbytes: int) -> str:
