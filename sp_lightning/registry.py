@@ -169,7 +169,7 @@ def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, ma
     if choice == "auto" and not is_installed("activations"):
         return ActivationPlan(
             automatic=True,
-            why_kept='Superpipeline: activations="auto" keeps all activations on the device, because sp_lightning/activations '
+            why_kept='Superpipeline: activations="auto" keeps all activations on the GPU, because sp_lightning/activations '
             "is not installed.",
         )
     with needed_for("activations=" + json.dumps(choice)):

@@ -256,7 +256,7 @@ class UnitModes:
             room = self.ring.free_bytes  # compared with the bytes that the last step's calls of the unit have saved
             call.offloads = all(each.saved <= room for each in self.calls if each.unit == unit)
             if not call.offloads and unit in self.unrepeatable:
-                self.offload.warn(unit, "stay on the device")
+                self.offload.warn(unit, "stay on the GPU")
             elif not call.offloads:
                 self.offload.warn(unit, "are computed again in backward")
                 mode = "recompute"

@@ -296,7 +296,7 @@ class Offload:
         source = strided(saved, 0, torch.uint8, (saved.untyped_storage().nbytes(),), (1,))
         buffer = self.ring.take(source.nbytes)
         if buffer is None:
-            self.warn(call.unit, "stay on the device")
+            self.warn(call.unit, "stay on the GPU")
             return None
         counter = saved.detach()
         counter.data = saved.new_empty(0)
@@ -326,7 +326,7 @@ class Offload:
         if not self._warned:
             self._warned = True
             self._log.warning(
-                "Superpipeline: the host has no room for the activations of %r: %s of %s are taken. They %s. Use a smaller "
+                "Superpipeline: the CPU has no room for the activations of %r: %s of %s are taken. They %s. Use a smaller "
                 'batch, or activations={"%s": "recompute"}.',
                 unit, human_bytes(self.ring.nbytes), human_bytes(self.ring.limit or 0), instead, unit,
             )  # fmt: skip

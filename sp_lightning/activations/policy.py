@@ -69,7 +69,7 @@ def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.
                 f"Use activations={{{above[0]!r}: {mode!r}}}."
                 if above
                 else f"activations={{{pattern!r}: {mode!r}}} names modules without parameters, outside all layers. Their "
-                f"activations stay on the device. Layers and parts with parameters are: {list(units)[:5]}."
+                f"activations stay on the GPU. Layers and parts with parameters are: {list(units)[:5]}."
             )
         if all(unit in modes for unit in inside):
             raise ValueError(

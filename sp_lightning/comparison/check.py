@@ -138,7 +138,7 @@ class _Checking:
         plain.record.entries += again.record.entries
         if not {"losses", "gradients"} & {entry.kind for entry in plain.record.entries}:
             raise NotRunError("No training step has returned a loss or made a gradient, so nothing was trained.")
-        fused = ", with optimizers fused on the host" if self._plain["fuse"] and self._steps_on_host(plain) else ""
+        fused = ", with optimizers fused on the CPU" if self._plain["fuse"] and self._steps_on_host(plain) else ""
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
         self._compare_with_plain(variants, plain)
         return self.found

@@ -76,7 +76,7 @@ class Report:
             if self.counted:
                 memory = "weights, gradients and optimizer state, as counted"
             longest = max(len(each.name) for each in self.runs)
-            lines += ["", f"time per training batch, and device memory ({memory}):"]
+            lines += ["", f"time per training batch, and GPU memory ({memory}):"]
             for each in self.runs:
                 size = human_bytes(each.device_bytes or 0)
                 lines.append(f"  {each.name:<{longest}} {each.seconds:>9.3g} s {size:>10}")

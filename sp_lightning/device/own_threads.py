@@ -100,6 +100,6 @@ LEAVES_FAST_PATH = (
 )
 
 CALLED_ELSEWHERE = (
-    "{name} was called in another thread than that of trainer.fit, outside of a forward: its weights are not on the device. Call "
+    "{name} was called in another thread than that of trainer.fit, outside of a forward: its weights are not on the GPU. Call "
     "a copy: copy.deepcopy(module). Reading weights (state_dict(), parameters()) works in any thread."
 )

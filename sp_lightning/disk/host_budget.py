@@ -105,7 +105,7 @@ class LimitedMemory(HostBudget):
     def count_others(self, gather: Callable[[int, str], list[int]]) -> None:
         free_garbage()
         own = machine.anonymous_bytes()
-        self._others = sum(gather(own, "what processes have taken of host memory")) - own
+        self._others = sum(gather(own, "what processes have taken of CPU memory")) - own
 
     def room(self) -> int | None:
         return room_for(self._host_memory, self._others, disk=False)

@@ -52,12 +52,12 @@ class StatePlacement:
         why = ""
         if self.room is not None:
             of = "both" if self.on_disk else "it"
-            why = f", because {human_bytes(self.room)} of host memory are left for {of}"
+            why = f", because {human_bytes(self.room)} of CPU memory are left for {of}"
         if not self.on_disk:
-            return f"All {human_bytes(total)} of optimizer state are in host memory; nothing is on the disk{why}."
+            return f"All {human_bytes(total)} of optimizer state are in CPU memory; nothing is on the disk{why}."
         return (
             f"{human_bytes(self.disk_bytes)} of optimizer state, of {len(self.on_disk)} layers, are on the disk and pass through "
-            f"{human_bytes(self.staging)} of host memory; {human_bytes(total - self.disk_bytes)} stay in memory{why}."
+            f"{human_bytes(self.staging)} of CPU memory; {human_bytes(total - self.disk_bytes)} stay in memory{why}."
         )
 
 
@@ -104,7 +104,7 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
     if least > room:
         least = least_room(sizes)
         raise MemoryError(
-            f"Host memory is {human_bytes(least - room)} too small for {itself()}, for data that cannot be on the disk, and for "
+            f"CPU memory is {human_bytes(least - room)} too small for {itself()}, for data that cannot be on the disk, and for "
             f"optimizer state in flight to and from it ({human_bytes(least)}): {remedy_for(least - room, given)}. Smaller "
             'layers (layers=), frozen weights and Trainer(precision="bf16-true") (small updates are lost) need less.'
         )
@@ -216,7 +216,7 @@ def choose_in_files(
             stay.append(name)
     if kept > room:
         raise MemoryError(
-            f"Host memory is {human_bytes(kept - room)} too small for {itself()}, for weights that are not read in place, and "
+            f"CPU memory is {human_bytes(kept - room)} too small for {itself()}, for weights that are not read in place, and "
             f"for layers in flight ({human_bytes(kept)}): {remedy_for(kept - room, given)}. Smaller layers (layers=) need less."
         )
     return stay

@@ -72,7 +72,7 @@ class DiskTier(StateStore):
         self.steps = 0
         self._moved_first = 0  # bytes before the second step, which the average leaves out: the first reads no state
         if file_system(folder) in ("tmpfs", "ramfs"):
-            tmpfs = "is on a tmpfs, which is host memory and no disk. It saves none: name a folder on a drive."
+            tmpfs = "is on a tmpfs, which is CPU memory and no disk. It saves none: name a folder on a drive."
             say_once(log, f"Superpipeline: disk={str(folder)!r} {tmpfs}")
         elif not self._file.direct:
             copied = "has no direct I/O: bytes are copied once more."
@@ -187,7 +187,7 @@ def open_store(
         OSError: the disk has no room.
     """
     free_garbage()
-    elsewhere = sum(run.group.gather(anonymous_bytes(), "what processes have taken of host memory")[1:])
+    elsewhere = sum(run.group.gather(anonymous_bytes(), "what processes have taken of CPU memory")[1:])
     store: StateStore = IN_MEMORY
     nbytes = 0
     if run.group.primary:
@@ -295,7 +295,7 @@ def place(found: Found, plan: Plan, options: Options, device: torch.device, *, a
     what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in sizes.items() if nbytes)
     remark = (
         f"{what} are on the disk, and those of {WINDOW} layers in memory at a time, because "
-        f"{human_bytes(missing)} of host memory would be missing even with all optimizer state on the disk."
+        f"{human_bytes(missing)} of CPU memory would be missing even with all optimizer state on the disk."
     )
     return ScratchPlacement(inner, options.disk, chosen, remark)
 
@@ -339,7 +339,7 @@ def _place_in_files(
     others = f" and {len(paths) - 1} other files" if len(paths) > 1 else ""
     remark = (
         f"The weights of {len(stay)} layers ({human_bytes(nbytes)}) are read in place from {paths[0]}{others}, because "
-        f"{human_bytes(max(room, 0))} of host memory are left for weights."
+        f"{human_bytes(max(room, 0))} of CPU memory are left for weights."
     )
     return FilePlacement(stay, remark, nbytes)
 

@@ -69,7 +69,7 @@ def _warn_of_unpinned(layers: Sequence[StreamedLayer]) -> None:
     unpinned = sum(block.planned.nbytes for block in blocks if not block.memory.pinned)
     if unpinned:
         warnings.warn(
-            f"{unpinned / 2**30:.2f} GiB of host memory could not be page-locked (pinned): copies to the device are then "
+            f"{unpinned / 2**30:.2f} GiB of CPU memory could not be page-locked (pinned): copies to the device are then "
             "synchronous and two to three times slower, results are the same. Raise the limit of locked memory, if there is "
             "one (ulimit -l), or pass pin_memory=False to go without and without this warning.",
             stacklevel=3,

@@ -153,7 +153,7 @@ class Backward:
                 return
             if self._closed:
                 raise RuntimeError(
-                    "backward was called on a graph of a run that is over: its weights are not on the device any more. "
+                    "backward was called on a graph of a run that is over: its weights are not on the GPU any more. "
                     "Call it before trainer.fit (validate, test, predict) returns."
                 )
             if task in self._failed:
@@ -193,7 +193,7 @@ class Backward:
         if not of_cast and gradient.requires_grad:
             raise RuntimeError(
                 f"The gradient of {group.spans[index].name!r} has a graph of its own (backward(create_graph=True)); it would be "
-                "lost on the way to the host. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
+                "lost on the way to the CPU. Use torch.autograd.grad(loss, parameters, create_graph=True), which keeps it."
             )
         if gradient.dtype is not host.dtype:
             # User code has given the weight another dtype (param.data = other). The host parameter must get it before

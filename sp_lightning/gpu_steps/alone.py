@@ -138,7 +138,7 @@ class DeclaredStep:
             raise RuntimeError(
                 f'optimizer_on="gpu" and gpu_layers step layer by layer, but {type(part_of).__name__}.step {what}, although it '
                 f"has {DECLARES} = True: it may read and write one parameter, its gradient and its state[p] at a time, and "
-                "nothing else. Leave both options out: then the host steps all layers at once."
+                "nothing else. Leave both options out: then the CPU steps all layers at once."
             )
 
 

@@ -60,7 +60,7 @@ class MeasuredPlace(StepPlace):
         try:
             here, _ = choose_overlap(facts, "cpu")
         except ValueError:
-            return True, f'the host cannot update {names} with optimizer_overlap="{facts.overlap}"'
+            return True, f'the CPU cannot update {names} with optimizer_overlap="{facts.overlap}"'
         seconds = self._seconds(stepping, there, here)
         if seconds is None:
             return False, f"what the state of {names} will be is not known, or the device could not be measured"

@@ -218,7 +218,7 @@ class OffloadedParameter(DeviceParameter):
         if not away:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} was given a weight whose layer is away, inside an object of "
-                "a class other than list, tuple or dictionary. Pass the weight itself, or keep its layer on the device: "
+                "a class other than list, tuple or dictionary. Pass the weight itself, or keep its layer on the GPU: "
                 "SuperpipelineStrategy(keep_on_gpu=[…])."
             )
         if away[0]._of.engine.at_host():  # for example, user code has kept a device parameter after the step

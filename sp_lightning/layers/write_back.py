@@ -83,8 +83,8 @@ class WriteBack:
             if group.version_once_fetched(index) != group.version(index):  # the host's weight was written, too
                 if self.refuses:
                     raise RuntimeError(
-                        f"Parameter {group.spans[index].name!r} was written on the host (through a view from before the step, "
-                        "for example .detach()), and written or viewed on the device in the same step: one of both would be "
+                        f"Parameter {group.spans[index].name!r} was written on the CPU (through a view from before the step, "
+                        "for example .detach()), and written or viewed on the GPU in the same step: one of both would be "
                         "lost. Take a new view within the step, from the module: module.weight.data."
                     )
                 continue

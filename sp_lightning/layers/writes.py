@@ -76,7 +76,7 @@ class ViewDigests:
         twice = [index for index in written if digest(group.hosts[index]) != self._host[index]]
         if twice and refuse:
             raise RuntimeError(
-                f"Parameter {group.spans[twice[0]].name!r} was written twice: on the host, and through a view that was taken "
+                f"Parameter {group.spans[twice[0]].name!r} was written twice: on the CPU, and through a view that was taken "
                 "inside a step and kept (.data, .detach(), weight[0], numpy()). One of both writes would be lost. Take a new "
                 "view from the module for each write: module.weight.data."
             )
@@ -223,7 +223,7 @@ class WeightWatch:
             self._looks = {}  # the error is raised only once
             raise RuntimeError(
                 f"Parameter {place[0].planned.spans[place[1]].name!r} was written within a step in a way that torch does not "
-                "record: the .data of a reference from before the step, numpy(), DLPack, or its storage. Its copy on the device "
+                "record: the .data of a reference from before the step, numpy(), DLPack, or its storage. Its copy on the GPU "
                 "is out of date. Write it through its module (module.weight.data), or between two steps."
             )
 

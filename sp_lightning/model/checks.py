@@ -89,7 +89,7 @@ def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict
                 raise ValueError(
                     f"Parameter {full!r} is of class {kind}, a tensor subclass that cannot be streamed: expected one that "
                     f"consists of plain tensors (__tensor_flatten__) and is frozen. "
-                    f"{_how_to_stream(parameter)} Or keep it on the device: SuperpipelineStrategy(keep_on_gpu=[{full!r}])."
+                    f"{_how_to_stream(parameter)} Or keep it on the GPU: SuperpipelineStrategy(keep_on_gpu=[{full!r}])."
                 )
         if script or foreign:
             whole[child] = name
@@ -214,7 +214,7 @@ def _notes_on_whole(whole: Mapping[nn.Module, str]) -> list[str]:
     for module, name in whole.items():
         trained = any(p.requires_grad for p in module.parameters())
         also = "; so do its gradients and its optimizer's state" if trained else ""
-        notes.append(f"{_why_whole(module, name)}: it stays on the device whole{also}.")
+        notes.append(f"{_why_whole(module, name)}: it stays on the GPU whole{also}.")
     return notes
 
 
@@ -263,7 +263,7 @@ def _note_on_buffers(module: nn.Module) -> list[str]:
             " Masks of torch.nn.utils.prune are among them. Before prediction, make the pruning permanent: "
             "torch.nn.utils.prune.remove(module, name)."
         )
-    return [f"{len(sizes)} buffers of {total / 2**20:.1f} MiB stay on the device, the largest is {name!r}.{remedy}"]
+    return [f"{len(sizes)} buffers of {total / 2**20:.1f} MiB stay on the GPU, the largest is {name!r}.{remedy}"]
 
 
 def advice_to_group(streamed: Sequence[Unit], above: Mapping[nn.Module, str]) -> str:

@@ -18,7 +18,7 @@ _SAID: set[str] = set()
 
 TRANSFORMS = (
     "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
-    "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the device: "
+    "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the GPU: "
     'SuperpipelineStrategy(keep_on_gpu=["**"], activations="keep").'
 )
 
@@ -28,9 +28,9 @@ TRACES = (
 )
 
 HIDDEN_READ = (
-    "The memory of the weight {name!r} was read while the weight is not on the device. Superpipeline cannot detect reads in a "
+    "The memory of the weight {name!r} was read while the weight is not on the GPU. Superpipeline cannot detect reads in a "
     "torch.func transform (vmap, jvp …), a TorchScript function or a C++ extension. Pass weight.clone() instead, or keep the "
-    "weight on the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
+    "weight on the GPU: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
 )
 
 HIDDEN_ON_GPU = (
@@ -45,7 +45,7 @@ BEING_UPDATED = (
 )
 
 ON_THE_HOST = (
-    "Superpipeline keeps gradients on the host, and weights between two steps. Copy one of the tensors to the other's device: "
+    "Superpipeline keeps gradients on the CPU, and weights between two steps. Copy one of the tensors to the other's device: "
     "param.grad.to(param.device) inside training_step, buffer.to(param.device) in a hook between two steps. In backward (a "
     "checkpoint or your own autograd function), take weights from their modules: a list from before the step has the host "
     "weights."
@@ -118,8 +118,8 @@ def less_host_memory(overlap: str = "backward") -> str:
         overlap: the option ``optimizer_overlap``. The advice suggests ``"backward"``, if the option has another value.
     """
     advice = (
-        'Use less: Trainer(precision="bf16-true") (small updates are lost), an optimizer with less state, frozen layers, or adapters '
-        "(superpipeline plan --lora 16 estimates them)."
+        'Use less: Trainer(precision="bf16-true") (small updates are lost), an optimizer with less state, frozen layers, or '
+        "adapters (superpipeline plan --lora 16 estimates them)."
     )
     if overlap == "backward":
         return advice

@@ -164,7 +164,7 @@ def over_plan(stats: Stats, plan: Plan) -> str:
     tables = [table.name for table in plan.tables]
     remedy = f" For a table that is read as a whole, layers={tables} puts it into the plan." if tables else ""
     return (
-        f"Superpipeline: weights and gradients took {human_bytes(stats.peak_device_bytes)} of device memory; the plan has "
+        f"Superpipeline: weights and gradients took {human_bytes(stats.peak_device_bytes)} of GPU memory; the plan has "
         f"{human_bytes(plan.peak_device_bytes)}. {stats.extra_slots} slots beyond the plan were allocated, because code outside "
         f"of the weights' modules read whole weights, or kept views of them.{remedy}"
     )
@@ -223,7 +223,7 @@ def remedy(what: str, plan: Plan) -> str:
         "several things at once": "Use more tokens or images per batch",
         "sums of gradients": "Use more tokens or images per batch",
         "sums over nodes": "Use more tokens or images per batch, or a faster --network",
-        "the disk": "Use more host memory, or more tokens or images per batch",
+        "the disk": "Use more CPU memory, or more tokens or images per batch",
         "activations": "Recompute some of them, or use a larger gpu_memory",
         "optimizers' steps": f'{fewer_steps}. Adam, AdamW, SGD and Adagrad of torch can overlap (optimizer_overlap="forward")',
     }[what]

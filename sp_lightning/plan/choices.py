@@ -19,7 +19,7 @@ Packing = Literal["nvfp4", "mxfp4"]
 _OFFLOADED = "Weights, gradients and optimizer state are always offloaded. Leave it out."
 _K = "Use k, the number of layers in GPU memory at once: k=2."
 _K_PRIME = "Layers are always prefetched. Use k_prime, the number of layers that are uploaded meanwhile: k_prime=1."
-_DISK = 'Use disk, a folder for what host memory does not hold: disk="/scratch".'
+_DISK = 'Use disk, a folder for what CPU memory does not hold: disk="/scratch".'
 _GPU_MEMORY = 'Use gpu_memory, the limit of GPU memory: gpu_memory="16GiB".'
 _STAY = (
     "Use gpu_layers, the layers that stay in GPU memory with their optimizer state: gpu_layers=8, or gpu_layers=0.5."

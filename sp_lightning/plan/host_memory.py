@@ -133,7 +133,7 @@ class HostBudget:
             parts: the parts of ``total``, in words.
         """
         return (
-            f"{human_bytes(total)} more of host memory are needed ({parts}), and {human_bytes(room)} can be had "
+            f"{human_bytes(total)} more of CPU memory are needed ({parts}), and {human_bytes(room)} can be had "
             f"(the system's free memory and swap, within the limits of the control group)."
         )
 

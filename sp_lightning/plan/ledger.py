@@ -34,7 +34,7 @@ class Pass:
     written: int
 
 
-ON_DEVICE = "steps on the device"
+ON_DEVICE = "steps on the GPU"
 """The pass that uploads and offloads weights, gradients and state for steps on the GPU. It replaces the pass of updates."""
 _TRANSFERS = ("fetch", "gradients", ON_DEVICE)
 _OF_BATCHES = ("casts", "accumulation")
@@ -126,10 +126,10 @@ class Ledger:
             less = f"{human_bytes(self.stepping_bytes)}, {self.stepping_bytes / count:.3g} bytes per parameter"
             stays = f" While batches are trained, {human_bytes(self.staying)} of that are in GPU memory alone: {less} remain."
         return (
-            f"Superpipeline: host memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
+            f"Superpipeline: CPU memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
             f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those in flight, "
             f"{state}).{stays}\n"
-            f"Superpipeline: host memory traffic per parameter and {step}: {read:.3g} bytes read and {written:.3g} "
+            f"Superpipeline: CPU memory traffic per parameter and {step}: {read:.3g} bytes read and {written:.3g} "
             f"written (read/written by {passes})." + self._of_disk(count)
         )
 

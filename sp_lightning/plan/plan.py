@@ -310,9 +310,9 @@ class Plan:
             "resident": (self.resident_bytes, moved_whole),
             **({"experts kept": (kept, of_stacks)} if kept else {}),
             **({"gradients in flight": (self.gradient_bytes, "")} if self.training else {}),
-            **({"steps on the device": (steps, "")} if self.training and self.steps_on_device else {}),
+            **({"steps on the GPU": (steps, "")} if self.training and self.steps_on_device else {}),
             **({"layers that stay": (self.staying_bytes, stays)} if self.stay else {}),
-            "peak on the device": (self.peak_device_bytes, f"{what}; plain {plain}" if plain else what),
+            "peak on the GPU": (self.peak_device_bytes, f"{what}; plain {plain}" if plain else what),
             "host": (self.host_bytes, what),
         }
         return "\n".join(
@@ -419,7 +419,7 @@ def make_plan(
     )
     if plan.host_bytes and not plan.stay and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
         remedy = "nothing is streamed." if plan.nothing else f"{plan._lower('lower')}choose smaller layers."
-        saves_nothing = f"this takes no less device memory than all weights and gradients: {remedy}"
+        saves_nothing = f"this takes no less GPU memory than all weights and gradients: {remedy}"
         return replace(plan, notes=(*plan.notes, saves_nothing))
     return plan
 
@@ -430,7 +430,7 @@ def cap_remarks(k: Count, k_prime: Count, plan: Plan) -> list[str]:
     if plan.nothing:
         return remarks
     if k != "auto" and k > count:
-        remarks.append(f"k={k} is capped at {count}, the number of layers: all are on the device at once.")
+        remarks.append(f"k={k} is capped at {count}, the number of layers: all are on the GPU at once.")
     rest = count - plan.k
     if k_prime != "auto" and k_prime > max(rest, 1):
         remarks.append(
@@ -488,5 +488,5 @@ def _wire_notes(found: Found) -> tuple[str, ...]:
     share = lowered / sum(layer.nbytes for layer in found.layers)
     dtype = str(found.autocast).removeprefix("torch.")
     return (
-        f"{share:.0%} of the layers' bytes are uploaded as {dtype}, as autocast would cast them; float32 stays on the host.",
+        f"{share:.0%} of the layers' bytes are uploaded as {dtype}, as autocast would cast them; float32 stays on the CPU.",
     )

@@ -429,5 +429,5 @@ def _against_early(facts: UpdateFacts) -> str:
     if facts.ranks or facts.disk:  # user code may look at gradients that this mode has freed
         return 'with several devices, or a disk, optimizer_overlap="backward" frees gradients'
     if facts.place == "gpu" and facts.read_after_step:
-        return "on the device, gradients are freed as soon as they are used, and a hook may look at them"
+        return "on the GPU, gradients are freed as soon as they are used, and a hook may look at them"
     return facts.needed

@@ -246,7 +246,7 @@ class Window:
         if not plan.layers or staying > room:
             whole = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in self._found.aside[:3])
             remedy = (
-                f"What stays on the device takes {_bytes(staying)} of that{f', with {whole}' if whole else ''}. Leave names "
+                f"What stays on the GPU takes {_bytes(staying)} of that{f', with {whole}' if whole else ''}. Leave names "
                 "out of keep_on_gpu=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
                 "it as much memory."
             )
@@ -288,7 +288,8 @@ class Window:
                     f'{said}Cut it into smaller ones: SuperpipelineStrategy(layers=["{alike}.*"]), whose least is '
                     f"{human_bytes(cut)}."
                 )
-        return f'{said}There are no smaller layers in it. Use precision="bf16-true" (small updates are lost), or give it as much memory.'
+        remedy = 'Use precision="bf16-true" (small updates are lost), or give it as much memory.'
+        return f"{said}There are no smaller layers in it. {remedy}"
 
 
 def _bytes(nbytes: int) -> str:

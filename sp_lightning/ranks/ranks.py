@@ -45,7 +45,7 @@ class Ranks(Collectives):
         why = supported()
         if why:
             raise RuntimeError(
-                f"superpipeline shares host memory between the processes of several devices, and cannot do so here: {why}. "
+                f"superpipeline shares CPU memory between the processes of several devices, and cannot do so here: {why}. "
                 "Pass Trainer(devices=1)."
             )
         former = [each for each in _open if each.over]
@@ -98,7 +98,7 @@ class Ranks(Collectives):
             yield
         except OSError as error:
             raise RuntimeError(
-                f"The system does not give {self.name} {nbytes / 2**30:.2f} GiB of host memory for {name}, which all "
+                f"The system does not give {self.name} {nbytes / 2**30:.2f} GiB of CPU memory for {name}, which all "
                 f"processes of the node share: {error}. Raise the limits of processes (ulimit -v, ulimit -f), or train less: "
                 "freeze layers, or train adapters."
             ) from error

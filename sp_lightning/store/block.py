@@ -144,7 +144,7 @@ class HostBlock:
             raise RuntimeError(
                 f"Parameter {name!r} is {target.dtype} of shape {tuple(target.shape)} and was given {value.dtype} of shape "
                 f"{tuple(value.shape)} inside a step (param.data = other). Exchange it between two batches or before "
-                f"trainer.fit, or keep it on the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
+                f"trainer.fit, or keep it on the GPU: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
             )
         with no_inference_mode(), torch.no_grad():
             if index in self.retyped:

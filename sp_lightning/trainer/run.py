@@ -517,7 +517,7 @@ class Run:
             self.engine.abort()
             self.engine.allow_writes()  # the code that catches the error may write weights
         except Exception:
-            self._log.exception("Superpipeline could not put the host's parameters back after the error that follows.")
+            self._log.exception("Superpipeline could not put the CPU's parameters back after the error that follows.")
 
 
 def _refuse_in_step(module: pl.LightningModule) -> None:

@@ -215,7 +215,7 @@ class StepHooks:
                 if self._leave_gpu(f"{name}, which {module}.configure_optimizers has not returned, steps weights"):
                     return
                 what = (
-                    f"{name} is not what {module}.configure_optimizers has returned, and would step its weights on the host; "
+                    f"{name} is not what {module}.configure_optimizers has returned, and would step its weights on the CPU; "
                     f"one class can do both ({_ONE_CLASS_PAGE})"
                 )
         # A closure that this run has wrapped already was passed on by another step, which is still running.
@@ -224,7 +224,7 @@ class StepHooks:
         elif (more := kwargs.keys() - {"closure"}) or len(args) > 2:
             what = f"{name}.step was given {', '.join(map(repr, more)) or 'more than a closure'}"
         if what:
-            raise RuntimeError(f'optimizer_on="gpu": {what}. Leave optimizer_on out: then the host steps.')
+            raise RuntimeError(f'optimizer_on="gpu": {what}. Leave optimizer_on out: then the CPU steps.')
 
     def _prepare(self, optimizer: Optimizer, *, writes: bool = True) -> None:
         """Prepares the engine for a step: copies weights that user code has written on the device to the host.

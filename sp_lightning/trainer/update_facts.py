@@ -211,10 +211,10 @@ def _against_beside_forward(optimizers: Sequence[Optimizer]) -> str:
 def _against_steps_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
     """Returns why, with this trainer, steps on the GPU would differ from plain Lightning's; empty if they would not."""
     if not trainer.lightning_module.automatic_optimization:
-        return "optimization is manual, and norms of gradients that you take yourself would be computed on the host"
+        return "optimization is manual, and norms of gradients that you take yourself would be computed on the CPU"
     plugin = trainer.precision_plugin
     if type(plugin).clip_grad_by_norm is not base_of(plugin, Precision).clip_grad_by_norm:
-        return f"{type(plugin).__name__}.clip_grad_by_norm would compute norms on the host"
+        return f"{type(plugin).__name__}.clip_grad_by_norm would compute norms on the CPU"
     if scaler_of(trainer) is not None and any(map(unscales_by_itself, optimizers)):
         return f"the fused step of {type(optimizers[0]).__name__} unscales gradients by itself"
     return ""

@@ -175,7 +175,7 @@ class Tuner(BaseTuner):
         window, streamer = self.window, self.streamer
         if not self._balanced:
             self._log.info(
-                "Superpipeline: the activations of a batch do not fit into device memory. The next two batches measure them; "
+                "Superpipeline: the activations of a batch do not fit into GPU memory. The next two batches measure them; "
                 'then each layer\'s are kept, recomputed or offloaded, with the same results (activations="auto").'
             )
             if streamer.found.grouping_advice:
@@ -326,7 +326,7 @@ class Tuner(BaseTuner):
         plan, activations = self.streamer.plan, self.streamer.activations
         said = f"k = {plan.k}, k' = {plan.k_prime}"
         if plan.stay:
-            said += f"; {len(plan.stay)} of {len(plan.layers)} layers stay on the device with their optimizer state"
+            said += f"; {len(plan.stay)} of {len(plan.layers)} layers stay on the GPU with their optimizer state"
         if self._balanced:
             self._carry_out(self._modes_for(plan))
             assert self._activations is not None
@@ -337,7 +337,7 @@ class Tuner(BaseTuner):
         needs = window.needs(plan) + self._more(activations.modes)
         assert window.room is not None
         self._log.debug(
-            "Superpipeline: %s (%s), the fastest by prediction: %s on the device of %s%s.",
+            "Superpipeline: %s (%s), the fastest by prediction: %s on the GPU of %s%s.",
             said, why, human_bytes(needs), human_bytes(window.room),
             "" if window.rest else ", weights and gradients only: activations are not counted here",
         )  # fmt: skip

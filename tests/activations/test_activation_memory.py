@@ -218,7 +218,7 @@ def test_a_host_without_room_recomputes(
     assert_same(ours, fit(lambda: saving(counts), rows()))
     assert seen[0].ring.peak_bytes <= room
     assert recomputed == [f"net.blocks.{index}" for index in range(room // Saves.SIZE, 6)]  # in the second batch
-    assert len([each for each in said if "the host has no room for the activations of 'net.blocks." in each]) == 1
+    assert len([each for each in said if "the CPU has no room for the activations of 'net.blocks." in each]) == 1
 
 
 def test_the_ring_is_used_again_and_given_back(seen: list[UnitModes]) -> None:

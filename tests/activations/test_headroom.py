@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_trained_with_equal_results(
     assert phases.seen[:2] == ["headroom", "trial offload"]
     assert "keep" in phases.seen[-1]
     assert phases.seen[-1] != "keep"
-    said = [each.getMessage() for each in caplog.records if "do not fit into device memory" in each.getMessage()]
+    said = [each.getMessage() for each in caplog.records if "do not fit into GPU memory" in each.getMessage()]
     assert len(said) == 1
 
 

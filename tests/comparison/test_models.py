@@ -146,7 +146,7 @@ def test_every_mode_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0, printed
     modes = [f"streamed, {mode}, {overlap}" for mode in ("keep", "recompute", "offload") for overlap in _OVERLAPS]
     assert [each["name"] for each in printed["runs"]] == ["plain", *modes]
-    assert "optimizers fused on the host" in printed["reference"]
+    assert "optimizers fused on the CPU" in printed["reference"]
 
 
 _OVERLAPS = ("off", "forward", "backward")

@@ -153,7 +153,7 @@ def test_memory_that_is_called_a_disk_is_named(
     log = logging.getLogger("lightning.pytorch.superpipeline")
     with caplog.at_level(logging.INFO, logger=log.name):
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
-    assert "is on a tmpfs, which is host memory and no disk. It saves none: name a folder on a drive." in caplog.text
+    assert "is on a tmpfs, which is CPU memory and no disk. It saves none: name a folder on a drive." in caplog.text
 
 
 def _trains(folder: Path, checkpoints: Path) -> None:

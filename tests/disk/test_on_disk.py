@@ -93,7 +93,7 @@ def test_memory_that_is_missing_is_enough_if_it_is_given(sizes: dict[str, int], 
         return
     missing = least_room(sizes) - room
     for given, remedy in ((None, "free (.*?)\\."), (2**30, 'host_memory="(.*?)" is enough')):
-        with pytest.raises(MemoryError, match=re.escape(f"Host memory is {human_bytes(missing)} too small")) as refused:
+        with pytest.raises(MemoryError, match=re.escape(f"CPU memory is {human_bytes(missing)} too small")) as refused:
             place_state(sizes, room, given)
         (enough,) = re.findall(remedy, str(refused.value))
         more = parse_bytes("more", enough) - (given or 0)
@@ -125,11 +125,11 @@ def test_state_of_the_largest_layers_stays() -> None:
 def test_a_placement_says_what_is_where_and_why() -> None:
     sizes = {"a": 2**20, "b": 2**20, "c": 2**20, "d": 2**20}
     assert str(place_state(sizes, 3 * 2**20)) == (
-        "4.0 MiB of optimizer state, of 4 layers, are on the disk and pass through 3.0 MiB of host memory; 0 B stay in memory, "
-        "because 3.0 MiB of host memory are left for both."
+        "4.0 MiB of optimizer state, of 4 layers, are on the disk and pass through 3.0 MiB of CPU memory; 0 B stay in memory, "
+        "because 3.0 MiB of CPU memory are left for both."
     )
     assert str(place_state(sizes, 2**22)) == (
-        "All 4.0 MiB of optimizer state are in host memory; nothing is on the disk, because 4.0 MiB of host memory are left "
+        "All 4.0 MiB of optimizer state are in CPU memory; nothing is on the disk, because 4.0 MiB of CPU memory are left "
         "for it."
     )
-    assert str(place_state(sizes, None)) == "All 4.0 MiB of optimizer state are in host memory; nothing is on the disk."
+    assert str(place_state(sizes, None)) == "All 4.0 MiB of optimizer state are in CPU memory; nothing is on the disk."

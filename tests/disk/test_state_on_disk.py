@@ -406,7 +406,7 @@ def test_host_memory_that_does_not_suffice_is_refused(
     given: Any, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_tier, "place_state", lambda sizes, _, given: place_state(sizes, 2**10, given))
-    with pytest.raises(MemoryError, match=r"Host memory is 63.0 KiB too small for the process") as raised:
+    with pytest.raises(MemoryError, match=r"CPU memory is 63.0 KiB too small for the process") as raised:
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path, host_memory=given))
     assert f": {remedy}." in str(raised.value)
     assert re.search(r"the process, which itself takes \d+\.\d [MG]iB, for data", str(raised.value))

@@ -163,7 +163,7 @@ def test_as_few_layers_stay_in_files_as_there_is_room_for_the_others() -> None:
     assert choose(749, staging=150) == ["c"]
     assert choose(549, staging=150) == ["b", "d"]
     assert choose(200, staging=150) == ["a", "b", "c", "d"]
-    with pytest.raises(MemoryError, match=r"Host memory is 10 B too small .* in flight \(200 B\): free 17MiB\."):
+    with pytest.raises(MemoryError, match=r"CPU memory is 10 B too small .* in flight \(200 B\): free 17MiB\."):
         choose(190, staging=150)
     with pytest.raises(MemoryError, match=r'in flight \(200 B\): host_memory="24MiB" is enough\.'):
         choose(190, staging=150, given=7 * 2**20)

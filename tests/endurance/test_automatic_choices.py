@@ -269,9 +269,9 @@ NEW_OPTIMIZER = "the trainer gets an optimizer that the GPU cannot step"
 CPU_BITS = "CPU optimizer steps differ from the GPU's in the last bits"
 ROWS = [
     Row(
-        ACTIVATIONS, "host memory for an activation", BEFORE,
+        ACTIVATIONS, "CPU memory for an activation", BEFORE,
         lambda: [crowded(), failing("sp_lightning.activations.host_ring", "PinnedMemory", LAUNCH)],
-        "the host has no room for the activations of", options={"k": 1},
+        "the CPU has no room for the activations of", options={"k": 1},
     ),
     Row(
         WINDOW, "GPU memory for more slots", BEFORE,

@@ -353,7 +353,7 @@ FAULTS = {
     ),
     "pinning refused": Fault(may_not_pin, None, plain=False, devices=(False,)),
     "no host memory": Fault(
-        lacks_host_memory, MemoryError, "more of host memory are needed", plain=False, devices=(False,)
+        lacks_host_memory, MemoryError, "more of CPU memory are needed", plain=False, devices=(False,)
     ),
 }
 CASES = [

@@ -40,4 +40,4 @@ def test_auto_without_the_folder_keeps_all_and_says_so_if_memory_ends(caplog: py
         assert "is not installed" not in caplog.text
         with simulated(capacity=4 * Saves.SIZE + 24_000), pytest.raises(torch.OutOfMemoryError):
             fit(lambda: saving([1] * 8), rows(), superpipeline(k=1, k_prime=1))
-    assert caplog.text.count('activations="auto" keeps all activations on the device') == 1
+    assert caplog.text.count('activations="auto" keeps all activations on the GPU') == 1

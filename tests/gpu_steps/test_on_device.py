@@ -251,7 +251,7 @@ def test_state_that_users_exchange_is_stepped(stay: list[Tensor]) -> None:
     with simulated():
         ours = fit(Stepped, vectors(), on_device(), callbacks=[Replaces()], recorded="losses")
     assert_same(ours, plain)
-    assert all(each.ndim == 0 for each in stay), "on the device"
+    assert all(each.ndim == 0 for each in stay), "on the GPU"
 
 
 @pytest.mark.parametrize("steps", [2, 5])
@@ -543,7 +543,7 @@ class OwnNorm(Precision):
         (lambda: Stepped(torch.optim.LBFGS), Precision, "LBFGS steps all parameters together"),
         (lambda: Stepped(lambda ps: Unknown(ps, lr=0.1)), Precision, r"Unknown.steps_each_parameter_alone = True"),
         (Manual, Precision, "optimization is manual"),
-        (Stepped, OwnNorm, "OwnNorm.clip_grad_by_norm would compute norms on the host"),
+        (Stepped, OwnNorm, "OwnNorm.clip_grad_by_norm would compute norms on the CPU"),
         (
             lambda: Stepped(lambda ps: torch.optim.AdamW(ps, fused=True)),
             lambda: MixedPrecision("16-mixed", "cpu"),

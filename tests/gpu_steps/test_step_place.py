@@ -111,7 +111,7 @@ def of_eight_bits(parameters: Any) -> Optimizer:
 @pytest.mark.parametrize(
     ("make", "overlap", "why"),
     [
-        (muon, "backward", 'the host cannot update Muon with optimizer_overlap="backward"'),
+        (muon, "backward", 'the CPU cannot update Muon with optimizer_overlap="backward"'),
         (of_eight_bits, "auto", "bitsandbytes' kernels are for devices"),
     ],
     ids=["in backward", "bitsandbytes"],

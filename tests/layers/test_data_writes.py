@@ -63,7 +63,7 @@ def test_with_nothing_left_in_slots_or_on_the_host(block: str, write: Callable[[
 
 @pytest.mark.long("the same writes on a simulated device")
 @pytest.mark.parametrize(
-    "activations", first(["keep", "offload"], "offload", why="offloaded ones are kept on the device for a while, too")
+    "activations", first(["keep", "offload"], "offload", why="offloaded ones are kept on the GPU for a while, too")
 )
 @pytest.mark.parametrize(("write", "precision"), IN_PRECISIONS)
 def test_on_a_device_of_its_own(write: Callable[[Any], None], activations: Any, precision: Any) -> None:

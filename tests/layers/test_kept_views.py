@@ -277,7 +277,7 @@ class WritesBoth(Keeps):
 
 @pytest.mark.parametrize("resident", [[], ["net.1"]])
 def test_a_weight_that_is_written_in_both_ways_is_refused(resident: list[str]) -> None:
-    with pytest.raises(RuntimeError, match=r"'net\.1\.0\.weight' was written .* on the host, and .*kept"):
+    with pytest.raises(RuntimeError, match=r"'net\.1\.0\.weight' was written .* on the CPU, and .*kept"):
         fit(lambda: WritesBoth("data", "start", "", False), vectors(), superpipeline(k=1, keep_on_gpu=resident))
 
 

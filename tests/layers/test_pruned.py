@@ -83,4 +83,4 @@ def test_the_plan_names_the_bytes_of_masks_and_the_remedy() -> None:
         if isinstance(child, nn.Linear):
             prune.l1_unstructured(child, "weight", 0.5)
     (note,) = find_layers(module).notes
-    assert re.search(r"buffers of .* stay on the device.*prune\.remove\(module, name\)", note)
+    assert re.search(r"buffers of .* stay on the GPU.*prune\.remove\(module, name\)", note)

@@ -139,7 +139,7 @@ def test_others_are_refused_by_name(make: Callable[[], nn.Module], remedy: str) 
         find_layers(make())
     found = find_layers(make(), keep_on_gpu=["blocks.1.inner.weight"])
     assert [name for name, _ in found.aside] == ["blocks.1.inner"]
-    assert any("stays on the device whole" in note for note in found.notes)
+    assert any("stays on the GPU whole" in note for note in found.notes)
 
 
 class Named(nn.Parameter):

@@ -79,10 +79,10 @@ def test_a_model_that_is_one_script_module_says_so() -> None:
     plan = strategy.plan
     assert plan.sentence(state=0) == (
         "Superpipeline: nothing can be streamed: 'net' is a ScriptModule. "
-        "Weights and gradients take 16.6 KiB of device memory, plain Lightning 16.6 KiB with optimizer state."
+        "Weights and gradients take 16.6 KiB of GPU memory, plain Lightning 16.6 KiB with optimizer state."
     )
     assert plan.notes[0] == (
-        "'net' is a ScriptModule: it stays on the device whole; so do its gradients and its optimizer's state."
+        "'net' is a ScriptModule: it stays on the GPU whole; so do its gradients and its optimizer's state."
     )
     assert strategy.remarks() == []
     assert "0 layers" not in str(plan)
@@ -97,9 +97,7 @@ def test_script_modules_are_refused_where_they_do_not_fit(blocks: int) -> None:
         front = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
         return Module(nn.Sequential(torch.jit.script(front) if script else front, *(Block() for _ in range(blocks))))
 
-    with pytest.raises(
-        ValueError, match=r"need .*\. What stays on the device takes .*'net.0' .*in place of its Script"
-    ):
+    with pytest.raises(ValueError, match=r"need .*\. What stays on the GPU takes .*'net.0' .*in place of its Script"):
         fit(lambda: module(script=True), vectors(1), superpipeline(gpu_memory="40KiB"))
     strategy = superpipeline(gpu_memory="40KiB")
     fit(lambda: module(script=False), vectors(1), strategy)
@@ -112,7 +110,7 @@ def test_script_modules_are_refused_where_they_do_not_fit(blocks: int) -> None:
 def test_a_plan_that_saves_nothing_says_so(options: dict[str, Any]) -> None:
     strategy = superpipeline(**options)
     fit(lambda: Module(Stack()), vectors(1), strategy)
-    assert any("no less device memory than all weights and gradients" in note for note in strategy.plan.notes)
+    assert any("no less GPU memory than all weights and gradients" in note for note in strategy.plan.notes)
     assert "note:" in str(strategy.plan)
 
 

@@ -97,10 +97,10 @@ def test_what_is_chosen_already_is_no_advice() -> None:
 @pytest.mark.parametrize(
     ("free", "message"),
     [
-        (1000, r"more of host memory are needed \(.* for a layer's copy\), and 1000 B can be had"),
+        (1000, r"more of CPU memory are needed \(.* for a layer's copy\), and 1000 B can be had"),
         (
             9000,
-            r"more of host memory are needed \(.* for gradients, .* for the optimizer's state\), and 8\.8 KiB can be had",
+            r"more of CPU memory are needed \(.* for gradients, .* for the optimizer's state\), and 8\.8 KiB can be had",
         ),
     ],
 )

@@ -348,7 +348,7 @@ def test_the_line_says_whether_the_step_runs_fused(fused: bool) -> None:
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=fused)
     fit(wide, BATCHES[:2], strategy)
     expected = "fused optimizer step, at most: " if fused else "optimizer step, which does not run fused, more than: "
-    assert f"host memory traffic per parameter and {expected}" in str(strategy.ledger)
+    assert f"CPU memory traffic per parameter and {expected}" in str(strategy.ledger)
 
 
 GUIDES = Path(__file__).parents[2]

@@ -73,7 +73,7 @@ def policy(on_disk: Paging = MEMORY, /, like_gpu: Any = (), **facts: Any) -> Upd
         ({"place": "gpu", "optimizer_on": "gpu", "tried": True}, "backward", FREES, ""),
         ({"place": "gpu", "against_layers": "not fused", "tried": True}, "backward", FREES, ""),
         ({"place": "gpu", "against_gpu_background": "declared"}, "off", NO, "declared"),
-        ({"place": "gpu", "read_after_step": True}, "forward", NO, "on the device, gradients are freed"),
+        ({"place": "gpu", "read_after_step": True}, "forward", NO, "on the GPU, gradients are freed"),
         ({"place": "gpu", "batch": VALUE}, "forward", NO, "gradient_clip_val=0.5 needs all gradients"),
         ({"place": "gpu", "overlap": "backward", "read_after_step": True}, "backward", FREES, ""),
     ],

@@ -97,9 +97,9 @@ def test_too_little_memory_for_all_processes_is_refused_on_each(tmp_path: Path) 
     with pytest.raises(RanksFailed) as caught:
         in_ranks(2, place, str(tmp_path), "100MiB")
     first, second = caught.value.errors
-    assert "MemoryError: Host memory is" in str(first)
+    assert "MemoryError: CPU memory is" in str(first)
     assert "rank 0 has failed" in str(second)
-    assert "Host memory is" in str(second)
+    assert "CPU memory is" in str(second)
 
 
 def cap(host_memory: str) -> None:

@@ -192,8 +192,8 @@ def train_without(what: str, folder: str) -> None:
 
 WITHOUT = {
     "support": ("cannot do so here: the system is no Linux", "Pass Trainer(devices=1)"),
-    "memory": ("does not give rank 0 0.00 GiB of host memory for status", "Cannot allocate memory"),
-    "a map": ("does not give rank 1 0.00 GiB of host memory for weights", "Cannot allocate memory"),
+    "memory": ("does not give rank 0 0.00 GiB of CPU memory for status", "Cannot allocate memory"),
+    "a map": ("does not give rank 1 0.00 GiB of CPU memory for weights", "Cannot allocate memory"),
 }
 
 

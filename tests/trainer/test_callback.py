@@ -122,7 +122,7 @@ def test_more_layers_than_there_are_is_remarked_on_once(heard: Any) -> None:
     assert strategy.plan.k == len(strategy.plan.layers)
     assert len(heard()) == 1
     assert heard()[0].endswith(
-        f"k=1000 is capped at {strategy.plan.k}, the number of layers: all are on the device at once."
+        f"k=1000 is capped at {strategy.plan.k}, the number of layers: all are on the GPU at once."
     )
 
 
@@ -133,7 +133,7 @@ def test_the_rest_is_there_for_whom_it_interests(heard: Any) -> None:
     text = "\n".join(heard())
     assert text.count("net.model.layers.0 ") == 1
     assert "… 10 more" in text
-    assert "peak on the device" in text
+    assert "peak on the GPU" in text
     assert "bytes per parameter" in text
     assert "updates in the background: off (they would compete" in text
     assert text.count("layers uploaded") == 1

@@ -206,7 +206,7 @@ def test_refused_pinning_warns_once_and_goes_on() -> None:
 
     module = Stack()
     found = find_layers(module)
-    with pytest.warns(UserWarning, match=r"GiB of host memory could not be page-locked.*pin_memory=False") as caught:
+    with pytest.warns(UserWarning, match=r"GiB of CPU memory could not be page-locked.*pin_memory=False") as caught:
         streamer = Streamer(
             module, found, make_plan(found, k=1, k_prime=1), RefusesPinning(torch.device("cpu")), pin=True
         )

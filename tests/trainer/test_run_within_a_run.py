@@ -95,5 +95,5 @@ def test_weights_that_are_in_a_step_are_refused() -> None:
 
 def test_a_run_that_would_step_the_device_s_weights_on_the_host_is_refused() -> None:
     strategy = superpipeline(k=1, optimizer_on="gpu")
-    with pytest.raises(RuntimeError, match=r"SGD is not what Outer.configure_optimizers .* on the host"):
+    with pytest.raises(RuntimeError, match=r"SGD is not what Outer.configure_optimizers .* on the CPU"):
         outer("end", "itself", strategy, lambda: superpipeline(k=1))

@@ -176,7 +176,7 @@ class WritesOnBoth(Module):
 @pytest.mark.parametrize("options", [{}, {"keep_on_gpu": ["net.head"]}], ids=str)
 def test_a_weight_that_host_and_device_write_is_refused(options: dict[str, Any]) -> None:
     ours = superpipeline(k=1, k_prime=1, **options)
-    with pytest.raises(RuntimeError, match=r"Parameter 'net\..*' was written on the host.*one of both would be lost"):
+    with pytest.raises(RuntimeError, match=r"Parameter 'net\..*' was written on the CPU.*one of both would be lost"):
         fit(lambda: WritesOnBoth(anew=False), vectors(3), ours)
     plain, remedied = (
         fit(lambda: WritesOnBoth(anew=True), vectors(3), each)
