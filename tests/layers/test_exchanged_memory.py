@@ -710,7 +710,7 @@ def test_memory_of_another_dtype_is_written_while_its_layer_is_away(k: int) -> N
 
 UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {
     "an update is under way": lambda writes, layer, slot: (layer.owner, "update", Future()),
-    "the CPU's was written": lambda writes, layer, slot: (StreamedLayer, "outdated", True),
+    "the host's was written": lambda writes, layer, slot: (StreamedLayer, "outdated", True),
     "the slot has to be filled again": lambda writes, layer, slot: (slot, "stale", True),
     "the slot's views may write it": lambda writes, layer, slot: (guard_of(layer), "digests", object()),
     "writes are looked for": lambda writes, layer, slot: (writes, "_watch", object()),

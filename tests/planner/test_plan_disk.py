@@ -140,7 +140,7 @@ def test_the_memory_that_is_said_to_be_enough_is(
     least = enough("512MiB")
     assert enough(f"{least - 0.001:.3f}GiB") == least
     main([*arguments, f"{least}GiB"])
-    assert " s for the disk. Use more host memory" in capsys.readouterr().out
+    assert " s for the disk. Use more CPU memory" in capsys.readouterr().out
 
 
 @pytest.mark.rest("plans of a whole model; the first tier has one of them")
