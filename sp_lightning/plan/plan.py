@@ -341,7 +341,7 @@ class Plan:
             if self.stay:
                 what += f" (with the optimizer state of the {len(self.stay)} that stay)"
         plain = self._plain(state)
-        whose = "a GPU's" if on_cpu else "device"
+        whose = "a GPU's" if on_cpu else "GPU"
         saves = f"take {in_gib(peak)} of {whose} memory"
         if plain:
             saves += f", plain Lightning {plain}"
