@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +30,9 @@ from sp_lightning.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.engine.updating import Updating
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.narrow_gradient import Change, change, stored, unwidened
+from sp_lightning.observe.messages import LOG
 from sp_lightning.plan.update_policy import EarlyUpdates, OptimizerPolicy, UpdatePolicy
-from sp_lightning.torch_compat.patched import state_of
+from sp_lightning.torch_compat.patched import OWN_ATTRIBUTES, attributes_of, state_of
 from sp_lightning.torch_compat.private import tree_map
 from sp_lightning.updates.fused import (
     constants_of,
@@ -46,14 +46,13 @@ from sp_lightning.updates.gpu_bits import StepsLikeGpu
 from sp_lightning.updates.pieces import mode_for
 from sp_lightning.updates.step_context import StepContext, compiles, reads_settings
 
-LOG = logging.getLogger("lightning.pytorch.superpipeline")
 Groups = list[dict[str, Any]]
 _LIKE = "whose bits"
 """A key that `_copy_settings` adds to the settings of a group: the function that updates one parameter with a GPU's bits."""
 _OWN = 4
 """Number of references to a parameter's state if user code has none: the optimizer's, and those of the code that counts."""
 _UNHELD = 2
-"""The same for the state of all parameters."""
+"""The same for the state of all parameters, and for ``vars(optimizer)``."""
 _OF_EACH = ("params", "param_names")
 """The settings of a group that are lists with one entry for each parameter."""
 
@@ -511,7 +510,7 @@ class LayerwiseStep:
             self._optimizer.__class__ = _waiting(self._class, self._finish)
             self._updates.afterwards(self._updated)
         part = object.__new__(self._class)  # see "Note: part of an optimizer" in updates/__init__
-        vars(part).update(vars(self._optimizer), param_groups=groups)
+        vars(part).update(attributes_of(self._optimizer), param_groups=groups)
         # Taken now, because the update runs later: user code may then change settings, and the next step may clip otherwise.
         engine, context, clips = self._engine, self._context, self._record_clipping(parameters)
         stays = self._steps_in_own_slot(layer, parameters)
@@ -593,19 +592,20 @@ class LayerwiseStep:
         return held_elsewhere(own, self._engine.stepper.references((layer, self._optimizer)))
 
     def _is_state_held(self) -> bool:
-        """Returns True if user code holds ``optimizer.state`` itself. Nothing notices when it reads that dictionary.
+        """Returns True if user code holds ``optimizer.state`` or ``vars(optimizer)``. Nothing notices when it reads these.
 
         The first call in a step counts the references, before the first update of the step. The parts of earlier steps have no
         reference any more.
         """
         if self._state_held is None:
             self._updates.wait_for_all()
-            self._state_held = sys.getrefcount(state_of(self._optimizer)) > _UNHELD
+            held = sys.getrefcount(state_of(self._optimizer)) > _UNHELD
+            self._state_held = held or sys.getrefcount(attributes_of(self._optimizer)) > _UNHELD
             if self._state_held and not self._told and (not self._traits.waits or self._engine.stepper.steps_some):
                 self._told = True
                 LOG.info(
-                    "Superpipeline: other code holds %s.state, so these steps do not overlap with the model, and no layers stay "
-                    "on the GPU. Read optimizer.state each time instead.",
+                    "Superpipeline: other code holds %s.state or its vars(), so these steps do not overlap with the model, and "
+                    "no layers stay on the GPU. Read optimizer.state each time instead.",
                     self._class.__name__,
                 )
         return self._state_held
@@ -736,17 +736,25 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
         finish: waits for the updates, after which the optimizer has its own class again.
     """
 
+    def attributes(self: Optimizer) -> dict[str, Any]:
+        finish()
+        return attributes_of(self)
+
+    def set_attributes(self: Optimizer, value: dict[str, Any]) -> None:
+        finish()
+        OWN_ATTRIBUTES.__set__(self, value)
+
     def state(self: Optimizer) -> Any:
         finish()
         # A LightningOptimizer that is made meanwhile derives from this class. It has no state: after this error its `__getattr__`
         # reads the wrapped optimizer's.
-        if "state" not in vars(self):
+        if "state" not in attributes_of(self):
             raise AttributeError("state")
-        return vars(self)["state"]
+        return attributes_of(self)["state"]
 
     def set_state(self: Optimizer, value: Any) -> None:
         finish()
-        vars(self)["state"] = value
+        attributes_of(self)["state"] = value
 
     def set_all(self: Optimizer, value: dict[str, Any]) -> None:
         finish()  # load_state_dict replaces the state without reading it
@@ -761,7 +769,8 @@ def _waiting(kind: type[Optimizer], finish: Callable[[], None]) -> type[Optimize
         function, arguments, *more = reduced
         return function, tuple(kind if each is waiting else each for each in arguments), *more
 
-    methods = {"state": property(state, set_state), "__setstate__": set_all, "__reduce_ex__": reduce}
+    properties = {"state": property(state, set_state), "__dict__": property(attributes, set_attributes)}
+    methods = {**properties, "__setstate__": set_all, "__reduce_ex__": reduce}
     waiting = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
     return waiting
 

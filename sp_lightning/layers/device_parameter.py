@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from sp_lightning.layers.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast
 from sp_lightning.layers.write_guard import guard_of
 from sp_lightning.torch_compat.metadata import METADATA
-from sp_lightning.torch_compat.modes import never_compiled, no_dispatch_modes, no_inference_mode
+from sp_lightning.torch_compat.modes import never_compiled, no_dispatch_modes, no_inference_mode, warn_of_ended_graphs
 from sp_lightning.torch_compat.private import (
     DYNAMO_MARKS,
     compiles_here,
@@ -178,6 +179,12 @@ class AttachedParameter(DeviceParameter):
     __getattr__ = _users_attribute
 
 
+def _notice_compiled_code(cls: Any, func: Callable[..., Any], *_: Any) -> None:
+    """Warns if compiled code computes with a stand-in. Compiled modules get casts in place of stand-ins."""
+    if issubclass(cls, StandIn) and func not in METADATA and not compiles_here():
+        warn_of_ended_graphs()
+
+
 class OffloadedParameter(DeviceParameter):
     """A device parameter whose layer is not attached. Reading its metadata is free; any other use fetches the layer.
 
@@ -185,7 +192,7 @@ class OffloadedParameter(DeviceParameter):
     """
 
     @classmethod
-    @never_compiled  # transfers cannot be part of a compiled graph
+    @partial(never_compiled, notice=_notice_compiled_code)  # transfers cannot be part of a compiled graph
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

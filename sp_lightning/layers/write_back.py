@@ -22,6 +22,7 @@ from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.states import HELD
 from sp_lightning.layers.write_guard import drop_if_empty, guard_of
 from sp_lightning.layers.writes import ExchangedMemory, StaleViews, ViewDigests, WeightWatch
+from sp_lightning.observe.messages import KEPT_VIEW, LOG, say_once
 from sp_lightning.torch_compat.modes import no_inference_mode
 
 
@@ -251,6 +252,7 @@ class WriteBack:
         All weights of the layer count as exposed from then on.
         """
         assert slot.layer is not None
+        say_once(LOG, KEPT_VIEW)
         group = slot.layer.parameters
         self._wait_for_update(slot.layer)
         group.expose()

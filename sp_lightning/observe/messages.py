@@ -13,6 +13,7 @@ from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.plan.window import FREE_THE_GPU
 
+LOG = logging.getLogger("lightning.pytorch.superpipeline")
 _SAID: set[str] = set()
 """The lines that this process has logged with :func:`say_once`."""
 
@@ -33,6 +34,15 @@ HIDDEN_READ = (
     "weight on the GPU: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
 )
 
+KEPT_VIEW = (
+    "Superpipeline: code keeps a view of a weight beyond the step in which it was taken (.data, .detach(), weight[0]). The view "
+    "and the weight have separate memory between steps: a write to one of them reaches the other when the next step begins, and "
+    "never after the run. All values are compared in each step. Keep the parameter, or view.clone()."
+)
+KEPT_MEMORY = (
+    "Superpipeline: a weight was given memory that other code holds, too (param.data = other). Its values were copied: later "
+    "writes to `other` do not change the weight. Write the weight: param.data.copy_(other)."
+)
 HIDDEN_ON_GPU = (
     "The memory of the weight {name!r} was read while the weight stays on the GPU (gpu_layers). Superpipeline cannot detect "
     "reads in torch.tensor(weight), x.set_(weight), a TorchScript function or a C++ extension. Pass weight.detach().clone() "

@@ -19,7 +19,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.layout import addresses, bytes_of, hide, part, shown, view
 from sp_lightning.device.lease import lend, shared
 from sp_lightning.model.found import Layer
-from sp_lightning.observe.messages import HIDDEN_ON_GPU
+from sp_lightning.observe.messages import HIDDEN_ON_GPU, KEPT_MEMORY, LOG, say_once
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block_memory import Allocate, GradientMemory, Staging
 from sp_lightning.torch_compat.modes import no_inference_mode
@@ -181,6 +181,9 @@ class HostBlock:
         displaced = self.displaced
         for index in displaced:
             self._refuse_other_form(index, "in the middle of a step or in a call outside any step")
+            with torch.DisableTorchFunctionSubclass():
+                if shared(self.parameters[index]):
+                    say_once(LOG, KEPT_MEMORY)
         still_viewed = [
             index for index in displaced if (storage := self._storages[index]) is not None and not storage.expired()
         ]

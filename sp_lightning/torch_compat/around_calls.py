@@ -19,13 +19,14 @@ from typing import Any
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from sp_lightning.torch_compat.modes import NOT_IN_GRAPHS
+from sp_lightning.torch_compat.modes import NOT_IN_GRAPHS, warn_of_ended_graphs
 from sp_lightning.torch_compat.patched import Patch
 from sp_lightning.torch_compat.private import (
     SCRIPTING,
     comptime,
     first_traced,
     frame_compiler,
+    is_compiled,
     set_traced,
     starts_graph_with_hooks,
     trace_only_inlined,
@@ -81,6 +82,8 @@ def _begin_call(context: Any) -> None:
     """
     module = first_traced(context, "args")
     if id(module) in _around:
+        if not is_compiled(module):
+            warn_of_ended_graphs()
         context.graph_break(NOT_IN_GRAPHS)
     if module is not None and traces_only_forward(module):
         set_traced(context, "hooks", False)

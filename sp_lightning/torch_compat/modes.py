@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -88,9 +89,30 @@ def _held(lock: AbstractContextManager[Any], outside: AbstractContextManager[Non
         yield
 
 
-def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """As ``torch.compiler.disable``, in half the host time while nothing is being compiled."""
-    disabled = torch.compiler.disable(function)
+def warn_of_ended_graphs() -> None:
+    """Warns, once in a process, that code which ``torch.compile`` compiles calls layers or uses weights of layers."""
+    warnings.warn(
+        "Code that torch.compile compiles calls layers, or uses their weights. Superpipeline ends the graph at each of them, so "
+        "less is compiled than on plain Lightning, and results may differ from plain Lightning's with the same compiled code. "
+        "Compile the layers in its place: sp_lightning.compile_blocks(model).",
+        stacklevel=1,
+    )
+
+
+def never_compiled(function: Callable[P, R], notice: Callable[P, None] | None = None) -> Callable[P, R]:
+    """As ``torch.compiler.disable``, in half the host time while nothing is being compiled.
+
+    Args:
+        function: the function.
+        notice: called before the function, with its arguments, if the caller's frame may be compiled.
+    """
+
+    def noticed(*args: P.args, **kwargs: P.kwargs) -> R:
+        if notice is not None:
+            notice(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    disabled = torch.compiler.disable(function if notice is None else noticed)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

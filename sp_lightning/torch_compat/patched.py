@@ -20,12 +20,22 @@ from sp_lightning.torch_compat.cast_gradient import plain
 from sp_lightning.torch_compat.private import ENGINE_CALL, frame_compiler, leave_frame_out
 
 
+def attributes_of(optimizer: Any) -> dict[str, Any]:
+    """Returns the ``__dict__`` of an optimizer, without waiting for updates in the background."""
+    if isinstance(optimizer, Optimizer):
+        return OWN_ATTRIBUTES.__get__(optimizer)  # type: ignore[no-any-return]
+    return getattr(optimizer, "__dict__", {})
+
+
+OWN_ATTRIBUTES: Any = vars(Optimizer)["__dict__"]  # a property of the same name may wait for updates
+
+
 def own_step(optimizer: Optimizer) -> Callable[..., Any]:
     """Returns an optimizer's step without its hooks, and without the wrapper in which schedulers count its calls.
 
     If user code has set a step on the optimizer itself, returns that step unchanged.
     """
-    step: Any = vars(optimizer).get("step")
+    step: Any = attributes_of(optimizer).get("step")
     if not is_patched(optimizer, step):
         step = type(optimizer).step
         while getattr(step, "hooked", False):  # torch's wrapper, which runs hooks
@@ -40,7 +50,7 @@ def state_of(optimizer: Any) -> Any:
     A wrapper of an optimizer (Opacus' ``DPOptimizer``, accelerate's) has no state itself. Its property returns the state of the
     wrapped optimizer.
     """
-    own = vars(optimizer).get("state")  # not optimizer.state: a property may wait for updates
+    own = attributes_of(optimizer).get("state")
     return optimizer.state if own is None else own
 
 
@@ -67,15 +77,17 @@ def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
 
     If user code wraps one of the new methods in the meantime, the wrapper stays. After the exit it calls the former method.
     """
-    own = vars(owner)
+    own = attributes_of(owner)
     before = {name: own[name] for name in methods if name in own}
     is_over: list[bool] = []
     put = {name: _until(is_over, method, getattr(owner, name, None)) for name, method in methods.items()}
     own.update(put)
+    del own  # references to it are counted
     try:
         yield
     finally:
         is_over.append(True)
+        own = attributes_of(owner)
         for name in [name for name in methods if own.get(name) is put[name]]:
             del own[name]
             own.update({name: before[name]} if name in before else {})

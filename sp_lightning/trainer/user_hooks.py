@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from sp_lightning.torch_compat.patched import is_patched
+from sp_lightning.torch_compat.patched import attributes_of, is_patched
 from sp_lightning.torch_compat.private import step_pre_hooks
 from sp_lightning.trainer.compat import added_by, base_of, is_exactly
 
@@ -133,7 +133,7 @@ def calls_closure_first(optimizer: Any, replaced: Any = None) -> bool:
         replaced: the ``step`` attribute that the object had before the package replaced it. None if the object had none, or if
             the attribute was not replaced.
     """
-    if is_patched(optimizer, replaced or getattr(optimizer, "__dict__", {}).get("step")):
+    if is_patched(optimizer, replaced or attributes_of(optimizer).get("step")):
         return False
     hooks = step_pre_hooks(optimizer)
     step = getattr(type(optimizer), "step", None)

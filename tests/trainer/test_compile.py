@@ -249,7 +249,8 @@ class InOneGraph(Module):
 def test_a_graph_ends_at_a_layer_and_goes_on_in_it() -> None:
     """As at any hook of a user's. Layers of torch's own classes are compiled where those with a hook are."""
     ours, plain = Graphs(), Graphs()
-    outcome = fit(lambda: InOneGraph(ours), vectors(2), superpipeline(k=1), recorded="losses")
+    with pytest.warns(UserWarning, match="compile_blocks"):
+        outcome = fit(lambda: InOneGraph(ours), vectors(2), superpipeline(k=1), recorded="losses")
     torch._dynamo.reset()
     assert_same(outcome, fit(lambda: InOneGraph(plain, hooked=True), vectors(2), recorded="losses"))
     assert ours.seen == plain.seen

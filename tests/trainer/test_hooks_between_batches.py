@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from torch import Tensor, nn
 
+from sp_lightning.observe import messages
 from tests.support.models import Module, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
@@ -302,6 +303,34 @@ def test_one_line_names_the_hook_and_its_cost(caplog: pytest.LogCaptureFixture) 
     (line,) = [each for each in caplog.messages if "again in each batch" in each]
     assert "uploads 1.5 KiB of weights again in each batch of 'predict'" in line
     assert "Acts.on_predict_batch_end" in line
+
+
+class KeepsView(Six):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.kept = self.net[2].weight[:2]
+        return super().predict_step(batch, batch_idx)
+
+
+def gives_memory(layer: Any, callback: Any) -> None:
+    callback.given = torch.zeros_like(layer.weight)
+    layer.weight.data = callback.given
+
+
+@pytest.mark.parametrize(
+    ("make", "act", "lines"),
+    [
+        (KeepsView, lambda *_: None, [messages.KEPT_VIEW]),
+        (Six, gives_memory, [messages.KEPT_MEMORY]),
+        (Six, scale_data, []),
+    ],
+)
+def test_a_line_says_that_kept_memory_is_not_the_weights(
+    make: Any, act: Any, lines: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "_SAID", set())
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    run(superpipeline(k=LAYERS, k_prime=1), make, callbacks=[Acts(act)])
+    assert [each for each in caplog.messages if each in (messages.KEPT_VIEW, messages.KEPT_MEMORY)] == lines
 
 
 @pytest.mark.rest("a special case of the same rule")

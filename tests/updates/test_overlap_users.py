@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -128,6 +129,8 @@ STATE: dict[str, Callable[[Any], Any]] = {
     "entries": lambda optimizer: [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]],
     "state_dict": lambda optimizer: optimizer.state_dict()["state"],
     "tensors": lambda optimizer: [each for entry in optimizer.state.values() for each in entry.values()],
+    "vars": lambda optimizer: partial(vars(optimizer).get, "state"),
+    "vars, later": lambda optimizer: lambda: vars(optimizer)["state"],
     "groups": lambda optimizer: [group["lr"] for group in optimizer.param_groups],
 }
 HOLDS: dict[str, dict[str, Any]] = {
@@ -154,6 +157,7 @@ class Holds(Module):
 
     def look(self) -> None:
         held = self.__dict__.get("held", ())
+        held = held() if callable(held) else held
         self.seen.append(copy.deepcopy(list(held.values()) if isinstance(held, dict) else held))
 
     def on_train_start(self) -> None:
