@@ -23,7 +23,7 @@ from sp_lightning.torch_compat.private import ENGINE_CALL, frame_compiler, leave
 def attributes_of(optimizer: Any) -> dict[str, Any]:
     """Returns the ``__dict__`` of an optimizer, without waiting for updates in the background."""
     if isinstance(optimizer, Optimizer):
-        return OWN_ATTRIBUTES.__get__(optimizer)  # type: ignore[no-any-return]
+        return OWN_ATTRIBUTES.__get__(optimizer)
     return getattr(optimizer, "__dict__", {})
 
 
