@@ -72,9 +72,21 @@ def check(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, found {steps}.")
-    subject = Subject(factory, data, config, steps, seed, dict(trainer or {}))
+    return check_variants(Subject(factory, data, config, steps, seed, dict(trainer or {})), options)
+
+
+def check_variants(
+    subject: Subject, options: dict[str, Any], modes: Mapping[str, dict[str, Any]] | None = None
+) -> Report:
+    """Compares plain Lightning with the strategy in several modes. Arguments and errors are those of :func:`check`.
+
+    Args:
+        subject: the module, its data and the trainer's settings.
+        options: options of the strategy.
+        modes: further options by the name of a mode; None for those that ``"all"`` in ``options`` asks for.
+    """
     with undisturbed(subject.settings), TemporaryDirectory(prefix="sp_lightning-") as folder:
-        checking = _Checking(subject, options, Path(folder))
+        checking = _Checking(subject, options, Path(folder), modes)
         try:
             return checking.report()
         except NotRunError as error:
@@ -88,10 +100,13 @@ class _Checking:
         subject: the module, its data and the trainer's settings.
         options: options of the strategy.
         folder: the folder for all files.
+        modes: as in :func:`check_variants`.
     """
 
-    def __init__(self, subject: Subject, options: dict[str, Any], folder: Path) -> None:
-        self._subject, self._folder = subject, folder
+    def __init__(
+        self, subject: Subject, options: dict[str, Any], folder: Path, modes: Mapping[str, dict[str, Any]] | None
+    ) -> None:
+        self._subject, self._folder, self._modes = subject, folder, modes
         self._given = options
         self._runs, self._large = 0, False
         self.found = Report()
@@ -117,9 +132,9 @@ class _Checking:
             )
         self._device = root_device(settings)
         self.found.counted = self._device.type == "cpu"
-        variants = _variants(options)
-        self._plain = self._plain_steps(options, variants)
-        for variant in variants:
+        variants = {name: {**options, **mode} for name, mode in (self._modes or _asked(options)).items()}
+        self._plain = self._plain_steps(options, [*variants.values()])
+        for variant in variants.values():
             SuperpipelineStrategy(**variant)  # invalid options raise an error before the first run
             # Both sides step fused, or both do not: otherwise their last bits differ.
             if self._plain["like"] is None:
@@ -127,7 +142,7 @@ class _Checking:
         plain = self._run_if_it_fits(RunVariant("plain", **self._plain))
         again = plain and self._run_if_it_fits(RunVariant("plain again", **self._plain, watched="gradients"))
         if plain is None or again is None:
-            return self._without_plain(variants[0])
+            return self._without_plain(next(iter(variants.values())))
         self._but = unrepeatable(again.record, plain.record, "logged values")
         self._refuse_unrepeatable(compare(again.record, plain.record, ["gradients"], self._but))
         if names := sorted({name.removeprefix("0.") for _, name in self._but}):
@@ -172,10 +187,10 @@ class _Checking:
     def _steps_on_host(self, plain: RunResult) -> bool:
         return plain.moved or self._device.type == "cpu"
 
-    def _compare_with_plain(self, variants: list[dict[str, Any]], plain: RunResult) -> None:
+    def _compare_with_plain(self, variants: dict[str, dict[str, Any]], plain: RunResult) -> None:
         first, ways = None, []
-        for options in variants:
-            way = RunVariant(_name(options, several=len(variants) > 1), options)
+        for name, options in variants.items():
+            way = RunVariant(f"superpipeline, {name}" if name else "superpipeline", options)
             ours = self._attempt(way, plain, keep=first is None)
             if ours is None:
                 continue
@@ -183,7 +198,7 @@ class _Checking:
                 first = ours
                 self._describe(plain, ours)
             self.found.runs.append(_figures(ours))
-            ways += [way, replace(way, name=f"{way.name}, released memory poisoned", poison=True)]
+            ways += [way, replace(way, name=f"{way.name}, freed memory overwritten with NaN", poison=True)]
             self._attempt(ways[-1], plain)
         if first is None:
             if self.found.rows:
@@ -193,7 +208,7 @@ class _Checking:
         if watched.get("optimizer_overlap") == "backward":
             # debug_writes compares weights before and after a backward, in which this mode updates them.
             watched["optimizer_overlap"] = "off"
-        ways.append(RunVariant("streamed, debug_writes and hooks on gradients", watched, watched="gradients"))
+        ways.append(RunVariant("superpipeline, debug_writes and hooks on gradients", watched, watched="gradients"))
         self._attempt(ways[-1], plain)
         self._continue(first, plain)
         predicted = [entry.values().get("") for entry in plain.record.entries if entry.kind == "predictions"]
@@ -277,7 +292,7 @@ class _Checking:
         self._attempt(
             RunVariant("plain, from the strategy's checkpoint", **self._plain, begins=ours.checkpoint), expected
         )
-        crossed = replace(ours.way, name="streamed, from plain Lightning's checkpoint", begins=plain.checkpoint)
+        crossed = replace(ours.way, name="superpipeline, from plain Lightning's checkpoint", begins=plain.checkpoint)
         self._attempt(crossed, expected)
 
     # ------------------------------------------------------------------ the rest of the report
@@ -299,7 +314,7 @@ class _Checking:
         way = next((each for each in ways if each.name in differ), None)
         if way is None:
             return
-        seen = replace(way, name="streamed, hooks on modules", watched="modules")
+        seen = replace(way, name="superpipeline, hooks on modules", watched="modules")
         try:
             expected = self._run(RunVariant("plain, hooks on modules", **self._plain, watched="modules"))
             name, *found = first_module(self._run(seen), expected)
@@ -347,13 +362,15 @@ class _Checking:
 
 
 def _window(options: dict[str, Any], k: int) -> RunVariant:
-    return RunVariant(f"k = {k}, released memory poisoned", {**options, "k": k, "k_prime": 1}, poison=True)
+    return RunVariant(f"k = {k}, freed memory overwritten with NaN", {**options, "k": k, "k_prime": 1}, poison=True)
 
 
-def _variants(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the strategy's options for each run. An option with the value ``"all"`` gives one run for each of its modes."""
-    asked = {name: modes for name, modes in _MODES.items() if options.get(name) == ALL}
-    return [{**options, **dict(zip(asked, chosen, strict=True))} for chosen in product(*asked.values())]
+def _asked(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the modes that options ask for: one for each combination if a value is ``"all"``, else one without a name."""
+    asked = [name for name in _MODES if options.get(name) == ALL]
+    modes = [dict(zip(asked, chosen, strict=True)) for chosen in product(*(_MODES[name] for name in asked))]
+    named = [name for name in _MODES if name in options] if asked else []
+    return {", ".join(str({**options, **mode}[name]) for name in named): mode for mode in modes}
 
 
 def is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
@@ -363,11 +380,6 @@ def is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: to
         return False
     early = any(variant.get("optimizer_overlap") in ("forward", "backward") for variant in variants)
     return bool(given) if given != "auto" else early or device.type != "cpu"
-
-
-def _name(options: dict[str, Any], *, several: bool) -> str:
-    modes = ", ".join(str(options[name]) for name in _MODES if name in options)
-    return f"streamed, {modes}" if several else "streamed"
 
 
 def _figures(done: RunResult, counted: int | None = None) -> RunFigures:

@@ -11,12 +11,12 @@ from sp_lightning.comparison.runs import RunResult, RunVariant
 
 _LIMITS = "examples/guide/limits.md"
 _WRITTEN = (
-    f'"Not noticed, so do not do it" of {_LIMITS} names such writes. Reach weights through their modules, not through what was '
+    f'"Not detected" of {_LIMITS} names such writes. Reach weights through their modules, not through what was '
     "taken before the step."
 )
 _STALE = (
-    "Only the run whose released memory is poisoned differs, so something reads weights after their layer was released: code "
-    f"that keeps an address, or a defect of the strategy. {_LIMITS} names what is not noticed; if it does not name yours, "
+    "Only the run whose freed memory is overwritten with NaN differs, so something reads weights after their layer was released: "
+    f"code that keeps an address, or a defect of the strategy. {_LIMITS} names what is not detected; if it does not name yours, "
     "please report it with the model's code."
 )
 _OPTIMIZER = (
@@ -86,6 +86,6 @@ def avoided_by(way: RunVariant, name: str, differs: Callable[[RunVariant], bool]
     for change in tried:
         if any(options.get(option) != value for option, value in change.items()):
             named = ", ".join(f"{option}={value!r}" for option, value in change.items())
-            if not differs(replace(way, name=f"streamed, {named}", options={**options, **change})):
+            if not differs(replace(way, name=f"superpipeline, {named}", options={**options, **change})):
                 return f"With {named} all is equal."
     return "No option that was tried avoids it."

@@ -1,7 +1,16 @@
 """The options of a check. This file imports nothing, so that ``--help`` is fast."""
 
-SMALL = ("llm", "vit", "vlm")
-"""The small models of ``dial``: functions of ``small_models``."""
+SMALL = {
+    "attention": "torch", "convolution": "torch", "llm": "transformers", "vit": "transformers", "vlm": "transformers",
+    "lora": "peft", "diffusion": "diffusers",
+}  # fmt: skip
+"""The small models: functions of ``small_models``, and the package that each needs."""
+
+MODES: dict[str, dict[str, str]] = {
+    "defaults": {}, "offload": {"activations": "offload"}, "recompute": {"activations": "recompute"},
+    "forward": {"optimizer_overlap": "forward"}, "backward": {"optimizer_overlap": "backward"},
+}  # fmt: skip
+"""The modes of ``check`` without a model, by name."""
 
 STRATEGY_OPTIONS = (
     "k", "k_prime", "gpu_memory", "activations", "layers", "keep_on_gpu", "pin_memory", "fused_optimizer",

@@ -65,7 +65,7 @@ class Report:
         width = max(map(len, self.rows))
         lines = [self.reference, "", f"{'what':<{width}} {'tensors':>8}  result"]
         for what, row in self.rows.items():
-            equal = "nothing returned"
+            equal = "none to compare"
             if row.tensors:
                 equal = "equal"
             elif row.values:

@@ -133,6 +133,9 @@ class Subject:
         if isinstance(data, (list, tuple)):
             data = DataLoader(list(data), batch_size=None)  # type: ignore[arg-type]
         name = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
+        if not (data is None or name == "datamodule" or hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+            kind = "LightningModule" if isinstance(data, pl.LightningModule) else type(data).__qualname__
+            raise NotRunError(f"--data is a {kind}. Expected a LightningDataModule, a DataLoader or batches.")
         settings |= copy.deepcopy(dict(self.settings))
         settings["callbacks"] = without_files(_callbacks(settings))
         return RunInputs(module, {} if data is None else {name: data}, settings)

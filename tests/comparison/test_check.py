@@ -72,7 +72,7 @@ def test_everything_is_compared_and_nothing_is_left_behind(
     assert numbers == {"scheduler state", "validation"}, "the scheduler's, and that a validation step returns nothing"
     assert report.layers == 7
     assert 0.9 < report.streamed < 1
-    assert [each.name for each in report.runs] == ["plain", "streamed"]
+    assert [each.name for each in report.runs] == ["plain", "superpipeline"]
     assert all(each.seconds > 0 and each.device_bytes for each in report.runs)
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
     assert (dict(os.environ), logging.root.manager.disable, set(vars(planted.Everything))) == before
@@ -110,9 +110,11 @@ def test_a_stale_slot_is_found_because_released_memory_is_poisoned() -> None:
     every = {"k": 7}  # so that a layer's slot is given to no other layer, and what is read there is right
     report = check(planted.ReadsByAddress, **every)
     assert report.status == 1
-    assert set(findings(report).values()) <= {each for each in findings(report).values() if "poisoned" in each}
+    assert set(findings(report).values()) <= {
+        each for each in findings(report).values() if "overwritten with NaN" in each
+    }
     assert "NaN in 1 of 1 values" in findings(report)["losses"]
-    assert any("released memory is poisoned differs" in sentence for sentence in report.explanation)
+    assert any("freed memory is overwritten with NaN differs" in sentence for sentence in report.explanation)
     with mock.patch("sp_lightning.comparison.runs.poisoned", nullcontext):
         assert check(planted.ReadsByAddress, **every).status == 0
 
@@ -277,9 +279,9 @@ def test_callbacks_of_the_module_s_own_write_no_files(temporary: Path) -> None:
 
 def test_where_nothing_was_returned_nothing_is_called_equal() -> None:
     report = check(planted.Everything, None)
-    lines = [line for line in str(report).splitlines() if " equal" in line or line.endswith(" nothing returned")]
+    lines = [line for line in str(report).splitlines() if " equal" in line or line.endswith(" none to compare")]
     said = {line.split()[0]: line.split()[-1] for line in lines}
-    assert [what for what, result in said.items() if result == "returned"] == ["validation"]
+    assert [what for what, result in said.items() if result == "compare"] == ["validation"]
     assert {"losses", "scheduler", "weights", "predictions"} <= set(said)
 
 
@@ -345,7 +347,7 @@ def test_a_run_that_runs_out_of_memory_is_no_difference() -> None:
     planted.RunsOut.made = 0
     report = check(lambda: planted.RunsOut(lambda number: number in (4, 6)))
     assert report.status == 0, str(report)
-    assert "'streamed, released memory poisoned' had too little memory and shows nothing" in str(report)
+    assert "'superpipeline, freed memory overwritten with NaN' had too little memory and shows nothing" in str(report)
     assert "Nothing went on from a checkpoint. too large" in str(report)
 
 
@@ -353,7 +355,7 @@ def test_a_model_that_the_strategy_has_no_memory_for_either_is_not_compared() ->
     planted.RunsOut.made = 0
     report = check(lambda: planted.RunsOut(lambda number: number > 2))
     assert report.status == 2
-    assert "The run 'streamed' had too little memory and shows nothing" in report.why
+    assert "The run 'superpipeline' had too little memory and shows nothing" in report.why
     report = check(lambda: planted.RunsOut(lambda number: True))
     assert "for at most one window" in report.why
 
@@ -398,7 +400,13 @@ def test_the_host_s_memory_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             planted.batches,
             "missing 1 required positional argument: 'width'. Give a function of your own",
         ),
-        (planted.Refused, planted.batches, "The run 'streamed' stopped. ValueError: "),
+        (planted.Refused, planted.batches, "The run 'superpipeline' stopped. ValueError: "),
+        (
+            planted.Everything,
+            planted.Everything,
+            "--data is a LightningModule. Expected a LightningDataModule, a DataLoader",
+        ),
+        (planted.Everything, lambda: 3, "--data is a int. Expected a LightningDataModule, a DataLoader or batches"),
         (lambda: Module(torch.nn.Linear(3, 3)), planted.batches, "The run 'plain' stopped. RuntimeError: mat1"),
     ],
 )

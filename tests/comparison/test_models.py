@@ -144,7 +144,7 @@ def test_every_mode_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tests.support.planted:Everything", "--accelerator", "cpu", "--k", "1", "--activations", "all"]
     status, printed = run(capsys, *arguments, "--optimizer-overlap", "all")
     assert status == 0, printed
-    modes = [f"streamed, {mode}, {overlap}" for mode in ("keep", "recompute", "offload") for overlap in _OVERLAPS]
+    modes = [f"superpipeline, {mode}, {overlap}" for mode in ("keep", "recompute", "offload") for overlap in _OVERLAPS]
     assert [each["name"] for each in printed["runs"]] == ["plain", *modes]
     assert "optimizers fused on the CPU" in printed["reference"]
 
