@@ -114,13 +114,11 @@ def matching(module: nn.Module, pattern: str, option: str, named: Mapping[str, _
     sizes = {name: sum(map(tensor_bytes, child.parameters())) for name, child in module.named_modules() if name}
     largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:5]
     close = difflib.get_close_matches(pattern, [name for name in named if name], n=3, cutoff=0.4)
-    stacks = [
-        name for name, child in module.named_modules() if name and isinstance(child, (nn.ModuleList, nn.Sequential))
-    ]
-    example = [f"{max(stacks, key=lambda name: sizes[name])}.*"] if stacks else largest[:1]
+    stacks = [name for name in sizes if isinstance(module.get_submodule(name), nn.ModuleList | nn.Sequential)]
+    examples = [f"{max(stacks, key=lambda name: sizes[name])}.*"] if stacks else largest[:1]
     raise ValueError(
         f"{option}={pattern!r} matches nothing in {type(module).__name__}. "
-        f"{f'Closest names: {close}. ' if close else ''}Largest modules: {largest}. For example {option}={example}: "
+        f"{f'Closest names: {close}. ' if close else ''}Largest modules: {largest}. For example {examples}. "
         f"'*' stands for one part of a dotted name, '**' for any number of parts."
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -155,6 +156,18 @@ def test_configs_train(page: Path, tmp_path: Path) -> None:
             [sys.executable, "-m", "sp_lightning", *arguments], capture_output=True, text=True, check=False
         )
         assert run.returncode == 0, run.stderr
+
+
+def test_the_notebook_is_valid_and_its_code_compiles() -> None:
+    notebook = json.loads((ROOT / "examples" / "first_check.ipynb").read_text())
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = notebook["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    assert "has not been opened yet" in "".join(cells[0]["source"])
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            compile("".join(cell["source"]), cell["id"], "exec")
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
 
 
 def test_the_two_commands_of_readme_are_one_line_each() -> None:

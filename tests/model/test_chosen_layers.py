@@ -25,6 +25,7 @@ from tests.support.starts import start
             {"layers": ["net.block.*"]},
             r"layers='net\.block\.\*' matches nothing in Module\. Closest names: \['net\.blocks.*Largest modules: \['net'",
         ),
+        ({"layers": ["xyz"]}, r"matches nothing in Module\. Largest modules: .*\. For example \['net\.blocks\.\*'\]"),
         ({"keep_on_gpu": ["net.haed"]}, r"keep_on_gpu='net\.haed' matches nothing.*net\.head"),
         (
             {"layers": [nn.Conv2d]},
