@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,9 +78,6 @@ class UnitModes:
         offload: stores saved tensors on the host.
         recompute: runs forwards again in backward.
         headroom: offloads kept activations before device memory ends; None in batches that are known to fit.
-        with_inner_experts: the units that cannot be recomputed because experts inside them are layers, with the reason.
-        unrepeatable: the units that cannot be recomputed. If the host has no room for activations, those of these units stay on
-            the device, and other units are recomputed.
     """
 
     def __init__(self, setup: ActivationSetup, modes: Modes) -> None:
@@ -90,10 +87,9 @@ class UnitModes:
         self._rows = setup.rows
         self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
         self.offload = Offload(setup.device, self.ring, setup.device_storages, setup.log)
-        self.recompute = Recompute(setup)
+        self.recompute = Recompute(setup, with_inner_experts(setup.found))
         self.headroom: Headroom | None = None
-        self.with_inner_experts = with_inner_experts(setup.found)
-        self.unrepeatable: Set[str] = frozenset()
+        self._chosen = {unit for unit, mode in modes.items() if mode == "recompute"}  # by the user
         self.choose(modes)
         self.calls: tuple[Call, ...] = ()
         self._installed = False
@@ -150,6 +146,9 @@ class UnitModes:
         if not self.idle or self.headroom is not None:
             buffers = (each for each in self._module.buffers() if each.layout is torch.strided)
             self.offload.buffers = {each.untyped_storage().data_ptr() for each in buffers}  # user code may replace one
+        unfit = {unit for unit in self.recompute.unfit - self._chosen if self.modes[unit] == "recompute"}
+        if unfit:
+            self.choose({**self.modes, **dict.fromkeys(unfit, "offload")})
         if not self.idle:
             self._expected, self._counts = self._counts or self._expected, []
             self._forward, self._in_backward = [], False
@@ -249,20 +248,24 @@ class UnitModes:
     def _run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a forward in the mode of its unit, inside the engine's saved-tensor hooks.
 
-        If the host has no room for a unit's activations, the unit is recomputed, or kept if it is :attr:`unrepeatable`.
+        If the host has no room for a unit's activations, the unit is recomputed, or kept if it cannot be recomputed.
         """
         unit, mode = call.unit, self.modes[call.unit]
+        unfit, automatic = unit in self.recompute.unfit, unit not in self._chosen
+        if mode == "recompute" and unfit and automatic:
+            mode = "offload"  # found since the step has begun
         if mode == "offload" and not call.at_once:
             room = self.ring.free_bytes  # compared with the bytes that the last step's calls of the unit have saved
             call.offloads = all(each.saved <= room for each in self.calls if each.unit == unit)
-            if not call.offloads and unit in self.unrepeatable:
+            if not call.offloads and unfit:
                 self.offload.warn(unit, "stay on the GPU")
             elif not call.offloads:
                 self.offload.warn(unit, "are computed again in backward")
                 mode = "recompute"
         # The user's own checkpoint around a unit runs the unit again. With a second checkpoint the unit would run three times.
         if mode == "recompute" and not is_checkpointed():
-            return self.recompute.run(unit, self._units[unit], partial(self._look_at_others, forward), args, kwargs)
+            watched = partial(self._look_at_others, forward)
+            return self.recompute.run(unit, self._units[unit], watched, args, kwargs, automatic=automatic)
         if self.recompute.in_trial:
             watched = partial(self._look_at_others, forward)
             output, call.in_backward = self.recompute.try_out(unit, self._units[unit], watched, args, kwargs)

@@ -14,8 +14,9 @@ import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -56,6 +57,9 @@ _SHORT = 4
 
 _CLOSE, _NEAR = 2.0**-13, 2.0**-5
 """The largest distances that count as rounding: of two runs with deterministic kernels; of one of them and a usual run."""
+
+_SAMPLE = 1021
+"""The most elements of a tensor that :func:`sample` returns."""
 
 _PENDING = 2
 """The byte of a result that is not on the host yet. Results are 0 or 1."""
@@ -98,17 +102,17 @@ class SavedRun:
 
     Args:
         layer_at: finds weights on the device.
-        values: True to keep also a copy of each floating-point tensor, on the host.
+        keep: makes, of each floating-point tensor, the values to keep; None to keep none.
 
     Attributes:
         found: the fingerprints.
-        values: the copies, each flat.
+        values: the results of ``keep``.
         short: the number of fingerprints up to the last short tensor of integers (:data:`_SHORT`); 0 without one.
     """
 
-    def __init__(self, layer_at: LayerAt, *, values: bool = False) -> None:
+    def __init__(self, layer_at: LayerAt, *, keep: Callable[[Tensor], Tensor] | None = None) -> None:
         self._layer_at = layer_at
-        self._keeps_values = values
+        self._keep_of = keep
         self.found: list[Fingerprint] = []
         self.values: list[Tensor] = []
         self.short = 0
@@ -117,12 +121,18 @@ class SavedRun:
 
     @contextmanager
     def noting(
-        self, unpack: Callable[[Callable[..., Any], Any], Any], *, alone: bool = False, plain: bool = False
+        self,
+        unpack: Callable[[Callable[..., Any], Any], Any],
+        *,
+        packed: Callable[[Tensor, Any], None] | None = None,
+        alone: bool = False,
+        plain: bool = False,
     ) -> Iterator[None]:
         """A context in which each tensor is recorded before the present hooks pack it.
 
         Args:
             unpack: called in place of the present unpack hook, with that hook and its argument.
+            packed: called with each tensor and the object that the present hooks have packed it as; None for no call.
             alone: True to keep each tensor instead of calling the present hooks.
             plain: True if plain autograd would have no hooks, though those of our own checkpoint are the present ones.
         """
@@ -134,10 +144,13 @@ class SavedRun:
 
         def pack(tensor: Tensor) -> Any:
             self._note(tensor)
-            return its_pack(tensor)
+            result = its_pack(tensor)
+            if packed is not None:
+                packed(tensor, result)
+            return result
 
         hooks = hooks_in_place_of_none if plain or plain_has_no_hooks() else saved_tensors_hooks
-        with hooks(pack, lambda packed: unpack(its_unpack, packed)):
+        with hooks(pack, partial(unpack, its_unpack)):
             try:
                 yield
             finally:
@@ -190,18 +203,18 @@ class SavedRun:
         return self._known[key][1]
 
     def _keep(self, tensor: Tensor) -> None:
-        if self._keeps_values and tensor.is_floating_point():
-            self.values.append(tensor.detach().flatten().to("cpu", copy=True))
+        if self._keep_of is not None and tensor.is_floating_point():
+            self.values.append(self._keep_of(tensor.detach()))
 
     def filled(self, among: int) -> Set[int]:
         """Returns the positions, among the first ones, of int64 tensors that have only the value that torch fills memory with."""
         most = torch.iinfo(torch.int64).max
-        whole = (
+        integers = (
             (at, each.sums[0].view(torch.int64))
             for at, each in enumerate(self.found[:among])
             if each.kind[0] is torch.int64 and len(each.sums) == 1
         )
-        return {at for at, values in whole if bool((values == most).all())}
+        return {at for at, values in integers if bool((values == most).all())}
 
 
 def _begin(tensor: Tensor) -> int:
@@ -301,7 +314,20 @@ def deterministic() -> Iterator[None]:
             memory.fill_uninitialized_memory = fills
 
 
-def only_rounding_differs(runs: Sequence[SavedRun], device: torch.device) -> bool:
+def whole(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor on the host, flat."""
+    return tensor.flatten().to("cpu", copy=True)
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Returns a copy of at most 1021 elements of a tensor, at equal distances, flat."""
+    step = -(-tensor.numel() // _SAMPLE)
+    if tensor.is_contiguous() or tensor.element_size() == 1:  # `take` does not know the dtypes of 8 bits
+        return tensor.flatten()[::step].clone()
+    return tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device))
+
+
+def only_rounding_differs(runs: Sequence[SavedRun], device: torch.device, used: Sequence[SavedRun] = ()) -> bool:
     """Returns True if complete runs of one forward have saved the same, apart from rounding and from unwritten memory.
 
     Some kernels add numbers in an order that differs each time (atomic additions), so last bits differ. With deterministic
@@ -309,14 +335,40 @@ def only_rounding_differs(runs: Sequence[SavedRun], device: torch.device) -> boo
     more.
 
     Args:
-        runs: the runs in their order. The last three have kept their values, and the last two have run inside
+        runs: the runs in their order. The last three have kept :func:`whole` tensors, and the last two have run inside
             :func:`deterministic`.
         device: the device that compares values.
+        used: those of the other runs whose results the step uses. Samples of their values have to be as close to the others as
+            these are to each other.
     """
     *_, usual, one, other = runs
-    if any(len(run.found) != len(usual.found) or len(run.values) not in (0, len(usual.values)) for run in runs):
-        return False
     unwritten = one.filled(len(one.found)) & other.filled(len(other.found))
+    if len(one.values) != len(usual.values) or not _same_but_floats(runs, unwritten):
+        return False
+    noise, close = _distance(usual.values, one.values, device), _rounding(one)
+    if noise > _NEAR or _distance(one.values, other.values, device) > close:
+        return False
+    expected = list(map(sample, one.values))
+    return all(_distance(map(sample, each.values), expected, device) <= max(close, 4 * noise) for each in used)
+
+
+def last_bits_differ(one: SavedRun, other: SavedRun, device: torch.device) -> bool:
+    """Returns True if two complete runs differ only in the last bits of floating-point tensors, as far as samples show.
+
+    Used if no run with deterministic kernels is possible.
+
+    Args:
+        one, other: the runs. Both have kept values.
+        device: the device that compares values.
+    """
+    each = [list(map(sample, run.values)) for run in (one, other)]
+    return _same_but_floats((one, other), frozenset()) and _distance(*each, device) <= _rounding(one)
+
+
+def _same_but_floats(runs: Sequence[SavedRun], unwritten: Set[int]) -> bool:
+    """Returns True if runs have saved tensors of the same kinds, and floating-point tensors alone have other values."""
+    if any(len(run.found) != len(runs[-1].found) for run in runs):
+        return False
     for at, (before, *each) in enumerate(zip(*(run.found for run in runs), strict=True)):
         if any((before.kind, before.place, len(before.sums)) != (now.kind, now.place, len(now.sums)) for now in each):
             return False
@@ -325,23 +377,27 @@ def only_rounding_differs(runs: Sequence[SavedRun], device: torch.device) -> boo
             continue
         if any(not torch.equal(*pair) for now in each for pair in zip(before.sums, now.sums, strict=True)):
             return False
-    close = max((min(16 * torch.finfo(each.dtype).eps, _CLOSE) for each in one.values), default=0.0)
-    return _distance(usual, one, device) <= _NEAR and _distance(one, other, device) <= close
+    return True
 
 
-def _distance(run: SavedRun, filled: SavedRun, device: torch.device) -> float:
-    """Returns how far the floating-point tensors of two runs are from each other.
+def _rounding(run: SavedRun) -> float:
+    """Returns the largest distance of two runs that counts as rounding, for the dtypes of a run."""
+    return max((min(16 * torch.finfo(each.dtype).eps, _CLOSE) for each in run.values), default=0.0)
+
+
+def _distance(run: Iterable[Tensor], filled: Iterable[Tensor], device: torch.device) -> float:
+    """Returns how far the floating-point tensors of two runs are from each other. If one run has fewer, these are compared.
 
     The distance of two tensors is the root mean square of their difference, relative to that of the tensor or of all tensors,
     whichever is larger: rounding of large values is not small beside their mean, which may be 0.
 
     Args:
-        run: a run.
-        filled: a run in which torch has filled new memory, with NaN. Elements that are NaN there are not compared.
+        run: flat tensors of a run.
+        filled: those of a run in which torch has filled new memory, with NaN. Elements that are NaN there are not compared.
         device: the device that compares.
     """
     found = []  # for each tensor the sum of squares of differences, and of values, and the number of elements
-    for pair in zip(run.values, filled.values, strict=True):
+    for pair in zip(run, filled, strict=False):
         gap = size = 0.0
         for one, other in zip(*(each.split(2**24) for each in pair), strict=True):
             one, other = one.to(device).double(), other.to(device).double()

@@ -82,12 +82,11 @@ def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.
     return {unit: "keep" if unit in looked_up else modes.get(unit, "keep") for unit in units}
 
 
-def with_inner_experts(found: Found) -> dict[str, str]:
-    """Returns the units that cannot be recomputed because experts inside them are layers of their own, with the reason."""
+def with_inner_experts(found: Found) -> list[str]:
+    """Returns the units that cannot be recomputed because experts inside them are layers of their own."""
     moving = {index for index in found.experts if not found.layers[index].rows}
     experts = {module for module, used in found.visits.items() if moving.intersection(used)} if moving else set()
-    inside = [unit for unit, module in found.units.items() if experts.intersection(module.modules()) - {module}]
-    return dict.fromkeys(inside, "has experts that move by themselves")
+    return [unit for unit, module in found.units.items() if experts.intersection(module.modules()) - {module}]
 
 
 def summary(modes: Modes) -> str:

@@ -15,6 +15,21 @@ first run has written it, any other weight if the second run writes it once more
 
 Other differences (a removed hook, a patched function, a kernel that is not deterministic) change the tensors that autograd saves.
 So the tensors that the two runs save are compared (``fingerprints``).
+
+# Note: a choice of "auto" does not end the run
+
+If the user has asked for ``"recompute"``, each of these findings is an error. If ``"auto"`` has chosen it, plain Lightning would
+train on. So as long as no wrong value has been used, the unit is offloaded or kept from now on (``Recompute.unfit``):
+
+- **The first run shows that there must not be a second one** (it writes a weight, say). Until the first run has ended, the
+  tensors that autograd saves are held, as without checkpointing. Then backward uses these tensors.
+- **Only last bits differ between the runs**, because a kernel adds numbers in an order that differs each time. The tensors of
+  the first run are gone, so backward goes on with those of the second run. Plain Lightning's own second run differs from its
+  first one in the same way, so neither gradient is better than the other. Three further runs show whether the reason is a
+  kernel, and samples of the first run's values whether its values are as close as those of the other runs.
+
+A difference that is not rounding, and state that was written between forward and backward, are errors under ``"auto"``, too:
+gradients would be wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +37,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -39,7 +54,10 @@ from sp_lightning.activations.fingerprints import (
     SavedRun,
     deterministic,
     differences,
+    last_bits_differ,
     only_rounding_differs,
+    sample,
+    whole,
 )
 from sp_lightning.activations.once_only import explained, known_cause
 from sp_lightning.activations.policy import some
@@ -47,6 +65,7 @@ from sp_lightning.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.device.accelerator import generator_states, set_generator_states
 from sp_lightning.engine.activations import ActivationSetup
 from sp_lightning.engine.saved_objects import plain_has_no_hooks
+from sp_lightning.observe.messages import degrading
 from sp_lightning.torch_compat.modes import no_transforms
 from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.torch_compat.private import (
@@ -68,6 +87,9 @@ _OF_ALL = (
 )
 
 
+_ROUNDS = "kernels are not deterministic (last bits differ each time they run)"
+
+
 class Unrepeatable(RuntimeError):
     """A forward that cannot be run a second time as if it were the first."""
 
@@ -80,14 +102,17 @@ class Recompute:
 
     Args:
         setup: the parts of the engine.
+        unfit: the units that are known to be unfit for a second run.
 
     Attributes:
         in_trial: True during a trial.
         differences: the results of comparisons of two runs.
+        unfit: as given. Trials and automatic choices add units.
     """
 
-    def __init__(self, setup: ActivationSetup) -> None:
+    def __init__(self, setup: ActivationSetup, unfit: Collection[str]) -> None:
         self._setup = setup
+        self._log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
         self._layer_at = setup.layer_at
         self._units = setup.found.units
         self.differences = Differences(setup.device, pin=setup.pin)
@@ -96,18 +121,41 @@ class Recompute:
         # For each unit, the names of tensors that it writes without a change of their version.
         self._volatile: defaultdict[str, set[str]] = defaultdict(set)
         self.in_trial = False
-        self._unfit: dict[str, str] = {}
+        self.unfit = set(unfit)
         self._watched: list[FirstRun] = []
         self._unpacked: FirstRun | None = None  # the one that has run again last
-        # Positions of tensors that a unit saves unwritten, by the unit and the dtypes of the tensors up to the last short one.
-        self._unwritten: dict[tuple[Any, ...], Set[int]] = {}
-        self._rounding: list[str] = []  # the units that round in another way each time they run
+        # Positions of tensors that a unit saves unwritten, by the unit and the dtypes of the tensors up to the last short one;
+        # and the backward in which they are looked for again.
+        self._unwritten: dict[tuple[Any, ...], tuple[Set[int], int]] = {}
+        self._backwards, self._skips = (
+            0,
+            False,
+        )  # of those that skip unwritten tensors: the number; True if the present one does
+        self._given_up: dict[
+            bool, tuple[str, list[str]]
+        ] = {}  # to log: reasons with their units, by whether they are errors
 
-    def run(self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(
+        self,
+        unit: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        automatic: bool = False,
+    ) -> Any:
         """Runs a unit's forward so that autograd keeps only its inputs.
 
         The second run has effects outside the module and its arguments: on hooks of inner modules, prints, files and global
         variables.
+
+        Args:
+            unit: the unit's name.
+            module: the unit's module.
+            forward: the forward.
+            args, kwargs: its arguments.
+            automatic: True if the user has not chosen this mode; see the note at the beginning of this file.
 
         Raises:
             Unrepeatable: the forward has written something that cannot be restored, or has saved a tensor in TorchScript.
@@ -118,39 +166,70 @@ class Recompute:
         once = {id(leaf): leaf for leaf in leaves}
         position = {identity: number for number, identity in enumerate(once)}
         positions = [position[id(leaf)] for leaf in leaves]
-        first: FirstRun | None = None
         plain = plain_has_no_hooks()
+        # Inside another forward that may run again, that forward is offloaded or kept instead.
+        kept = _Kept() if automatic and not first_runs() and current_graph_task() == -1 else None
+        try:
+            first = FirstRun(
+                unit, module, list(once.values()), self._volatile[unit], self._layer_at, self._units, kept=kept
+            )
+        except Exception as error:  # the snapshot reads objects of the user, which may raise anything
+            if kept is None:
+                raise
+            self._give_up(unit, error)
+            return forward(*args, **kwargs)
 
         def run(anchor: Tensor, *once: Any) -> Any:
-            nonlocal first, given
-            if first is None:
-                first = FirstRun(unit, module, once, self._volatile[unit], self._layer_at, self._units)
+            nonlocal given
+            if given is not None:
                 (args, kwargs), given = given, None  # the graph holds this function, which must not hold the arguments
-                with first.running(), first.saved.noting(first.unpacked, plain=plain):
-                    output = forward(*args, **kwargs)
-                first.ended()
-                return output
+                return self._run_first(first, forward, args, kwargs, plain)
             self._forget_unpacked(first)
 
             # Each run gets new lists and dicts, with the items from before the first run, which may have added items.
             def take() -> Any:
                 return tree_unflatten([once[position] for position in positions], structure)
 
-            def whole() -> SavedRun:
-                return self._run_whole(first, forward, take, _Around(self._anchor.device), alone=True)
-
-            unwritten = self._find_unwritten(first, whole)
+            again = partial(self._run_whole, first, forward, take, _Around(self._anchor.device), alone=True)
+            unwritten = self._find_unwritten(first, again)
             args, kwargs = take()
             # Backward may compute several gradients at once, by torch.vmap.
             with (
+                self._compared(first, unwritten, again) as second,
                 no_transforms(),
                 self._rerun(unit, args),
                 first.restored(self._watch_outside(unit)),
-                self._compared(first, unwritten, plain),
+                second.noting(_unpacked, plain=plain),
             ):
                 return first.before.context.copy().run(forward, *args, **kwargs)
 
         return checkpoint(run, self._anchor, *once.values(), use_reentrant=False)
+
+    def _run_first(self, first: FirstRun, forward: Callable[..., Any], args: Any, kwargs: Any, plain: bool) -> Any:
+        """Runs a forward for the first time, and finds out whether it must not run again. ``plain``: see :meth:`noting`."""
+        kept = first.kept
+        done = None if kept is None else self._watch_outside(first.unit)
+        noted = None if kept is None else kept.pack
+        with first.running(), first.saved.noting(first.unpacked, packed=noted, plain=plain):
+            output = forward(*args, **kwargs)
+        try:
+            first.ended()
+            first.refuse(None if done is None else done())
+        except Unrepeatable as error:
+            if kept is None:
+                raise
+            first.drop_values()
+            self._give_up(first.unit, error)
+        else:
+            first.kept = None  # backward runs the forward again
+        return output
+
+    def _give_up(self, unit: str, why: Exception | None) -> None:
+        """Keeps or offloads a unit's activations from now on. ``why``: None if the unit rounds in another way in each run."""
+        if unit not in self.unfit:
+            self.unfit.add(unit)
+            reason = _ROUNDS if why is None else str(why).partition(". ")[0]
+            self._given_up.setdefault(why is not None, (reason, []))[1].append(unit)
 
     def _forget_unpacked(self, next_run: FirstRun | None) -> None:
         """Frees the tensors that backward has unpacked. Only those of one forward are held, if the user retains the graph."""
@@ -159,17 +238,46 @@ class Recompute:
         self._unpacked = next_run
 
     @contextmanager
-    def _compared(self, first: FirstRun, unwritten: Set[int], plain: bool) -> Iterator[None]:
+    def _compared(self, first: FirstRun, unwritten: Set[int], again: Callable[..., SavedRun]) -> Iterator[SavedRun]:
         """A context for a second run. At its end, the tensors that both runs have saved are compared.
 
-        ``plain``: see :meth:`SavedRun.noting`.
+        Args:
+            first: the first run.
+            unwritten: positions of tensors that are not compared.
+            again: runs the forward once more.
         """
-        second = SavedRun(self._layer_at)
+        second = SavedRun(self._layer_at, keep=Tensor.detach if first.automatic else None)
         try:
-            with second.noting(_unpacked, plain=plain):
-                yield
-        finally:  # torch ends the second run by an exception
-            self.differences.add(differences(first.saved, second, unwritten), first.differs)
+            yield second
+        except Unrepeatable:  # it has a reason to name
+            raise
+        except BaseException:  # torch ends the second run by an exception
+            self._compare(first, second, unwritten, again)
+            raise
+        self._compare(first, second, unwritten, again)
+
+    def _compare(self, first: FirstRun, second: SavedRun, unwritten: Set[int], again: Callable[..., SavedRun]) -> None:
+        found = differences(first.saved, second, unwritten)
+        # The host waits for the result if the mode was an automatic choice: later, further runs are not possible.
+        if first.automatic and any(each.item() for each in found) and self._only_rounds(first, second, again):
+            self._give_up(first.unit, None)
+        else:
+            self.differences.add(found, first.differs)
+
+    def _only_rounds(self, first: FirstRun, second: SavedRun, again: Callable[..., SavedRun]) -> bool:
+        """Returns True if the two runs differ because a kernel rounds in another way each time."""
+        device = self._anchor.device
+        second.found += first.saved.found[
+            len(second.found) :
+        ]  # the second run ends early; backward needs no further tensor
+        try:
+            usual = again(keep=whole)
+            with deterministic():
+                further = again(keep=whole), again(keep=whole)
+        except Exception:  # no memory, or a forward that fails with deterministic algorithms
+            return last_bits_differ(first.saved, second, device)
+        runs = first.saved, second
+        return only_rounding_differs((*runs, usual, *further), device, used=runs)
 
     def _run_whole(
         self,
@@ -179,7 +287,7 @@ class Recompute:
         around: _Around,
         *,
         alone: bool = False,
-        values: bool = False,
+        keep: Callable[[Tensor], Tensor] | None = None,
     ) -> SavedRun:
         """Runs a forward again to the end, only to see which tensors it saves.
 
@@ -188,10 +296,10 @@ class Recompute:
             forward: the forward.
             take: returns its positional and keyword arguments.
             around: the random states and autocast of the first run.
-            alone: as :meth:`SavedRun.noting` describes it.
-            values: as :class:`SavedRun` describes it.
+            alone: as :meth:`SavedRun.noting` describes it. The output is not recorded.
+            keep: as :class:`SavedRun` describes it.
         """
-        run = SavedRun(self._layer_at, values=values)
+        run = SavedRun(self._layer_at, keep=keep)
         with around.again():
             args, kwargs = take()
             with (
@@ -200,22 +308,30 @@ class Recompute:
                 run.noting(_unpacked, alone=alone),
             ):
                 output = first.before.context.copy().run(forward, *args, **kwargs)
-        run.note(output)
+        if not alone:
+            run.note(output)
         return run
 
     def _find_unwritten(self, first: FirstRun, again: Callable[[], SavedRun]) -> Set[int]:
         """Returns the positions of tensors that a forward saves without having written them.
 
         FlashAttention saves memory for a seed, which its kernel writes only if there is dropout. One more run, in which torch
-        fills new memory, shows whether a short tensor of integers is of this kind.
+        fills new memory, shows whether a short tensor of integers is of this kind. A kernel may write the memory in later batches
+        (dropout begins). So one unit that skips such a tensor is looked at again in each backward, all of these units in turn.
         """
         if not (short := first.saved.short):
             return frozenset()
         key = (first.unit, *(each.kind[0] for each in first.saved.found[:short]))
-        if key not in self._unwritten:
-            with deterministic():
-                self._unwritten[key] = again().filled(short)
-        return self._unwritten[key]
+        known = self._unwritten.get(key)
+        if known is None or (known[0] and self._backwards >= known[1]):
+            try:
+                with deterministic():
+                    found = again().filled(short)
+            except Exception:  # no memory, or a forward that fails with deterministic algorithms
+                return frozenset() if known is None else known[0]
+            known = self._unwritten[key] = found, self._backwards + len(self._unwritten) + (known is None)
+        self._skips = self._skips or bool(known[0])
+        return known[0]
 
     @contextmanager
     def _rerun(self, unit: str, inputs: Any) -> Iterator[None]:
@@ -249,21 +365,6 @@ class Recompute:
 
     # ------------------------------------------------------------------ the trial
 
-    def begin_trial(self, unfit: Mapping[str, str]) -> None:
-        """Begins a trial. It leaves out the units in ``unfit``, which cannot be recomputed, each with the reason."""
-        self.in_trial, self._unfit = True, dict(unfit)
-
-    def end_trial(self) -> dict[str, str]:
-        """Ends the trial. Returns the units that cannot be recomputed, each with the reason."""
-        unfit, self._unfit, self.in_trial = self._unfit, {}, False
-        if self._rounding:
-            (self._setup.log or logging.getLogger("lightning.pytorch.superpipeline")).info(
-                "Superpipeline: kernels of %s are not deterministic (last bits differ each time they run). So these activations "
-                'are offloaded or kept, and not computed again (activations="auto").', some(self._rounding)
-            )  # fmt: skip
-            self._rounding.clear()
-        return unfit
-
     def try_out(
         self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[Any, Callable[[], None] | None]:
@@ -273,7 +374,7 @@ class Recompute:
             The forward's output, and a function to call when the backward of the forward begins. The function is None if the
             unit cannot be recomputed, or if the user's own checkpoint runs the forward again.
         """
-        if unit in self._unfit:
+        if unit in self.unfit:
             return forward(*args, **kwargs), None
         if (
             current_graph_task() != -1
@@ -286,8 +387,8 @@ class Recompute:
             again = None  # the user's own checkpoint around the unit runs it again
             if not is_checkpointed():
                 again = partial(self._try_again, first, forward, _Given(args, kwargs), _Around(self._anchor.device))
-        except Exception as error:  # the snapshot reads objects of the user, which may raise anything
-            self._unfit[unit] = str(error)
+        except Exception:  # the snapshot reads objects of the user, which may raise anything
+            self.unfit.add(unit)
             return forward(*args, **kwargs), None
         done = self._watch_outside(unit)
         with first.running(), first.saved.noting(_unpacked):
@@ -296,8 +397,8 @@ class Recompute:
         try:
             first.ended()
             first.refuse(done())
-        except Unrepeatable as error:
-            self._unfit[unit] = str(error)
+        except Unrepeatable:
+            self.unfit.add(unit)
             return output, None
         self._watched.append(first)
         return output, again
@@ -311,42 +412,64 @@ class Recompute:
             Unrepeatable: each run saves other values, so the additional runs may have changed the results of later steps. Values
                 that only round in another way do not count: see :func:`only_rounding_differs`.
         """
-        if not self.in_trial or first.unit in self._unfit:
+        if not self.in_trial or first.unit in self.unfit:
             return
 
         again = partial(self._run_whole, first, forward, given.take, around)
         moves = False
         try:
             unwritten = self._find_unwritten(first, again)
-            second = again()
+            second = again(keep=sample)
             if _differ(first.saved, second, unwritten):
-                self._unfit[first.unit] = str(first.differs())
-                # If a third run equals the second run, a run does not change the next: only the first run had other conditions.
-                third = again(values=True)
-                if moves := _differ(second, third, unwritten):
-                    with deterministic():
-                        further = again(values=True), again(values=True)
-                    moves = not only_rounding_differs((first.saved, second, third, *further), self._anchor.device)
-                    self._rounding += [] if moves else [first.unit]
+                moves = self._moves(first, second, unwritten, again)
+                self.unfit.add(first.unit)
         except torch.OutOfMemoryError:  # steps that recompute have more memory than the trial
             pass
-        except Exception as error:  # a second run may raise anything
-            self._unfit[first.unit] = str(error)
+        except Exception:  # a second run may raise anything
+            self.unfit.add(first.unit)
         finally:
             first.drop_values()
         if moves:
             raise first.moves()
 
+    def _moves(self, first: FirstRun, second: SavedRun, unwritten: Set[int], again: Callable[..., SavedRun]) -> bool:
+        """Returns True if each run of a forward changes what the next run reads. Its second run differs from its first run."""
+        device, rounds = self._anchor.device, None
+        instead = (
+            "Its activations are offloaded or kept. If its forward changes what it reads (an iterator, a counter), start anew "
+            'with activations="offload"'
+        )
+        with degrading(self._log, f"A further run of {first.unit!r}", instead):
+            third = again(keep=whole)
+            # If a third run equals the second run, a run does not change the next: only the first run had other conditions.
+            if not _differ(second, third, unwritten):
+                return False
+            rounds = last_bits_differ(second, third, device)  # if the next two runs fail
+            with deterministic():
+                further = again(keep=whole), again(keep=whole)
+            rounds = only_rounding_differs((first.saved, second, third, *further), device)
+            if rounds:
+                self._give_up(first.unit, None)
+        return rounds is False
+
     def backward_ended(self) -> None:
         """Called at the end of a backward. Drops its differences. In a trial, finds units with writes after their forward."""
         self.differences.clear()
         self._forget_unpacked(None)
+        self._backwards, self._skips = self._backwards + self._skips, False
+        for reason, units in self._given_up.values():
+            self._log.info(
+                "Superpipeline: %s. So activations of %s are offloaded or kept, and not computed again.",
+                reason,
+                some(units),
+            )
+        self._given_up.clear()
         watched, self._watched = self._watched, []
         for first in watched if self.in_trial else ():
             try:
                 first.check()
-            except Unrepeatable as error:
-                self._unfit[first.unit] = str(error)
+            except Unrepeatable:
+                self.unfit.add(first.unit)
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
@@ -399,6 +522,24 @@ class _Given:
         return tensor if is_leaf else tensor.view_as(tensor)
 
 
+class _Kept:
+    """The tensors that autograd saves in a first run, packed as they would be without a checkpoint."""
+
+    def __init__(self) -> None:
+        hooks: Any = top_saved_tensors_hooks() or (Tensor.detach, Tensor.detach)
+        self._pack, self._unpack = hooks
+        # By the objects that the graph holds in their place. The graph frees these objects, and so the tensors.
+        self._packed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def pack(self, tensor: Tensor, holder: Any) -> None:
+        """Keeps a tensor in the place of which the graph holds ``holder``."""
+        self._packed[holder] = self._pack(tensor)
+
+    def unpack(self, holder: Any) -> Any:
+        """Returns the tensor."""
+        return self._unpack(self._packed[holder])
+
+
 class _Around:
     """The random states and autocast of a first run, as torch's checkpoint keeps them."""
 
@@ -435,9 +576,12 @@ class FirstRun:
         volatile: the names of tensors that the unit has written without a change of their version. :meth:`ended` adds names.
         layer_at: finds weights on the device.
         units: the units by name, for errors.
+        kept: keeps what autograd saves, if the user has not chosen a second run; otherwise None.
 
     Attributes:
         unit: the module's name.
+        automatic: True if the user has not chosen a second run.
+        kept: as given until the run has ended. Afterwards None if backward may run the forward again.
         before: the snapshot.
         saved: fingerprints of the tensors that autograd saves in the run.
         read: the tensors that the running backward has unpacked, by the objects that the graph holds in their place. The graph
@@ -452,12 +596,14 @@ class FirstRun:
         volatile: set[str],
         layer_at: LayerAt,
         units: Mapping[str, nn.Module],
+        kept: _Kept | None = None,
     ) -> None:
         self.unit = unit
+        self.automatic, self.kept = kept is not None, kept
         self._module = module
         self._units = units
         self.before = Snapshot(module, given)
-        self.saved = SavedRun(layer_at)
+        self.saved = SavedRun(layer_at, keep=sample if self.automatic else None)
         self._volatile = volatile
         self._again = 0  # the number of further runs
         self.read: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
@@ -514,6 +660,7 @@ class FirstRun:
         self.before.states.clear()
         self.before.tensors.clear()
         self.saved.found.clear()
+        self.saved.values.clear()
 
     def check(self) -> None:
         """Checks that no state was written since the first run that a further run needs and cannot restore.
@@ -581,6 +728,8 @@ class FirstRun:
         Raises:
             Unrepeatable: a tensor among the forward's arguments was written since, or the second run has saved other tensors.
         """
+        if self.kept is not None:
+            return self.kept.unpack(packed)
         if (task := current_graph_task()) != self._task:
             self.read.clear()
             self._task = task

@@ -82,8 +82,6 @@ class Tuner(BaseTuner):
         self._balanced = False  # True if modes are chosen, because not all activations fit
         self._memory: ActivationMemory | None = None  # of the batch with all activations offloaded
         self._balance: Balance | None = None  # of the timed batch, if modes are chosen
-        # Units that cannot be recomputed, with the reason.
-        self._unfit = {} if self._activations is None else self._activations.with_inner_experts
         self._timeline: Timeline | None = None
         self._measures = True  # False after a measurement has failed
         self._overlap: Literal["off", "forward", "backward"] = "off"
@@ -189,7 +187,7 @@ class Tuner(BaseTuner):
         if (smallest := window.smallest()).slot_bytes < streamer.plan.slot_bytes:
             self._resize(smallest)
         activations.choose(self._all("offload"))
-        activations.recompute.begin_trial(self._unfit)
+        activations.recompute.in_trial = True
         self._device.begin_peak()
 
     def stop_timing(self) -> None:
@@ -272,8 +270,7 @@ class Tuner(BaseTuner):
                 from sp_lightning.tuning.balance import ActivationMemory
 
                 self._memory = ActivationMemory(activations.calls, self._next)
-                self._unfit = activations.recompute.end_trial()
-                activations.unrepeatable = self._unfit.keys()
+                activations.recompute.in_trial = False
             if activations.headroom is not None:
                 if activations.headroom.evicted_bytes:
                     return  # the peak belongs to no choice of modes
@@ -356,7 +353,7 @@ class Tuner(BaseTuner):
         activations = self._activations
         assert activations is not None
         chosen = self._all("offload") | {  # units that were never called are not among the choices
-            unit: mode for unit, mode in modes.items() if unit not in self._unfit or mode != "recompute"
+            unit: mode for unit, mode in modes.items() if unit not in activations.recompute.unfit or mode != "recompute"
         }
         if chosen != activations.modes:
             activations.choose(chosen)

@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from sp_lightning.activations.fingerprints import SavedRun, only_rounding_differs
+from sp_lightning.activations import recompute
+from sp_lightning.activations.fingerprints import SavedRun, only_rounding_differs, whole
 from sp_lightning.activations.recompute import FirstRun, Unrepeatable
 from sp_lightning.torch_compat.private import current_graph_task
 from tests.support.kernels import CountsSaved, RunsKernel, new_memory
@@ -25,6 +26,7 @@ from tests.support.tiers import first
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving", "nothing_fits")
 
 BATCHES = [*vectors(), *vectors()]
+OFFLOADED = "So activations of net.blocks.2 are offloaded or kept"
 _numbers = itertools.count()
 
 
@@ -66,15 +68,17 @@ class NoiseThatEnds(RunsKernel):
 
 
 class Modes(Callback):
-    """Notes the modes of the third batch, whose time is measured: all units are recomputed that can be."""
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
+        if batch_idx == self.batch:
             self.modes = dict(trainer.strategy.activations)
 
 
-def auto(make: Any) -> Any:
-    noted = Modes()
+def auto(make: Any, batch: int = 2) -> Any:
+    """The run, and the modes of a batch. The third batch's time is measured: all units are recomputed that can be."""
+    noted = Modes(batch)
     with simulated(capacity=26_000, unrepeatable=True):
         ours = fit(make, BATCHES, superpipeline(k=1, k_prime=1, activations="auto"), callbacks=[noted])
     return ours, noted.modes
@@ -94,6 +98,26 @@ def test_memory_that_a_kernel_has_not_written_is_not_compared() -> None:
         assert len({tuple(new_memory().tolist()) for _ in range(3)}) > 1
         ours = fit(twice(RunsKernel), vectors(), superpipeline(k=1, activations="recompute"))
     assert_same(ours, fit(twice(RunsKernel), vectors()))
+
+
+class WritesLater(RunsKernel):
+    """A counter fills the memory from the third batch on."""
+
+    batch = 0
+
+    def saved(self) -> Tensor:  # type: ignore[override]
+        return torch.tensor([next(_numbers), 1]) if self.batch > 1 else new_memory()
+
+
+class CountsBatches(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        WritesLater.batch = batch_idx
+
+
+def test_memory_that_a_kernel_writes_later_is_compared_again() -> None:
+    with simulated(), pytest.raises(Unrepeatable, match="computed other values in backward"):
+        fit(lambda: CountsBatches(twice(WritesLater)().net), vectors(), superpipeline(k=1, activations="recompute"))
+    assert WritesLater.batch == 2
 
 
 @pytest.mark.rest("recompute finds such memory in the same way")
@@ -126,12 +150,124 @@ def test_auto_recomputes_no_kernel_that_is_not_deterministic(
     with caplog.at_level(logging.INFO, "lightning.pytorch.superpipeline"):
         _, modes = auto(with_one(block))
     assert [unit for unit, mode in modes.items() if mode != "recompute"] == ["net.blocks.2"]
-    assert caplog.text.count("kernels of net.blocks.2 are not deterministic") == 1
+    assert caplog.text.count(OFFLOADED) == 1
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+# ---------------------------------------------------------------------- after the trial
+
+
+class Unlike(Block):
+    """Another factor in forward than in backward, by less than a bit of 16-bit numbers."""
+
+    def factor(self, x: Tensor) -> Any:
+        return torch.tanh(self.inner(x)) * (1.001 if current_graph_task() == -1 else 1)
+
+
+class Writes(Block):
+    def factor(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.inner.bias.mul_(0.9)
+        return torch.tanh(self.inner(x))
+
+
+class WritesAnother(Block):
+    net: list[Any]
+
+    def factor(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.net[0].blocks[4].inner.bias.mul_(0.9)
+        return torch.tanh(self.inner(x))
+
+
+class Trains(Block):
+    """Gives its weight a gradient in forward."""
+
+    def factor(self, x: Tensor) -> Any:
+        if current_graph_task() == -1:
+            self.inner(x.detach()).square().mean().backward()
+        return torch.tanh(self.inner(x))
+
+
+def from_third_batch(block: Any) -> Callable[[], Module]:
+    """Makes modules with a block whose quirk the trial in the second batch has not seen."""
+
+    class Later(block):
+        begun = False
+
+        def factor(self, x: Tensor) -> Any:
+            return super().factor(x) if self.begun else torch.tanh(self.inner(x))
+
+    class Begins(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            later: Any = self.net.blocks[2]  # type: ignore[index, union-attr]
+            later.begun, later.net = batch_idx >= 2, [self.net]
+
+    return lambda: Begins(with_one(Later)().net)
+
+
+@pytest.mark.parametrize("block", first([LastBits, AddsByIndex], LastBits, why="another kernel is the same"))
+def test_a_kernel_may_differ_for_the_first_time_after_the_trial(
+    block: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    make = from_third_batch(block)
+    with caplog.at_level(logging.INFO, "lightning.pytorch.superpipeline"):
+        ours, modes = auto(make, 3)
+    assert modes["net.blocks.2"] != "recompute"
+    assert caplog.text.count(OFFLOADED) == 1
+    torch.testing.assert_close(ours.losses, fit(make, BATCHES).losses)
+
+
+@pytest.mark.parametrize("block", first([Unlike, Noise, ReadsIndices], Unlike, why="compared in the same place"))
+def test_a_larger_difference_after_the_trial_is_an_error(block: type[nn.Module]) -> None:
+    with pytest.raises(Unrepeatable, match="computed other values in backward"):
+        auto(from_third_batch(block))
+
+
+@pytest.mark.parametrize(
+    "block", first([Writes, WritesAnother, Trains], Writes, why="found when the first run has ended, too")
+)
+def test_a_forward_may_begin_to_write_after_the_trial(block: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    make = from_third_batch(block)
+    with caplog.at_level(logging.INFO, "lightning.pytorch.superpipeline"):
+        ours, modes = auto(make, 3)
+    assert modes["net.blocks.2"] != "recompute"
+    assert caplog.text.count(OFFLOADED) == 1
+    assert_same(ours, fit(make, BATCHES))
+
+
+# ---------------------------------------------------------------------- further runs fail
+
+
+class NoiseAlone(Block):
+    def factor(self, x: Tensor) -> Any:
+        return torch.tanh(self.inner(x)) * (1 + next(_numbers) % 8 * 2**-12)
+
+
+@pytest.mark.parametrize("fails", first([torch.OutOfMemoryError, RuntimeError], RuntimeError, why="caught together"))
+def test_deterministic_runs_may_fail(
+    fails: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing() -> Any:
+        raise fails("no deterministic kernel")
+
+    caplog.set_level(logging.INFO, "lightning.pytorch.superpipeline")
+    monkeypatch.setattr(recompute, "deterministic", failing)
+    _, modes = auto(with_one(AddsByIndex))
+    assert [unit for unit, mode in modes.items() if mode != "recompute"] == ["net.blocks.2"]
+    assert caplog.text.count("A further run of 'net.blocks.2' failed") == 1
+    assert OFFLOADED not in caplog.text
+    _, modes = auto(from_third_batch(AddsByIndex), 3)
+    assert modes["net.blocks.2"] != "recompute"
+    with pytest.raises(Unrepeatable, match="computed other values each time it ran"):
+        auto(with_one(NoiseAlone))
+
+
+# ---------------------------------------------------------------------- comparisons
+
+
 def runs(*saved: Any) -> list[SavedRun]:
-    made = [SavedRun(lambda address: None, values=True) for _ in saved]
+    made = [SavedRun(lambda address: None, keep=whole) for _ in saved]
     for run, each in zip(made, saved, strict=True):
         run.note(each)
     return made
