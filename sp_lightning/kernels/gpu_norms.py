@@ -17,7 +17,7 @@ from torch import Tensor
 from sp_lightning.device.layout import is_dense
 from sp_lightning.kernels.jit import LOG, Compiled, address, find_kernel
 from sp_lightning.kernels.variants import CHUNK, EACH, THREADS, WARP, GpuNormArguments, GpuNormRecipe
-from sp_lightning.layers.narrow_gradient import Norms, exact_scale, narrow_and_changes
+from sp_lightning.layers.narrow_gradient import Norms, exact_scale, is_unaligned, narrow_and_changes, note_alignment
 from sp_lightning.observe.messages import degrading
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import foreach_norm
@@ -99,7 +99,7 @@ def _run(kernel: Compiled, gradients: Sequence[Tensor]) -> list[Tensor]:
     columns = list[tuple[Tensor, Tensor, Tensor]]()
     for each in gradients:
         begins = torch.arange(0, each.numel(), CHUNK, dtype=torch.int64, device="cpu")
-        in_fours = torch.full_like(begins, each.numel() % EACH == 0)
+        in_fours = torch.full_like(begins, each.numel() % EACH == 0 and not is_unaligned(each))
         places = begins * each.element_size() + address(each, "gradient")
         columns.append((places, (each.numel() - begins).clamp_(max=CHUNK), in_fours))
     places, counts, in_fours = map(torch.cat, zip(*columns, strict=True))
@@ -176,10 +176,16 @@ def _agrees(device: torch.device, dtype: torch.dtype, kernel: Compiled, _: GpuNo
         # In mixed precision plain Lightning's gradients are float32 tensors with 16-bit values. With 16-bit weights they are
         # 16-bit tensors. Both are compared.
         for kept in {torch.float32, dtype}:
-            theirs = foreach_norm([each.to(device, kept) for each in gradients])
+            theirs = foreach_norm([_placed(each, device, kept) for each in gradients])
             if not all(torch.equal(own.to(kept), each.cpu()) for own, each in zip(ours, theirs, strict=True)):
                 return False
         return True
+
+
+def _placed(gradient: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns a copy of a gradient on the GPU, at an odd offset if it is unaligned."""
+    odd = int(is_unaligned(gradient))
+    return torch.empty(odd + gradient.numel(), dtype=dtype, device=device)[odd:].copy_(gradient)
 
 
 def sample(dtype: torch.dtype) -> list[Tensor]:
@@ -188,4 +194,6 @@ def sample(dtype: torch.dtype) -> list[Tensor]:
     for count in _COUNTS:  # dtype and device are explicit: users may have set other defaults
         drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
         gradients += [(drawn * scale).to(dtype) for scale in (1.0, 1e-21, 3e-4, 1e15)]
+    for each in gradients[-4:]:
+        note_alignment(each, torch.empty(2, device="cpu")[1:])
     return gradients

@@ -24,7 +24,14 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import aligned, lay_out, part, strided
 from sp_lightning.layers.gradient_sink import GradientSink, Wanted, bytes_of_dense
 from sp_lightning.layers.layer import Kind, StreamedLayer
-from sp_lightning.layers.narrow_gradient import add_on_device, drop, keep_narrow, stored, waits_on_device
+from sp_lightning.layers.narrow_gradient import (
+    add_on_device,
+    drop,
+    keep_narrow,
+    note_alignment,
+    stored,
+    waits_on_device,
+)
 from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.private import accumulation_hooks, sparse_indices, sparse_rows, sparse_values
@@ -217,6 +224,8 @@ class Gradients(GradientSink[_Drain]):
                 used += aligned(gradient.nbytes)
             rows = None if layer.whole else layer.rows.gradient_rows(index)
             if rows is None:
+                if own is not None and gradient.dtype is parameter.dtype:  # otherwise plain Lightning converts it
+                    note_alignment(own, gradient)
                 targets.append(target)
                 sources.append(gradient)
             else:

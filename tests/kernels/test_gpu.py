@@ -20,7 +20,7 @@ from sp_lightning.device.host_kernels import HALVES, Operands
 from sp_lightning.kernels import gpu, gpu_norms, update
 from sp_lightning.kernels.step_like import step_like
 from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
-from sp_lightning.layers.narrow_gradient import Factor, change, keep_narrow
+from sp_lightning.layers.narrow_gradient import Factor, change, keep_narrow, note_alignment
 from sp_lightning.torch_compat.private import FUSED_STEPS, foreach_norm, step_as_torch
 from sp_lightning.updates.pieces import InPieces
 from tests.support.emulated_gpu import ALL, EmulatedGpu, forget, norm
@@ -285,6 +285,17 @@ def test_norms_have_the_gpus_bits(fused: bool) -> None:
         gradients = [torch.randn(count).to(dtype) for count in (1, 6, 70_000, 131_073)]
         for own, gradient in zip(gpu_norms.norms_like(CPU, gradients), gradients, strict=True):
             assert float(own) == float(norm(gradient.float().numpy(), fused=fused))
+
+
+def test_norms_depend_on_the_place_of_a_gradient_in_the_gpus_memory() -> None:
+    gradients = [torch.randn(8200) for _ in range(8)]
+    for each in gradients:
+        note_alignment(each, torch.empty(2)[1:])
+    with EmulatedGpu():
+        assert gpu_norms.has_norms_of(CPU, 1)
+    found = list(map(float, gpu_norms.norms_like(CPU, gradients)))
+    assert found == [float(norm(each.numpy(), aligned=False)) for each in gradients]
+    assert found != [float(norm(each.numpy())) for each in gradients]
 
 
 def test_the_sample_tells_formulas_of_norms_apart() -> None:

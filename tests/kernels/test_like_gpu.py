@@ -17,6 +17,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.comparison.reference import StepsOnHost
 from sp_lightning.kernels import gpu_norms, jit, like_gpu
 from sp_lightning.kernels.like_gpu import LikeGpu
+from sp_lightning.layers.narrow_gradient import is_unaligned
 from tests.support.emulated_gpu import ALL, forget, gpu_device
 from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, Stepped, plain, said
 from tests.support.mixed import scaled
@@ -244,6 +245,37 @@ class ChannelsLast(nn.Module):
         for each in self.convolutions:
             y = each(y)
         return self.wide(y.expand(-1, 3, 4, 4)).mean() + x @ self.turned
+
+
+class Joined(nn.Module):
+    """The gradient of ``even`` is a part of a tensor, and begins behind three numbers in the GPU's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.even = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.cat([self.odd, self.even.flatten()])
+        return x @ weights[3:].view(16, 16) + weights[:1]
+
+
+@pytest.mark.parametrize("precision", first(["32-true", "bf16-true", "bf16-mixed"], "32-true", why="the same"))
+def test_norms_of_gradients_at_an_odd_place(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []  # the norms of so few numbers may have the same bits
+    norms_like = gpu_norms.norms_like
+
+    def noted(device: Any, gradients: Any) -> Any:
+        found.extend(map(is_unaligned, gradients))
+        return norms_like(device, gradients)
+
+    monkeypatch.setattr(gpu_norms, "norms_like", noted)
+
+    def make() -> Stepped:
+        return Stepped(OPTIMIZERS["SGD"], lambda: nn.Sequential(*(Joined() for _ in range(2))))
+
+    options: dict[str, Any] = {"gradient_clip_val": 0.1, "precision": precision}
+    assert_same(ours(make, **options), plain(make, **options))
+    assert any(found)
 
 
 class Looks(pl.Callback):

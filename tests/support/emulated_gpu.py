@@ -46,8 +46,14 @@ def fma(a: Any, b: Any, c: Any) -> Floats:
     return np.where(inexact, np.nextafter(total, towards), total).astype(np.float32)
 
 
-def norm(values: Floats, *, fused: bool = True) -> Any:
-    """The norm of a gradient, added up by blocks of 512 threads, each of which has four sums."""
+def norm(values: Floats, *, fused: bool = True, aligned: bool = True) -> Any:
+    """The norm of a gradient, added up by blocks of 512 threads, each of which has four sums.
+
+    Args:
+        values: the gradient.
+        fused: True if a square and a sum are rounded once.
+        aligned: True if the gradient begins at a multiple of four numbers in memory.
+    """
     chunks = []
     for begin in range(0, len(values), 65536):
         chunk = values[begin : begin + 65536]
@@ -56,7 +62,7 @@ def norm(values: Floats, *, fused: bool = True) -> Any:
             with np.errstate(all="ignore"):
                 sums = fma(row, row, sums) if fused else sums + row * row
         total = np.zeros(512, np.float32)
-        for each in sums.reshape(512, 4).T if len(values) % 4 == 0 else sums.reshape(4, 512):
+        for each in sums.reshape(512, 4).T if len(values) % 4 == 0 and aligned else sums.reshape(4, 512):
             total = total + each
         chunks.append(_block(total))
     of_threads = np.zeros(512, np.float32)
@@ -104,7 +110,10 @@ class EmulatedGpu(TorchFunctionMode):
             tensors, order = args
             assert order == 2
             in_memory = [each.as_strided((each.numel(),), (1,)) for each in tensors]  # as a GPU reads them
-            norms = [norm(_numpy(each), fused="norm" in self._usual) for each in in_memory]
+            norms = [
+                norm(_numpy(each), fused="norm" in self._usual, aligned=each.storage_offset() % 4 == 0)
+                for each in in_memory
+            ]
             return tuple(torch.tensor(each).to(tensor.dtype) for each, tensor in zip(norms, tensors, strict=True))
         # A whole number, or a tensor of one, is added to counts of steps.
         counts = name == "_foreach_add_" and isinstance(args[1], (int, Tensor))
