@@ -361,8 +361,8 @@ def last_bits_differ(one: SavedRun, other: SavedRun, device: torch.device) -> bo
         one, other: the runs. Both have kept values.
         device: the device that compares values.
     """
-    each = [list(map(sample, run.values)) for run in (one, other)]
-    return _same_but_floats((one, other), frozenset()) and _distance(*each, device) <= _rounding(one)
+    samples = map(sample, one.values), map(sample, other.values)
+    return _same_but_floats((one, other), frozenset()) and _distance(samples[0], samples[1], device) <= _rounding(one)
 
 
 def _same_but_floats(runs: Sequence[SavedRun], unwritten: Set[int]) -> bool:
