@@ -65,7 +65,7 @@ CARDS = {
 """Drivers, the system and Python need the rest of the memory."""
 
 _LLM = "--tokens 4096 --gradient-checkpointing"
-_CLIP = "--gradient-clip norm"
+_FOUR, _CLIP = "--batch-size 4", "--gradient-clip norm"
 _LORA = f"--lora 16 --gradient-checkpointing {_CLIP}"
 _TRUE, _BACKWARD = "--precision bf16-true", "--optimizer-overlap backward"
 _OWN = '`SuperpipelineStrategy(optimizer_overlap="backward")`, no `gradient_clip_val`'
@@ -84,7 +84,7 @@ _LLAMA_LORA = Case(
     "shapes/llama-3-8b.json", "LoRA", f"{_LLM} {_LORA}", _llm("meta-llama/Llama-3.1-8B-Instruct", " --lora 16")
 )
 _OTHER = "your own LightningModule ([guide](diffusion.md))"
-_ALL_16 = "all weights, `bf16-true`"
+_ALL_16, _ABOVE = "all weights, `bf16-true`", "`finetune_llm.py`, as above"
 
 CASES: dict[str, tuple[Case, ...]] = {
     "24": (
@@ -122,14 +122,14 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "80": (
-        Case("shapes/llama-3-8b.json", "all weights, `bf16-mixed`, clipped", f"{_LLM} {_CLIP}", "`finetune_llm.py`, as above"),
-        Case("shapes/llama-3-8b.json", _ALL_16, f"{_LLM} {_TRUE}", "`finetune_llm.py`, as above"),
-        Case("shapes/qwen3-32b.json", "LoRA", f"{_LLM} {_LORA}", "`finetune_llm.py`, as above"),
+        Case("shapes/llama-3-8b.json", "all weights, `bf16-mixed`, clipped", f"{_LLM} {_FOUR} {_CLIP}", _ABOVE),
+        Case("shapes/llama-3-8b.json", _ALL_16, f"{_LLM} {_FOUR} {_TRUE}", _ABOVE),
+        Case("shapes/qwen3-32b.json", "LoRA", f"{_LLM} {_FOUR} {_LORA}", _ABOVE),
         Case(
-            "shapes/llama-3-70b.json", "LoRA, the base on a disk of 7 GB/s", f"{_LLM} {_LORA} --disk 7GB/s",
+            "shapes/llama-3-70b.json", "LoRA, the base on a disk of 7 GB/s", f"{_LLM} {_FOUR} {_LORA} --disk 7GB/s",
             "`disk=`, [mapped weights](disk.md#weights-in-their-files)",
         ),
-        Case("shapes/gpt-oss-120b.json", "LoRA, experts in MXFP4", f"{_LLM} {_LORA}", "`finetune_moe.py`, as above"),
+        Case("shapes/gpt-oss-120b.json", "LoRA, experts in MXFP4", f"{_LLM} {_FOUR} {_LORA}", "`finetune_moe.py`, as above"),
         Case(
             "shapes/qwen-image.json", f'{_ALL_16}, `"backward"`',
             f"--image 1024 --gradient-checkpointing {_TRUE} {_BACKWARD}", _OTHER,
@@ -172,7 +172,19 @@ def cells(case: Case, card: Card) -> list[str]:
     how = f"{case.run}; plain Lightning fits, too, and is faster" if said["plain_bytes"] <= limit else case.run
     share = plain_seconds(said, window, clipped=_CLIP in case.options) / window["seconds"]
     memory = (window["device_bytes"], said["host_bytes"])
-    return [name, *(f"{size / GIB:.2g} GiB" for size in memory), f"{window['seconds']:.2g} s", f"{share:.2f}", how]
+    return [
+        name,
+        *(f"{_digits(size / GIB)} GiB" for size in memory),
+        f"{_digits(window['seconds'])} s",
+        f"{share:.2f}",
+        how,
+    ]
+
+
+def _digits(number: float) -> str:
+    """Two digits of a number."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:.0f}" if rounded >= 10 else f"{rounded:.{1 + (rounded < 1)}f}"
 
 
 def table(key: str, word: str = "") -> Iterator[str]:
@@ -192,7 +204,7 @@ Read this to see what fits on a card of 16, 24 or 80 GB, and how fast a step is.
 
 **Predicted by [`plan`](memory.md#does-it-fit), not measured**, to two digits: {date}, commit {commit}, `{COMMAND}`.
 
-- Language models: one sequence of 4,096 tokens per step, AdamW, gradient checkpointing.
+- Language models: one sequence of 4,096 tokens per step (four on 80 GB), AdamW, gradient checkpointing.
 - *Share of plain*: seconds of plain Lightning ÷ these seconds, as if the card had enough memory for plain Lightning.
 - `bf16-true` loses small updates ([bytes per parameter](memory.md#bytes-per-parameter)).
 - Clipped runs of all weights wait for optimizer steps. [`accumulate_grad_batches`](llm.md#pitfalls) makes these rarer.
