@@ -76,7 +76,7 @@ def _llm(model: str, more: str = "") -> str:
 
 
 def _image(model: str) -> str:
-    return f"`finetune_diffusion.py --model {model} --data photos --size 1024 --gradient-checkpointing`"
+    return f"`finetune_diffusion.py --model {model} --data photos --resolution 1024 --gradient-checkpointing`"
 
 
 _FLUX = Case("shapes/flux-dev", "LoRA, 1 image of 1024²", _LORA, _image("black-forest-labs/FLUX.1-dev"))
