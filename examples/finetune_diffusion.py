@@ -1,110 +1,53 @@
-"""Finetune a Flux model, with LoRA or as a whole, on your images and captions, on a GPU that is smaller than the model.
+"""Fine-tune a Flux model, with LoRA or as a whole, on your images and captions. Copy it with common.py.
 
     python examples/finetune_diffusion.py                              # no download: a tiny Flux on drawn shapes, on a CPU
-    python examples/finetune_diffusion.py --model black-forest-labs/FLUX.1-dev --data photos --gradient-checkpointing
+    python examples/finetune_diffusion.py --model black-forest-labs/FLUX.1-dev --data photos --lora 16
     python examples/finetune_diffusion.py --model FLUX.1-dev --data photos --full --lr 1e-5 --precision bf16-true
+    python examples/finetune_diffusion.py --resume                     # or --dial, or --strategy auto (plain Lightning)
 
-For people who know "block swap" from other trainers. Here the strategy does it: blocks are in host memory and pass through GPU
+For people who know "block swap" from other trainers. Here the strategy does it: blocks are in CPU memory and pass through GPU
 memory while others compute. You choose no number of blocks, and results are bit-identical to plain Lightning's.
 
-This file is meant to be copied: it needs nothing else from this folder, and diffusers 0.42 or newer. `--data` is a folder with
-image.png and image.txt, or with a metadata.jsonl of lines like {"file_name": "image.png", "text": "a red circle"}. `--output`
-has the LoRA for `pipe.load_lora_weights` (with `--full`, the folder `transformer`), a sample image per validation, and last.ckpt.
+It needs diffusers 0.42 or newer. ``--data`` is a folder with image.png and image.txt, or with a metadata.jsonl of lines like
+``{"file_name": "image.png", "text": "a red circle"}``. ``--output`` has a sample image of each validation and the LoRA for
+``pipe.load_lora_weights(FOLDER)`` (with ``--full``, the folder ``transformer``): pytorch_lora_weights.safetensors with keys like
+``transformer.transformer_blocks.0.attn.to_q.lora_A.weight``. Its scale is 1, because alpha is the rank.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
-import random
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# ---------------------------------------------------------------------- the command line
+import common
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def parse(argv: Sequence[str] | None = None) -> Any:
+    parser = common.training_options(
+        __doc__,
+        "finetune_diffusion",
+        model="hub name or folder of a diffusers Flux pipeline (default: a tiny one, random weights)",
+        data="folder of images with captions (default: drawn shapes)",
+        lr="1e-4 with --model, else 5e-3",
+        batch_size=None,
+        steps=300,
+        rows="images",
+        without=["--accumulate-grad-batches", "--epochs"],
+    )
     add = parser.add_argument
-    add("--model", help="hub name or folder of a diffusers Flux pipeline (default: a tiny one with random weights)")
-    add("--data", type=Path, help="folder of images with captions (default: drawn shapes)")
     add("--resolution", type=int, help="side of a square image in pixels; others have about its area (512; tiny: 32)")
-    add("--lora", type=int, metavar="RANK", help="train a LoRA of this rank (16)")
-    add("--full", action="store_true", help="train all weights instead of a LoRA")
+    add("--full", action="store_true", help="train all weights instead of a LoRA, whose default rank is 16")
     add("--quantize-8bit", action="store_true", help="int8 weights under the LoRA, by torchao")
-    add("--gradient-checkpointing", action="store_true", help="less memory for activations, more time")
-    add("--ema", type=float, metavar="DECAY", help="average the weights (0.999); host memory for a second model")
-    add(
-        "--steps",
-        type=int,
-        default=300,
-        help="total number of steps, a multiple of --validate-every; with --resume, including earlier ones (%(default)s)",
-    )
-    add("--validate-every", type=int, help="steps between validations, and between checkpoints (a third of --steps)")
-    add("--batch-size", type=int, help="images per step (1; tiny: 8)")
-    add("--lr", type=float, help="learning rate (1e-4; tiny: 5e-3)")
-    add("--precision", default="bf16-mixed", choices=["32-true", "bf16-mixed", "bf16-true"], help="(%(default)s)")
-    add(
-        "--strategy",
-        default="superpipeline",
-        choices=["superpipeline", "auto"],
-        help="auto for plain Lightning (%(default)s)",
-    )
-    add("--output", type=Path, default=Path("runs/finetune_diffusion"), help="folder for results (%(default)s)")
-    add("--resume", action="store_true", help="continue from last.ckpt in --output")
-    add("--seed", type=int, default=0, help="(%(default)s)")
-    return parser
-
-
-def check(options: argparse.Namespace) -> None:
-    """Fill in defaults. Raises ValueError or OSError if an option is wrong."""
-    for name, tiny, usual in (("resolution", 32, 512), ("batch_size", 8, 1), ("lr", 5e-3, 1e-4)):
-        if getattr(options, name) is None:
-            setattr(options, name, usual if options.model else tiny)
-    if options.lora is not None and options.full:
-        raise ValueError("--lora and --full exclude each other. Leave one of them out.")
-    before = options.output / "options.json"
-    earlier = json.loads(before.read_text()) if options.resume and before.is_file() else {}
-    if options.lora is None:
-        options.lora = earlier.get("lora", 16)
-    if earlier and (options.full, options.lora) != (earlier["full"], earlier["lora"]):
-        was = "--full" if earlier["full"] else f"--lora {earlier['lora']}"
-        raise ValueError(f"--resume: the run in {options.output} had {was}. Give the same.")
-    if options.validate_every is None:
-        options.validate_every = earlier.get("validate_every", max(1, options.steps // 3))
-    for name in ("steps", "validate_every", "batch_size", "resolution", "lora", "lr"):
-        if getattr(options, name) <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}. Expected more than 0.")
-    if options.steps % options.validate_every:
-        more = -(-options.steps // options.validate_every) * options.validate_every
-        raise ValueError(
-            f"--steps {options.steps} is not a multiple of --validate-every {options.validate_every}. For example --steps {more}."
-        )
-    if options.ema is not None and not 0 < options.ema < 1:
-        raise ValueError(f"--ema is {options.ema}. Expected a decay between 0 and 1, such as 0.999.")
+    add("--ema", type=float, metavar="DECAY", help="average the weights (0.999); CPU memory for a second model")
+    options = common.read_options(parser, argv)
+    options.resolution = options.resolution or (512 if options.model else 32)
+    options.batch_size = options.batch_size or (1 if options.model else 8)
+    if options.lora and options.full:
+        options.error("--lora and --full exclude each other. Leave one of them out")
+    options.lora = options.lora or (None if options.full else 16)
     if options.quantize_8bit and (options.full or options.ema):
-        raise ValueError("--quantize-8bit is for a frozen model under a LoRA. Leave out --full and --ema.")
-    if options.resume and not (options.output / "last.ckpt").is_file():
-        raise ValueError(
-            f"--resume: {options.output / 'last.ckpt'} does not exist. Give the --output of an earlier run."
-        )
-    if options.model and Path(options.model).exists() and not (Path(options.model) / "model_index.json").is_file():
-        raise ValueError(
-            f"--model {options.model}: expected the folder of a pipeline, with model_index.json, or a hub name."
-        )
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the options, and report errors that show without a model."""
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    try:
-        check(options)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+        options.error("--quantize-8bit: is for a frozen model under a LoRA. Leave out --full and --ema")
     return options
 
 
@@ -116,91 +59,26 @@ import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from peft import LoraConfig, get_peft_model_state_dict
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Sampler, default_collate
-from transformers import ByT5Tokenizer, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+from torch.utils.data import DataLoader, default_collate
 
 from sp_lightning import SuperpipelineStrategy
 
 SAMPLE_STEPS, SAMPLE_GUIDANCE = 20, 3.5
-VAE_STEPS = 200  # for the tiny model
 Batch = dict[str, Tensor]
-Item = tuple[Path, tuple[int, int]]  # the file of an encoded image and its caption; the image's width and height
-
-
-def main(argv: Sequence[str] | None = None) -> Finetune:
-    options = parse(argv)
-    try:  # wrong input shows here, before any work
-        if options.model and (kind := FluxPipeline.load_config(options.model)["_class_name"]) != "FluxPipeline":
-            raise ValueError(f"--model {options.model} is a {kind}. Expected a FluxPipeline.")
-        pairs = read_pairs(options.data) if options.data else None
-    except (ValueError, OSError) as error:
-        make_parser().error(str(error))
-    options.output.mkdir(parents=True, exist_ok=True)
-    kept = {name: getattr(options, name) for name in ("full", "lora", "validate_every")}  # a resumed run has the same
-    (options.output / "options.json").write_text(json.dumps(kept))
-    pairs = pairs or draw_shapes(options.output / "shapes")
-    options.model = options.model or str(make_tiny_model(options.output / f"tiny-{options.seed}", pairs, options.seed))
-
-    items = encode(options, pairs)
-    training = [item for number, item in enumerate(items) if number % 10 or number >= 80]  # the others are held out
-    files: Any = [file for file, _ in training], [file for file, _ in items[:80:10]]
-    module = Finetune(load_transformer(options), options)
-    if options.resume and not fits(options.output / "last.ckpt", module, options.strategy):
-        make_parser().error(
-            f"--resume: {options.output / 'last.ckpt'} is a checkpoint of another model or of a run with other options "
-            "(--model). Give the --output of a run with the same options."
-        )
-    buckets = Buckets([size for _, size in training], options.batch_size, options.validate_every, module)
-    # Each epoch of Lightning has as many steps as are between two validations, and ends with a checkpoint.
-    saver = ModelCheckpoint(options.output, "last", save_on_train_epoch_end=True, enable_version_counter=False)
-    ema = [EMAWeightAveraging(device="cpu", decay=options.ema)] if options.ema else []
-    trainer = make_trainer(
-        options,
-        max_steps=options.steps,
-        gradient_clip_val=1.0,
-        callbacks=[*ema, Progress(options), saver],
-    )
-    trainer.fit(
-        module,
-        DataLoader(files[0], batch_sampler=buckets, collate_fn=load),
-        DataLoader(files[1], batch_size=1, collate_fn=load),
-        ckpt_path=options.output / "last.ckpt" if options.resume else None,
-    )
-    if options.full:
-        module.transformer.save_pretrained(options.output / "transformer")
-        print(f"Saved {options.output / 'transformer'}. Load it: FluxTransformer2DModel.from_pretrained(FOLDER)")
-    else:
-        FluxPipeline.save_lora_weights(options.output, get_peft_model_state_dict(module.transformer))
-        print(
-            f'Saved {options.output / "pytorch_lora_weights.safetensors"}. Load it: pipe.load_lora_weights("{options.output}")'
-        )
-    return module
-
-
-def fits(file: Path, module: pl.LightningModule, strategy: str) -> bool:
-    """Returns True if a checkpoint has this model's weights and trains the same ones."""
-    checkpoint = torch.load(file, mmap=True)
-    saved = {name: value.shape for name, value in checkpoint["state_dict"].items()}
-    if strategy == "superpipeline":  # which may have left out frozen weights
-        frozen = {name: p.shape for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        saved = frozen | saved
-    trained = sum(len(group["params"]) for group in checkpoint["optimizer_states"][0]["param_groups"])
-    same = saved == {name: value.shape for name, value in module.state_dict().items()}
-    return same and trained == sum(p.requires_grad for p in module.parameters())
 
 
 class Finetune(pl.LightningModule):
     """A Flux transformer, trained on cached latents and text embeddings."""
 
-    def __init__(self, transformer: Any, options: argparse.Namespace) -> None:
+    def __init__(self, transformer: Any, model: str, lr: float, seed: int) -> None:
         super().__init__()
-        self.transformer, self.lr, self.seed = transformer, options.lr, options.seed
-        self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(options.model, subfolder="scheduler")
+        self.transformer, self.lr, self.seed = transformer, lr, seed
+        self.scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model, subfolder="scheduler")
 
     def velocity(self, x: Tensor, sigma: Tensor, batch: Batch, guidance: float = 1.0) -> Tensor:
         return self.transformer(
@@ -228,7 +106,9 @@ class Finetune(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         normal, noise = self.draw(batch, self.seed * 1_000_000 + self.global_step)
-        return self.loss(batch, normal.sigmoid(), noise)  # logit-normal times, as for SD3 and Flux
+        loss = self.loss(batch, normal.sigmoid(), noise)  # logit-normal times, as for SD3 and Flux
+        self.log("loss", loss, prog_bar=True, batch_size=len(noise))
+        return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         _, noise = self.draw(batch, batch_idx)  # the same in each validation
@@ -250,37 +130,10 @@ class Finetune(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr, weight_decay=0.01)
 
 
-class Progress(Callback):
-    """Prints losses, and saves each validation's sample as a PNG."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.output, self.steps, self.losses = options.output, options.steps, list[float]()
-        # It stays on the CPU, for one image per validation: the strategy plans GPU memory without it.
-        self.vae = AutoencoderKL.from_pretrained(options.model, subfolder="vae")
-
-    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-        if trainer.global_step in (1, self.steps) or trainer.global_step % 25 == 0:
-            recent = self.losses[-25:]
-            print(f"step {trainer.global_step}/{self.steps}  loss {sum(recent) / len(recent):.3f}", flush=True)
-
-    def on_validation_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
-        latents, ids = (tensor.float().cpu() for tensor in module.sampled)
-        height, width = (2 * int(ids[:, axis].max() + 1) for axis in (1, 2))
-        latents = FluxPipeline._unpack_latents(latents, height, width, vae_scale_factor=1)
-        with torch.no_grad():
-            pixels = self.vae.decode(latents / self.vae.config.scaling_factor + self.vae.config.shift_factor).sample
-        file = self.output / f"sample-{trainer.global_step:06}.png"
-        VaeImageProcessor().postprocess(pixels)[0].save(file)
-        print(f"step {trainer.global_step}/{self.steps}  val_loss {trainer.callback_metrics['val_loss']:.3f}  {file}")
-
-
-def load_transformer(options: argparse.Namespace) -> FluxTransformer2DModel:
+def load_transformer(options: Any) -> FluxTransformer2DModel:
     pl.seed_everything(options.seed, verbose=False)
-    # Weights that bf16-mixed trains are in float32. Frozen ones need 16 bits only, or 8.
-    wide = options.precision == "32-true" or (options.full and options.precision == "bf16-mixed")
-    dtype = torch.float32 if wide else torch.bfloat16
-    transformer = FluxTransformer2DModel.from_pretrained(options.model, subfolder="transformer", dtype=dtype).train()
+    dtype, folder = common.load_dtype(options), "transformer"
+    transformer = FluxTransformer2DModel.from_pretrained(options.model, subfolder=folder, dtype=dtype).train()
     if options.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if options.full:
@@ -299,79 +152,14 @@ def load_transformer(options: argparse.Namespace) -> FluxTransformer2DModel:
     return transformer
 
 
-def make_trainer(options: argparse.Namespace, **more: Any) -> pl.Trainer:
-    # save_frozen=False: a checkpoint has the LoRA without the base.
-    strategy = SuperpipelineStrategy(save_frozen=False) if options.strategy == "superpipeline" else options.strategy
-    quiet: dict[str, Any] = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return pl.Trainer(strategy=strategy, devices=1, precision=options.precision, **quiet, **more)
-
-
-# ---------------------------------------------------------------------- images and captions
-
-
-def read_pairs(folder: Path) -> list[tuple[Path, str]]:
-    """Read the names of images, and their captions. Raises ValueError or OSError if something is missing."""
-    if not folder.is_dir():
-        raise ValueError(f"--data {folder}: not a folder. Expected a folder of images with captions.")
-    if (folder / "metadata.jsonl").is_file():
-        lines = [json.loads(line) for line in (folder / "metadata.jsonl").read_text().splitlines() if line.strip()]
-        if wrong := [line for line in lines if not {"file_name", "text"} <= set(line)]:
-            raise ValueError(f'--data {folder}: metadata.jsonl has {wrong[0]}. Expected "file_name" and "text".')
-        pairs = [(folder / line["file_name"], line["text"]) for line in lines]
-    else:
-        images = sorted(file for file in folder.iterdir() if file.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
-        if without := [file for file in images if not file.with_suffix(".txt").is_file()]:
-            caption = without[0].with_suffix(".txt").name
-            raise ValueError(
-                f"--data {folder}: {without[0].name} has no caption. Expected {caption} beside it, or metadata.jsonl."
-            )
-        pairs = [(file, file.with_suffix(".txt").read_text().strip()) for file in images]
-    for file, _ in pairs:
-        try:
-            Image.open(file).verify()
-        except (OSError, SyntaxError) as error:
-            raise ValueError(f"--data {folder}: {file.name} is not a readable image ({error}).") from error
-    if len(pairs) < 2:
-        raise ValueError(f"--data {folder}: found {len(pairs)} images with captions. Expected at least 2.")
-    return pairs
-
-
-def encode(options: argparse.Namespace, pairs: list[tuple[Path, str]]) -> list[Item]:
-    """Compute latents and text embeddings once, and keep them in files.
-
-    The VAE and the text encoders are frozen, so training needs neither their memory (Flux's T5: 9 GB in 16 bits) nor their time.
-    They pass through GPU memory as the transformer does.
-    """
-    patch = 2 ** len(AutoencoderKL.load_config(options.model, subfolder="vae")["block_out_channels"])  # pixels
-    grid = max(patch, options.resolution // 8 // patch * patch)  # coarser than patches: fewer sizes, fuller batches
-    items: list[Item] = []
-    missing: Any = []
-    for file, caption in pairs:
-        width, height = ImageOps.exif_transpose(Image.open(file)).size
-        sides = (options.resolution * (width / height) ** power for power in (0.5, -0.5))  # the image's aspect ratio
-        width, height = (max(1, round(side / grid)) * grid for side in sides)
-        key = repr((options.model, options.precision, width, height, caption)).encode() + file.read_bytes()
-        target = options.output / "cache" / f"{hashlib.sha256(key).hexdigest()[:32]}.pt"
-        items.append((target, (width, height)))
-        if not target.is_file():
-            missing.append((str(file), caption, str(target), width, height))
-    if missing:
-        print(f"Encoding {len(missing)} images and captions", flush=True)
-        (options.output / "cache").mkdir(exist_ok=True)
-        trainer = make_trainer(options)
-        trainer.predict(Encoder(options), DataLoader(missing, batch_size=None), return_predictions=False)
-    return items
-
-
 class Encoder(pl.LightningModule):
-    """Writes a file for each image."""
+    """Writes latents and text embeddings to a file for each image.
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    The VAE and the text encoders are frozen, so training needs neither their memory (Flux's T5: 9 GB in 16 bits) nor their
+    time. They pass through GPU memory as the transformer does.
+    """
+
+    def __init__(self, options: Any) -> None:
         super().__init__()
         dtype = torch.float32 if options.precision == "32-true" else torch.bfloat16
         self.pipe = FluxPipeline.from_pretrained(options.model, transformer=None, dtype=dtype)
@@ -398,89 +186,76 @@ def load(files: list[Path]) -> Batch:
     return default_collate([torch.load(file) for file in files])
 
 
-class Buckets(Sampler[list[int]]):
-    """Batches of images of one size, in random order. An epoch has ``steps`` of them and continues after the module's last step.
-
-    Each image is used once before any is used again. The last batch of a size may be smaller.
-    """
-
-    def __init__(self, sizes: list[tuple[int, int]], batch_size: int, steps: int, module: Any) -> None:
-        self.sizes, self.batch_size, self.steps, self.module = sizes, batch_size, steps, module
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        done = self.module.global_step
-        return islice(self.endless(), done, done + self.steps)
-
-    def endless(self) -> Iterator[list[int]]:
-        order = random.Random(self.module.seed)
-        while True:
-            batches = []
-            for size in sorted(set(self.sizes)):
-                bucket = [index for index, each in enumerate(self.sizes) if each == size]
-                order.shuffle(bucket)
-                batches += [bucket[i : i + self.batch_size] for i in range(0, len(bucket), self.batch_size)]
-            order.shuffle(batches)
-            yield from batches
+def save_sample(options: Any, trainer: pl.Trainer, module: Any) -> None:
+    """Saves the validation's sample as a PNG. The VAE stays on the CPU: the strategy plans GPU memory without it."""
+    latents, ids = (tensor.float().cpu() for tensor in module.sampled)
+    height, width = (2 * int(ids[:, axis].max() + 1) for axis in (1, 2))
+    latents = FluxPipeline._unpack_latents(latents, height, width, vae_scale_factor=1)
+    vae = AutoencoderKL.from_pretrained(options.model, subfolder="vae")
+    with torch.no_grad():
+        pixels = vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor).sample
+    VaeImageProcessor().postprocess(pixels)[0].save(options.output / f"sample-{trainer.global_step:06}.png")
 
 
-# ---------------------------------------------------------------------- the defaults: drawn shapes, a tiny model
+def main(argv: Sequence[str] | None = None) -> Finetune:
+    options = parse(argv)
+    common.prepare(options)
 
+    def make_trainer(**more: Any) -> pl.Trainer:
+        # Other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
+        ours = SuperpipelineStrategy(gpu_memory=options.gpu_memory, save_frozen=False)
+        strategy = "auto" if options.strategy == "auto" else ours  # auto is plain Lightning
+        return pl.Trainer(strategy=strategy, devices=1, **common.settings(options), **more)
 
-def draw_shapes(folder: Path) -> list[tuple[Path, str]]:
-    folder.mkdir(exist_ok=True)
-    chance = random.Random(0)
-    for number in range(96):
-        colour, shape = (
-            chance.choice(["red", "green", "blue", "yellow"]),
-            chance.choice(["circle", "square", "triangle"]),
-        )
-        width, height = chance.choice([(64, 64), (96, 64), (64, 96)])
-        circle = chance.uniform(24, width - 24), chance.uniform(24, height - 24), chance.uniform(14, 22)
-        image = Image.new("RGB", (width, height), "white")
-        corners = {"circle": 60, "square": 4, "triangle": 3}[shape]
-        ImageDraw.Draw(image).regular_polygon(circle, corners, fill=colour)
-        image.save(folder / f"{number:02}.png")
-        (folder / f"{number:02}.txt").write_text(f"a {colour} {shape}")
-    return read_pairs(folder)
-
-
-def make_tiny_model(folder: Path, pairs: list[tuple[Path, str]], seed: int) -> Path:
-    """Make a Flux pipeline with random weights. Its VAE is trained for some seconds, so that samples are images."""
-    if (folder / "model_index.json").is_file():
-        return folder
-    print("Making a tiny model", flush=True)
-    pl.seed_everything(seed, verbose=False)
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        block_out_channels=(8, 16), norm_num_groups=4, latent_channels=4, mid_block_add_attention=False,
-        use_quant_conv=False, use_post_quant_conv=False,
-    )  # fmt: skip
-    images = [Image.open(file).convert("RGB") for file, _ in pairs[:96]]
-    pixels = VaeImageProcessor().preprocess(images, 32, 32, resize_mode="crop")
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=5e-3)
-    for _ in range(VAE_STEPS):
-        batch = pixels[torch.randint(len(pixels), (8,))]
-        F.mse_loss(vae.decode(vae.encode(batch).latent_dist.mode()).sample, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    latents = vae.encode(pixels).latent_dist.mode()
-    vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
-    tokenizer = ByT5Tokenizer(model_max_length=32)
-    sizes = {"vocab_size": len(tokenizer), "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 1}
-    clip = CLIPTextConfig(
-        **sizes, hidden_size=32, intermediate_size=64, num_attention_heads=4, max_position_embeddings=32, bos_token_id=0
+    with common.errors_in_the_input(options):  # before any work
+        encoding = make_trainer(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+        if options.model and (kind := FluxPipeline.load_config(options.model)["_class_name"]) != "FluxPipeline":
+            raise ValueError(f"--model {options.model}: a {kind}. Expected a FluxPipeline")
+        pairs = common.read_pairs(Path(options.data)) if options.data else None
+        run = common.Run(options)
+        if options.ema and run.steps % run.every:
+            raise ValueError(f"--ema: --steps {run.steps} is not a multiple of --validate-every {run.every}")
+    given = options.model
+    pairs = pairs or common.read_pairs(common.draw_shapes(options.output / "shapes"))
+    options.model = options.model or str(
+        common.small_flux(options.output / f"tiny-{options.seed}", pairs, options.seed)
     )
-    t5 = T5Config(**sizes, d_model=32, d_kv=8, d_ff=64, num_heads=4)
-    transformer = FluxTransformer2DModel(
-        in_channels=16, num_layers=2, num_single_layers=4, attention_head_dim=16, num_attention_heads=4,
-        joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
-    )  # fmt: skip
-    text_encoders = CLIPTextModel(clip), tokenizer, T5EncoderModel(t5), tokenizer
-    FluxPipeline(FlowMatchEulerDiscreteScheduler(), vae, *text_encoders, transformer).save_pretrained(folder)
-    return folder
+
+    patch = 2 ** len(AutoencoderKL.load_config(options.model, subfolder="vae")["block_out_channels"])  # pixels
+    grid = max(patch, options.resolution // 8 // patch * patch)  # coarser than patches: fewer sizes, fuller batches
+    items, missing = common.cached_images(options, pairs, grid)
+    if missing:
+        print(f"Encoding {len(missing)} images and captions", flush=True)
+        encoding.predict(Encoder(options), DataLoader(missing, batch_size=None), return_predictions=False)
+    held_out, training = common.split(items, max(10, len(items) // 8))  # at most 8 for validation
+    sizes = [size for _, size in training]
+    order = common.batches_of_one_size(sizes, options.batch_size, run.steps, options.seed)
+    order = order[run.done :] + order[: run.done]  # Lightning counts the first ones of a resumed run as read
+    files: Any = [[file for file, _ in part] for part in (training, held_out)]
+    batches: Any = DataLoader(files[0], batch_sampler=order, collate_fn=load)
+    validation: Any = DataLoader(files[1], collate_fn=load)
+
+    def make_module() -> Finetune:
+        lr = options.lr or (1e-4 if given else 5e-3)
+        return Finetune(load_transformer(options), options.model, lr, options.seed)
+
+    module = make_module()
+    if options.dial:
+        print(common.measure(options, make_module, batches))
+        return module
+    common.check_resume(options, module)
+    average = [EMAWeightAveraging(device="cpu", decay=options.ema)] if options.ema else []
+    sampling = LambdaCallback(on_validation_epoch_end=lambda trainer, module: save_sample(options, trainer, module))
+    trainer = make_trainer(**run.schedule(*average, sampling) | {"num_sanity_val_steps": 0})
+    trainer.fit(module, batches, validation, ckpt_path=options.resume)
+    run.finish(trainer, module, validation, sum(map(len, order[: run.steps - run.done])), "images")
+    if options.full:
+        module.transformer.save_pretrained(options.output / "transformer")
+        print(f"Saved: {options.output / 'transformer'}. To load: FluxTransformer2DModel.from_pretrained(FOLDER)")
+    else:
+        FluxPipeline.save_lora_weights(options.output, get_peft_model_state_dict(module.transformer))
+        print(f'Saved: the LoRA in {options.output}. To load: pipe.load_lora_weights("{options.output}")')
+    return module
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""Generate with a causal language model that is larger than the GPU's memory. One file, to copy and to change.
+"""Generate with a causal language model that is larger than the GPU's memory. Copy it with common.py.
 
     python examples/generate_llm.py                                  # a small random model, without downloads
     python examples/generate_llm.py --model runs/finetune_llm/model --chat --prompt "What does heapq.merge do?"
     python examples/generate_llm.py --model meta-llama/Llama-3.1-70B-Instruct --prompts prompts.jsonl --batch-size 64 \\
         --new-tokens 256                                             # on a 24 GB card
-    python examples/generate_llm.py --prompts prompts.jsonl --resume # continue an interrupted run
-    python examples/generate_llm.py --strategy auto                  # plain Lightning, for comparison
-    python examples/generate_llm.py --dial                           # memory and time of k and k', measured
+    python examples/generate_llm.py --prompts prompts.jsonl --resume # or --dial, or --strategy auto (plain Lightning)
 
 ``--prompts`` is a text file with a prompt per line, or JSONL rows: ``{"prompt": "..."}`` or ``{"messages": [...]}``.
 ``--output`` has the same rows with "completion" and its number of "tokens". ``--model`` may be a folder of adapters, as
@@ -27,15 +25,14 @@ import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# ---------------------------------------------------------------------- options
+import common
 
 
-def make_parser() -> argparse.ArgumentParser:
+def parse(argv: Sequence[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--model", help="hub name, folder, or config.json for random weights (default: a small Llama, random weights)")
@@ -48,40 +45,17 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=0.0, help="of sampling, for example 0.7 (0: the most likely token)")
     add("--top-p", type=float, default=1.0, help="of sampling (%(default)s)")
     add("--precision", default="bf16-true", choices=["bf16-true", "32-true"], help="(%(default)s)")
-    add("--strategy", default="superpipeline", choices=["superpipeline", "auto"], help="auto is plain (%(default)s)")
-    add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
-    add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
-    add("--dial", action="store_true", help="in place of the run, measure memory and time for some k and k'")
-    add("--seed", type=int, default=0, help="(%(default)s)")
     add("--resume", action="store_true", help="continue --output of an interrupted run with the same options")
-    add("--output", type=Path, default=Path("runs/generate_llm.jsonl"), help="is replaced (%(default)s)")
-    return parser
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the options, and reports errors that show without a model."""
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    for name in ("batch_size", "new_tokens", "top_p"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    common.add_run_options(parser, "generate_llm.jsonl")
+    options = common.read_options(parser, argv)
     if options.temperature < 0 or options.top_p > 1:
-        parser.error("--temperature must be 0 or more, --top-p 1 or less. For example: --temperature 0.7 --top-p 0.95")
+        options.error("--temperature must be 0 or more, --top-p 1 or less. For example: --temperature 0.7 --top-p 0.95")
     if options.prompts and not options.prompts.is_file():
-        parser.error(
-            f"--prompts {options.prompts}: no such file. Expected .txt or .jsonl. For example: --prompts prompts.txt"
-        )
-    model = options.model
-    is_path = model and (model.startswith((".", "/")) or model.endswith(".json") or model.count("/") > 1)
-    if is_path and not Path(model).exists():
-        parser.error(
-            f"--model {model}: not found. Expected a folder, config.json or hub name, for example Qwen/Qwen3-4B"
-        )
+        options.error(f"--prompts {options.prompts}: not found. Expected .txt or .jsonl. For example: --prompts my.txt")
     if options.output.is_dir():
-        parser.error(f"--output {options.output}: expected a file, got a folder. For example: --output out.jsonl")
+        options.error(f"--output {options.output}: expected a file, got a folder. For example: --output out.jsonl")
     if options.resume and not options.output.is_file():
-        parser.error(f"--resume: {options.output} not found. Expected the --output of an interrupted run")
+        options.error(f"--resume: {options.output} not found. Expected the --output of an interrupted run")
     return options
 
 
@@ -90,19 +64,11 @@ if __name__ == "__main__":
 
 import lightning.pytorch as pl
 import torch
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from sp_lightning import SuperpipelineStrategy, dial
+from sp_lightning import SuperpipelineStrategy
 
 PROMPTS = ["In Python, a generator is", "The value of", "See also the section", "Changed in version 3.11: the"]
 ROWS = 'Expected "prompt" or "messages". For example: {"prompt": "2 + 2 ="}'
@@ -157,17 +123,12 @@ def as_text(row: dict[str, Any], tokenizer: Any) -> str:
     return str((tokenizer.bos_token or "") + row["prompt"])
 
 
-def read_prompts(options: argparse.Namespace) -> list[dict[str, Any]]:
+def read_prompts(options: Any) -> list[dict[str, Any]]:
     file = options.prompts
     if file is None:
         rows = [{"prompt": prompt} for prompt in options.prompt or PROMPTS]
     elif file.suffix == ".jsonl":
-        rows = []
-        for number, line in enumerate(file.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
-            try:
-                rows.append(dict(json.loads(line)))
-            except (ValueError, TypeError) as error:
-                raise ValueError(f"--prompts {file}, line {number}: not a JSON object ({error}). {ROWS}") from error
+        rows = [row for _, row in common.read_jsonl(file, ROWS, "--prompts")]
     else:
         rows = [{"prompt": line} for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not rows:
@@ -188,27 +149,20 @@ def read_done(output: Path, rows: list[dict[str, Any]], batch_size: int) -> list
     return lines[: len(lines) // batch_size * batch_size]
 
 
-# ---------------------------------------------------------------------- model
-
-
 def read_config(model: str | None) -> tuple[Any, Any]:
     """The model's config and its tokenizer. Weights are loaded after all input has been checked."""
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(PROMPTS, vocab_size=512, special_tokens=["<|end|>"], show_progress=False)
-    small = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(bpe.to_str()), eos_token="<|end|>")
-    if model is None:  # a small Llama
-        size = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
-        return LlamaConfig(vocab_size=len(small), bos_token_id=None, eos_token_id=small.eos_token_id, **size), small
-    path = Path(model)
-    source, adapter = model, path / "adapter_config.json"
+    if model is None:
+        return common.small_llama(small := common.byte_pairs(PROMPTS, 512)), small
+    source, adapter = model, Path(model) / "adapter_config.json"
     if adapter.is_file():
         source = json.loads(adapter.read_text())["base_model_name_or_path"]
         if not source:
             raise ValueError(f"--model {model}: these adapters do not name their base model (base_model_name_or_path)")
-    return AutoConfig.from_pretrained(source), small if path.is_file() else AutoTokenizer.from_pretrained(model)
+    config = AutoConfig.from_pretrained(source)
+    return config, common.byte_pairs(PROMPTS, 512) if Path(model).is_file() else AutoTokenizer.from_pretrained(model)
 
 
-def load_model(options: argparse.Namespace, config: Any) -> Any:
+def load_model(options: Any, config: Any) -> Any:
     """The model on the CPU. The strategy copies layers to the GPU when they are needed."""
     dtype = torch.bfloat16 if options.precision == "bf16-true" else torch.float32
     if options.model is None or Path(options.model).is_file():
@@ -216,15 +170,12 @@ def load_model(options: argparse.Namespace, config: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)  # with adapters, if the folder has some
 
 
-# ---------------------------------------------------------------------- the run
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
-    try:  # reports errors in the input before any work
-        strategy: Any = options.strategy
-        if strategy == "superpipeline":  # other options: keep_on_gpu, k, disk, ... (examples/guide/options.md)
-            strategy = SuperpipelineStrategy(gpu_memory=options.gpu_memory)
+    common.prepare(options)
+    with common.errors_in_the_input(options):  # before any work
+        # Other options: keep_on_gpu, k, disk, ... (examples/guide/options.md)
+        ours = SuperpipelineStrategy(gpu_memory=options.gpu_memory)
         rows = read_prompts(options)
         config, tokenizer = read_config(options.model)
         longest = getattr(config, "max_position_embeddings", None)
@@ -239,56 +190,34 @@ def main(argv: Sequence[str] | None = None) -> None:
                     f"{longest}, as the model reads. Lower --new-tokens or shorten the prompt"
                 )
         done = read_done(options.output, rows, options.batch_size) if options.resume else []
-    except (ValueError, OSError) as error:
-        make_parser().error(str(error))
-
-    warnings.filterwarnings("ignore", message=".*does not have many workers")  # prompts in memory need none
-    pl.seed_everything(options.seed, verbose=False)
     generation: dict[str, Any] = {"max_new_tokens": options.new_tokens, "do_sample": False}
     if options.temperature:
         generation |= {"do_sample": True, "temperature": options.temperature, "top_p": options.top_p}
     seed = options.seed + len(done) // options.batch_size
-    module = Generate(load_model(options, config), tokenizer, options.output, generation, seed)
-    if options.dial:  # the same model for each k and k', and for plain Lightning
-        settings = {"accelerator": options.accelerator, "precision": options.precision}
-        prompts: Any = (rows * 10 * options.batch_size)[: 10 * options.batch_size]
-        data: Any = DataLoader(prompts, batch_size=options.batch_size, collate_fn=list)
-        nowhere = Path(os.devnull)
-        print(
-            dial(
-                lambda: Generate(load_model(options, config), tokenizer, nowhere, generation),
-                lambda: data,
-                predict=True,
-                trainer=settings,
-                name="generate_llm",
-                gpu_memory=options.gpu_memory,
-            )
-        )
+
+    def make_module(output: Path = Path(os.devnull)) -> Generate:
+        return Generate(load_model(options, config), tokenizer, output, generation, seed)
+
+    def batches(rows: Any) -> Any:
+        return DataLoader(rows, options.batch_size, collate_fn=list)
+
+    if options.dial:
+        prompts = batches((rows * 10 * options.batch_size)[: 10 * options.batch_size])
+        print(common.measure(options, make_module, prompts, predict=True))
         return
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text("".join(line + "\n" for line in done), encoding="utf-8")
 
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator=options.accelerator,
-        devices=1,
-        precision=options.precision,
-        logger=False,
-        enable_progress_bar=sys.stdout.isatty(),
-    )
+    strategy = "auto" if options.strategy == "auto" else ours  # auto is plain Lightning
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": sys.stdout.isatty()}
+    trainer = pl.Trainer(strategy=strategy, devices=1, **common.settings(options), **quiet)
     begin = time.perf_counter()
-    left: Any = rows[len(done) :]
-    batches: Any = DataLoader(left, batch_size=options.batch_size, collate_fn=list)
-    trainer.predict(module, batches, return_predictions=False)
+    trainer.predict(make_module(options.output), batches(rows[len(done) :]), return_predictions=False)
     seconds = time.perf_counter() - begin
-
     *lines, _ = options.output.read_text(encoding="utf-8").split("\n")
-    tokens = sum(json.loads(line)["tokens"] for line in lines[len(done) :])
-    for line in lines[:3]:
-        print(line)
-    print(
-        f"Generated {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.1f} per second). Saved: {options.output}."
-    )
+    tokens, speed = sum(json.loads(line)["tokens"] for line in lines[len(done) :]), "per second"
+    print(*lines[:3], sep="\n")
+    print(f"Generated {tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.1f} {speed}). Saved: {options.output}.")
 
 
 if __name__ == "__main__":

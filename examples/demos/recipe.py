@@ -23,7 +23,6 @@ from sp_lightning.plan.choices import ActivationChoice
 
 HOLDS_TRAINING = "weights, gradients and the optimizer's state (AdamW's moments)"
 PLAIN_STEPS = 5
-HOLDS_PREDICTION = "weights"
 
 
 def add_run_options(

@@ -29,9 +29,7 @@ from examples.benchmarks import (
     experiments,
     experts,
     foresight,
-    forks,
     limits,
-    loss,
     measure,
     overhead,
     predict,
@@ -43,7 +41,6 @@ from examples.benchmarks import (
 )
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.workloads import Workload
-from sp_lightning.device.device import Device
 from sp_lightning.device.timeline import Interval
 from tests.support.made_up_rows import cells, made_up
 
@@ -204,14 +201,6 @@ def test_a_killed_process_is_a_row() -> None:
     assert "memory" in contest.how_it_ended(-9)
 
 
-def test_children_use_this_interpreter_and_the_contestants_environment(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("wb") as log:
-        environment = {**os.environ, "GIVEN": "here"}
-        command = [sys.executable, "-c", "import os, sys; print(sys.executable, os.environ['GIVEN'])"]
-        assert contest.wait(command, environment, log.fileno(), 60) == 0
-    assert (tmp_path / "log").read_text().split() == [sys.executable, "here"]
-
-
 @pytest.mark.rest("processes of its own")
 def test_a_signal_ends_the_run_and_its_child(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # SIGTERM to the parent left the measuring child, which leads a session of its own, running.
@@ -321,14 +310,10 @@ def test_all_contestants_of_the_lists_exist() -> None:
     [
         (["--contestants", "nobody"], "There is no contestant 'nobody'"),
         (["--k-and-k-prime", "2"], "'2' is no pair"),
-        (["--k-and-k-prime", "2:0"], "'2:0' is no pair"),
-        (["--contestants", "superpipeline-0:1"], "'0:1' is no pair"),
         (["--size", "5B"], "no llm of size '5B'"),
         (["--tokens", "100"], "--tokens 64"),
-        (["--tokens", "0"], "0 tokens per step"),
         (["--steps", "2"], "2 steps leave none to measure"),
         (["--seconds", "0"], "0 is not above zero"),
-        (["--time-out", "nan"], "nan is not above zero"),
     ],
 )
 def test_bad_options_say_what_is_wrong(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,13 +327,10 @@ def test_bad_options_say_what_is_wrong(arguments: list[str], message: str, capsy
     [
         (predict.main, ["--gradient-checkpointing"], "unrecognized arguments: --gradient-checkpointing"),
         (everything.main, ["--list", "now", "--size", "3B"], "leave out --size"),
-        (everything.main, ["--list", "now", "--precision", "bf16-mixed"], "leave out --size"),
         (everything.main, ["--minutes", "0"], "0 is not above zero"),
         (everything.main, ["--out", "FILE"], "is a file"),
         (everything.main, ["--out", "BROKEN"], "line 1: is no row"),
         (limits.main, ["--out", "FILE/rows.jsonl"], "is a file, not a folder"),
-        (overhead.main, ["--out", "FILE/"], "is a file, not a folder"),
-        (train.main, ["--out", "BROKEN"], "line 1: is no row"),
         (report.main, ["BROKEN", "--out", "FILE"], "is a file"),
         (report.main, ["BROKEN"], "line 1: is no row"),
     ],
@@ -362,17 +344,6 @@ def test_nothing_is_measured_with_bad_options(
     with pytest.raises(SystemExit):
         main([each.replace("FILE", f"{tmp_path}/FILE").replace("BROKEN", f"{tmp_path}/BROKEN") for each in arguments])
     assert message in capsys.readouterr().err
-
-
-def test_where_rows_go_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cli.rows_file(str(tmp_path)) == tmp_path / "rows.jsonl"
-    assert cli.rows_file(f"{tmp_path}/new/") == tmp_path / "new" / "rows.jsonl"
-    assert cli.rows_file(f"{tmp_path}/new") == tmp_path / "new"
-    monkeypatch.setattr(os, "access", lambda path, _: path != tmp_path)
-    with pytest.raises(cli.ArgumentTypeError, match="cannot be written to"):
-        cli.rows_file(f"{tmp_path}/new/")
-    with pytest.raises(cli.ArgumentTypeError, match="cannot be written to"):
-        cli.report_folder(f"{tmp_path}/new")
 
 
 @pytest.mark.rest("compiles a model")
@@ -426,26 +397,6 @@ def test_the_ways_of_updating_that_are_compared_do_thesame_tokens(case: str) -> 
     assert not half or all(map(torch.equal, walks.casts, pieces.casts))
 
 
-@pytest.mark.long("processes that measure for seconds")
-def test_overhead_is_measured_and_told(tmp_path: Path) -> None:
-    row = {**rows.origin(), **overhead.measure(0.5)}
-    found = row["models"]["mlp"]
-    assert found["visit_seconds"]["fsdp2"] == pytest.approx(
-        (found["step_seconds"]["fsdp2"] - found["step_seconds"]["plain"]) / 48
-    )
-    predicted = row["prediction"]["mlp"]
-    assert predicted["visit_seconds"]["superpipeline-24:1"] == pytest.approx(
-        (predicted["step_seconds"]["superpipeline-24:1"] - predicted["step_seconds"]["plain"]) / 24
-    )
-    found["visit_seconds"] = {"superpipeline-2:1": 1e-4, "fsdp2": 4e-4}
-    found["step_seconds"]["plain"] = 48 * 2e-5
-    assert set(row["generation"]["step_seconds"]) == {"plain", "superpipeline-2:1", "superpipeline-all:1", "accelerate"}
-    row["generation"]["step_seconds"]["accelerate"] = 0.5
-    text = report.write([row], tmp_path).read_text()
-    assert cells(text, "mlp")[1:] == ["20", "100", "400", "0.25"]
-    assert cells(text, "accelerate")[1:] == ["64"]
-
-
 def test_generation_is_compared_only_where_the_tokens_are_thesame_tokens() -> None:
     tokens = torch.arange(4)
     ways = {"plain": tokens.clone, "other": tokens.flip(0).clone}
@@ -493,28 +444,6 @@ def test_foresight_measures_and_predicts_every_window(tmp_path: Path, capsys: py
     assert capsys.readouterr().out.count("measured") == 2
 
 
-def test_transfers_are_measured_from_both_kinds_of_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as a machine without a GPU can say: on it, neither streams nor page locks are any."""
-    measured: list[Any] = []
-    empty = torch.empty
-
-    def rates(there: torch.Tensor, back: torch.Tensor, device: torch.device, seconds: float) -> dict[str, float]:
-        measured.append((there.data_ptr() % 4096, there.nbytes == back.nbytes, seconds))
-        return dict.fromkeys(limits.TRANSFERS, float(len(measured)))
-
-    monkeypatch.setattr(limits, "_transfer_rates", rates)
-    monkeypatch.setattr(limits, "device_for", lambda device: Device(torch.device("cpu")))
-    monkeypatch.setattr(limits, "_buffer_bytes", lambda seconds: 8192)
-    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **more: empty(*size, **more))
-    found = limits.transfer_bytes(torch.device("cuda"), 2.0)
-    assert [each[1:] for each in measured] == [(True, 1.0), (True, 1.0)]
-    assert measured[0][0] == 0, "registered memory begins at a page"
-    assert found == {
-        **dict.fromkeys(limits.TRANSFERS, 1.0),
-        **{f"{name}_allocated": 2.0 for name in limits.TRANSFERS},
-    }
-
-
 def test_a_transfer_rate_is_bytes_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -523,40 +452,6 @@ def test_a_transfer_rate_is_bytes_over_seconds(monkeypatch: pytest.MonkeyPatch) 
     found = limits._transfer_rates(there, back, torch.device("cpu"), 0.3)
     assert found == dict.fromkeys(limits.TRANSFERS, 2**21)
     assert there.sum() == back.sum() == 2**20, "both were touched before: the first touch of a page is no transfer"
-
-
-def test_a_forks_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    forks.main(["--gib", "0.01"])
-    assert capsys.readouterr().out.count("ordinary: fork" if not torch.cuda.is_available() else "fork") == 2
-
-
-@pytest.mark.long("three processes that import torch")
-def test_losses_in_chunks_are_measured_and_told(capsys: pytest.CaptureFixture[str]) -> None:
-    loss.main(["--tokens", "20", "--chunk", "8", "--vocabulary", "500", "--steps", "1", "--precisions", "32-true"])
-    _, _, *lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines]
-    assert [row[1] for row in rows] == list(loss.WAYS)
-    assert rows[1][-3:] == ["0", "0", "0"]
-    assert 0 < float(rows[2][-2]) < 1e-5
-
-
-@pytest.mark.rest("some seconds of updates in memory; they change nothing of the engine")
-def test_experiments_are_measured_where_there_is_something_to_compare(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "rows.jsonl"
-    limits.main(["--seconds", "0.4", "--out", str(out), "--experiments", "huge-pages", "copy-queues", "past-caches"])
-    found = rows.read(out)[0]["experiments"]
-    assert set(found["huge-pages"]["rates"]) == {"small pages", "huge pages"}
-    assert all(rate > 0 for rate in found["huge-pages"]["rates"].values())
-    assert "host store would ask for them" in found["huge-pages"]["note"]
-    assert set(found["past-caches"]["rates"]) == {"torch's", "past caches"}
-    if not torch.cuda.is_available():
-        assert found["copy-queues"] == {
-            "rates": {},
-            "note": "This machine has nothing to compare: it was not measured.",
-        }
-    assert "experiment huge-pages: small pages" in capsys.readouterr().out
 
 
 @pytest.mark.rest("processes that import torch")

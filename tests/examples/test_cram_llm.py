@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from examples.demos import cram_llm, hours
 from examples.demos.hours import Clock, UntilTime, ends_of_parts, read_note, triangle
 from examples.demos.language import causal_config, small_llama
-from examples.demos.planned import ask_plan, read_plan
+from examples.demos.planned import ask_plan
 from examples.demos.pseudo import delink, share_block
 from examples.demos.text import read_text
 from tests.support.ticks import Killed, Ticks
@@ -376,17 +376,6 @@ def test_the_plan_is_asked_for_with_what_was_given(tmp_path: Path, monkeypatch: 
     assert command[-1] == "--json"
 
 
-@pytest.mark.parametrize("rates", [None, Path("rates.json")], ids=["assumed", "measured"])
-def test_rates_that_are_assumed_on_a_cpu_are_said(
-    rates: Path | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cram_llm, "ask_plan", lambda *_, **__: None)
-    options = cram_llm.make_parser().parse_args(["--hours", "1", "--accelerator", "cpu"])
-    options.rates, clock = rates, SimpleNamespace(end=lambda: 3600.0, elapsed=lambda: 0.0)
-    cram_llm.choose_batch(options, Path("config"), clock, 1000)  # type: ignore[arg-type]
-    assert ("assumes a GPU (100 TFLOP/s)" in capsys.readouterr().out) is (rates is None)
-
-
 def test_set_up_may_not_take_all_of_the_time(
     cram: Callable[..., cram_llm.Result], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -437,30 +426,14 @@ def test_nothing_is_planned_where_all_is_given(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.rest("a subprocess that imports torch and looks for the fastest way")
 def test_the_plan_of_this_package_is_understood(tmp_path: Path) -> None:
     small_llama(3, 32).config.save_pretrained(tmp_path)
-    planned = ask_plan(
-        tmp_path,
-        hours=0.1,
-        tokens=16,
-        batch_size=2,
-        accumulate_grad_batches=4,
-        precision="bf16-true",
-        gradient_clip="norm",
-    )
+    most: dict[str, Any] = {"hours": 0.1, "tokens": 16, "batch_size": 2, "precision": "bf16-true"}
+    planned = ask_plan(tmp_path, **most, accumulate_grad_batches=4, gradient_clip="norm")
     assert (planned.batch, planned.accumulate, planned.precision, planned.seconds) == (2, 4, "bf16-true", 360)
     assert planned.steps * planned.seconds_per_step == pytest.approx(360, rel=0.01)
     cram_llm.SuperpipelineStrategy(**planned.strategy)
-    with pytest.raises(
-        ValueError, match=r"--batch-size 2 --gpu-memory 1kB .* ended with status 1: It does not fit\. The same"
-    ):
-        ask_plan(
-            tmp_path,
-            hours=0.1,
-            tokens=16,
-            batch_size=2,
-            gpu_memory="1kB",
-            precision="bf16-true",
-            accumulate_grad_batches=1,
-        )
+    failed = r"--precision bf16-true --gpu-memory 1kB .* ended with status 1: It does not fit"
+    with pytest.raises(ValueError, match=failed):
+        ask_plan(tmp_path, **most, gpu_memory="1kB", accumulate_grad_batches=1)
 
 
 def test_a_planned_step_has_to_be_in_the_text(
@@ -472,22 +445,6 @@ def test_a_planned_step_has_to_be_in_the_text(
     assert "too short for one step" in capsys.readouterr().err
 
 
-def test_a_plan_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for stderr, said in (("", "It does not fit"), ("error: no", "error: no")):
-        failed = SimpleNamespace(returncode=1, stdout="{}", stderr=stderr)
-        monkeypatch.setattr(subprocess, "run", lambda *_, failed=failed, **__: failed)
-        with pytest.raises(
-            ValueError, match=rf"plan \S+ --hours 0.5 --batch-size 3 --json` ended with status 1: {said}"
-        ):
-            ask_plan(tmp_path, hours=0.5, batch_size=3, rates=None)
-
-
-@pytest.mark.parametrize("answer", ["", "[]", "{}", '{"budget": null}'])
-def test_another_text_is_no_plan(answer: str) -> None:
-    with pytest.raises(ValueError, match="mine is no answer of `python -m sp_lightning plan"):
-        read_plan(answer, "mine")
-
-
 # ---------------------------------------------------------------------- bad input
 
 
@@ -495,28 +452,18 @@ def test_another_text_is_no_plan(answer: str) -> None:
     ("arguments", "said"),
     [
         (["--hours", "0"], "--hours 0.0: must be above 0"),
-        (["--hours", "-1"], "--hours -1.0: must be above 0"),
-        (["--hours", "nan"], "--hours nan: must be above 0"),
         (["--hours", "inf"], "--hours inf: must be"),
         (["--pseudo", "1"], "--pseudo 1.0: must be"),
         (["--lr", "0"], "--lr 0.0: must be above 0"),
-        (["--lr", "inf"], "--lr inf: must be"),
-        (["--warmup", "0"], "--warmup 0.0: must be above 0"),
         (["--warmup", "1"], "--warmup 1.0: must be"),
         (["--length", "1"], "--length 1: must be at least 2"),
         (["--length", "100000"], "too short for one step: it has 0 training windows"),
-        (["--layers", "0"], "--layers 0: must be at least 1"),
         (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
         (["--batch-size", "5000", "--accumulate-grad-batches", "9"], "too short for one step"),
         (["--plan", __file__], "is no answer of `python -m sp_lightning plan"),
         (["--plan", __file__, "--batch-size", "2"], "says all that --batch-size is for"),
-        (["--plan", __file__, "--k-prime", "2"], "says all that --k-prime is for"),
-        (["--plan", "/no/such/file"], "--plan /no/such/file: there is no such file"),
         (["--text", "/no/such/file"], "--text /no/such/file: there is no such file"),
-        (["--rates", "/no/such/file"], "--rates /no/such/file: there is no such file"),
-        (["--resume", "/no/such/file"], "--resume /no/such/file: there is no such file"),
         (["--resume", __file__], "is no checkpoint of this recipe"),
-        (["--beside", "/no/such/file"], "--beside /no/such/file: there is no such file"),
         (["--beside", __file__], "is no checkpoint of this recipe"),
         (["--plot", "curves.docx"], "--plot curves.docx: must end in one of "),
         (["--config", "/no/such/folder/x"], "/no/such/folder/x"),
@@ -537,13 +484,6 @@ def test_bad_input_is_refused_before_any_work(
     last = capsys.readouterr().err.splitlines()[-1]
     assert "error: " in last
     assert said in last
-
-
-@pytest.mark.parametrize("content", [{"state_dict": {}}, [], torch.ones(2), SimpleNamespace()], ids=type)
-def test_another_file_is_no_checkpoint(content: Any, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "last.ckpt")
-    with pytest.raises(ValueError, match=r"last\.ckpt is no checkpoint of this recipe"):
-        read_note(tmp_path / "last.ckpt")
 
 
 def test_a_config_has_to_read_the_text(tmp_path: Path) -> None:

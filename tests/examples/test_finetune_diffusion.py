@@ -1,212 +1,88 @@
-"""The recipe for diffusion models: bitwise as plain Lightning, resumed, its LoRA loaded again, and wrong input."""
+"""The recipe for diffusion models: its LoRA loaded again, 8 bits, images of several sizes, and wrong input."""
 
 from __future__ import annotations
 
 import json
-from itertools import islice
+import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
 
 from examples import finetune_diffusion as recipe
-from tests.support.tiers import first
-
-WIDTHS = [64, 64, 64, 64, 64, 96, 96, 96]
-
-pytestmark = [
-    # torch's own remark about nn.RMSNorm under autocast, which leaves its weight in float32.
-    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning"),
-]
+from tests.support.small_recipes import SMALL, common, run
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A tiny model whose VAE is not trained, and images of two sizes."""
-    folder = tmp_path_factory.mktemp("given")
-    data = folder / "data"
-    data.mkdir()
-    for number, width in enumerate(WIDTHS):
-        Image.new("RGB", (width, 64), (20 * number, 0, 0)).save(data / f"{number}.png")
-        (data / f"{number}.txt").write_text(f"red number {number}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipe, "VAE_STEPS", 0)
-        model = recipe.make_tiny_model(folder / "tiny", recipe.read_pairs(data), seed=0)
-    return ["--model", str(model), "--data", str(data), "--resolution", "32", "--batch-size", "2", "--lr", "1e-2"]
+def velocity(transformer: Any) -> Tensor:
+    """For an image of 4 × 4 patches and a prompt of 3 tokens."""
+    torch.manual_seed(0)
+    config = transformer.config
+    ids = FluxPipeline._prepare_latent_image_ids(1, 4, 4, "cpu", torch.float32)
+    with torch.no_grad():
+        return transformer.eval()(
+            hidden_states=torch.randn(1, 16, config.in_channels), timestep=torch.full((1,), 0.5), guidance=torch.ones(1),
+            encoder_hidden_states=torch.randn(1, 3, config.joint_attention_dim), img_ids=ids, txt_ids=torch.zeros(3, 3),
+            pooled_projections=torch.randn(1, config.pooled_projection_dim), return_dict=False,
+        )[0]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def few_sample_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "SAMPLE_STEPS", 2)
+def test_the_lora_loads_into_diffusers_and_has_its_keys(folder: Path) -> None:
+    """ComfyUI reads these keys of Flux, too: those of diffusers, after the prefix of the transformer."""
+    module = run("diffusion", "run", "--steps", "2", "--lora", "4")
+    pipe = FluxPipeline.from_pretrained("flux", dtype=torch.float32)
+    without = velocity(pipe.transformer)
+    pipe.load_lora_weights("run")
+    loaded = velocity(pipe.transformer)
+    torch.testing.assert_close(loaded, velocity(module.transformer), rtol=0, atol=1e-6)
+    assert (loaded - without).abs().max() > 1e-4
+    saved = load_file("run/pytorch_lora_weights.safetensors")
+    key = r"transformer\.(single_)?transformer_blocks\.\d+\..+\.lora_[AB]\.weight"
+    assert [name for name in saved if not re.fullmatch(key, name)] == []
+    assert {min(value.shape) for value in saved.values()} == {4}
+    assert len(saved) == 2 * (2 * 12 + 4 * 5)  # the linear modules of two double and four single blocks
 
 
-@pytest.fixture(autouse=True)
-def aligned_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that safetensors maps from a file may begin at any multiple of 8 bytes, and MKL's products of one row with a
-    float32 matrix round by that. A copy begins where torch's allocator, the strategy and GPUs let tensors begin.
-    """
-    load = recipe.load_transformer
-
-    def loaded(options: Any) -> Any:
-        transformer = load(options)
-        for parameter in transformer.parameters():
-            parameter.data = parameter.data.clone()
-        return transformer
-
-    monkeypatch.setattr(recipe, "load_transformer", loaded)
-
-
-def trained(module: recipe.Finetune) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in module.transformer.named_parameters() if p.requires_grad}
-
-
-def assert_same(one: recipe.Finetune, other: recipe.Finetune) -> None:
-    torch.testing.assert_close(trained(one), trained(other), rtol=0, atol=0)
-    assert one.trainer.callback_metrics["val_loss"] == other.trainer.callback_metrics["val_loss"]
-
-
-@pytest.mark.parametrize(
-    "more",
-    first(
-        [
-            ["--gradient-checkpointing"],
-            ["--full"],
-            ["--ema", "0.5"],
-            ["--quantize-8bit", "--precision", "bf16-true"],
-            ["--precision", "32-true"],
-        ],
-        ["--gradient-checkpointing"],
-        why="the recipe's other options",
-    ),
-    ids=" ".join,
-)
-def test_weights_are_those_of_plain_lightning(more: list[str], given: list[str], tmp_path: Path) -> None:
-    def run(strategy: str) -> recipe.Finetune:
-        options = [
-            "--steps",
-            "2",
-            "--validate-every",
-            "1",
-            "--strategy",
-            strategy,
-            "--output",
-            str(tmp_path / strategy),
-        ]
-        return recipe.main([*given, *more, *options])
-
-    ours, plain = run("superpipeline"), run("auto")
-    assert_same(ours, plain)
-    assert ours.trainer.strategy.stats().fetched_layers
-    samples = [tmp_path / strategy / "sample-000002.png" for strategy in ("superpipeline", "auto")]
-    assert samples[0].read_bytes() == samples[1].read_bytes()
-
-
-def test_the_base_has_8_bits(given: list[str]) -> None:
-    options = recipe.make_parser().parse_args([*given, "--quantize-8bit", "--lora", "4"])
+def test_the_base_has_8_bits(folder: Path) -> None:
+    options = recipe.parse(
+        [*SMALL["diffusion"].arguments, "--quantize-8bit", "--lora", "4", "--precision", "bf16-mixed"]
+    )
     kinds = {name: type(each) for name, each in recipe.load_transformer(options).named_parameters()}
     quantised = {name for name, kind in kinds.items() if kind is not torch.nn.Parameter}
     assert quantised == {name for name in kinds if name.endswith("base_layer.weight")} != set()
 
 
-@pytest.fixture(scope="module")
-def whole(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> recipe.Finetune:
-    """Four steps of a LoRA, with its ``output`` beside it."""
-    output = tmp_path_factory.mktemp("whole")
-    module: Any = recipe.main([*given, "--steps", "4", "--validate-every", "2", "--output", str(output)])
-    module.output = output
-    return module
-
-
-def test_the_lora_can_be_loaded_into_the_pipeline(given: list[str], whole: Any) -> None:
-    pipe = FluxPipeline.from_pretrained(given[1], dtype=torch.bfloat16)
-    pipe.load_lora_weights(whole.output)
-    loaded = {
-        name.replace("default_0", "default"): p for name, p in pipe.transformer.named_parameters() if "lora_" in name
-    }
-    assert set(loaded) == set(trained(whole))
-    for name, parameter in trained(whole).items():
-        torch.testing.assert_close(loaded[name].float(), parameter, rtol=1e-2, atol=1e-6)  # loaded in 16 bits
-    assert any(parameter.any() for name, parameter in loaded.items() if "lora_B" in name)
-
-
-@pytest.mark.parametrize("more", first([[], ["--ema", "0.5"]], [], why="averages beside the weights"), ids=str)
-def test_an_interrupted_run_resumes(
-    more: list[str], given: list[str], whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second half of a run, after an error in its third step, is that of a whole run."""
-    options = [*given, *more, "--steps", "4", "--validate-every", "2"]
-    if more:
-        whole = recipe.main([*options, "--output", str(tmp_path / "whole")])
-    step = recipe.Finetune.training_step
-
-    def interrupted(self: recipe.Finetune, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_step == 2:
-            raise RuntimeError("interrupted")
-        return step(self, batch, batch_idx)
-
-    options += ["--output", str(tmp_path / "run")]
-    with monkeypatch.context() as patch:
-        patch.setattr(recipe.Finetune, "training_step", interrupted)
-        with pytest.raises(RuntimeError, match="interrupted"):
-            recipe.main(options)
-    saved = torch.load(tmp_path / "run" / "last.ckpt", weights_only=True)
-    assert saved["global_step"] == 2
-    assert more or all("lora_" in name for name in saved["state_dict"])
-    resumed = recipe.main([*options, "--resume"])
-    assert resumed.trainer.global_step == 4
-    assert_same(resumed, whole)
-    assert len([*(tmp_path / "run" / "cache").iterdir()]) == len(WIDTHS)
-
-
-def test_a_run_that_has_ended_is_continued_with_more_steps(
-    given: list[str], whole: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = [*given, "--validate-every", "2", "--output", str(tmp_path)]
-    recipe.main([*options, "--steps", "2"])
-    assert_same(recipe.main([*options, "--steps", "4", "--resume"]), whole)
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    torch.save({**saved, "state_dict": {"net.weight": torch.ones(2)}}, tmp_path / "last.ckpt")
-    with pytest.raises(SystemExit):
-        recipe.main([*options, "--steps", "6", "--resume"])
-    assert "is a checkpoint of another model or of a run with other options" in capsys.readouterr().err
-
-
 @pytest.mark.rest("a second run of the same recipe")
-def test_a_whole_model_is_saved_as_diffusers_does(given: list[str], tmp_path: Path) -> None:
-    module = recipe.main([*given, "--full", "--steps", "1", "--output", str(tmp_path)])
-    saved = FluxTransformer2DModel.from_pretrained(tmp_path, subfolder="transformer").state_dict()
+def test_a_whole_model_is_saved_as_diffusers_does(folder: Path) -> None:
+    module = run("diffusion", "run", "--full", "--steps", "1")
+    saved = FluxTransformer2DModel.from_pretrained("run", subfolder="transformer").state_dict()
     torch.testing.assert_close(saved, dict(module.transformer.state_dict()), rtol=0, atol=0)
 
 
 @pytest.mark.long("a training until it has learned")
 def test_the_loss_falls_on_drawn_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "VAE_STEPS", 20)
-    module = recipe.main(["--steps", "60", "--output", str(tmp_path)])
-    progress: Any = next(each for each in module.trainer.callbacks if isinstance(each, recipe.Progress))
-    assert sum(progress.losses[-10:]) < sum(progress.losses[:10]) / 1.5
+    monkeypatch.setattr(common, "VAE_STEPS", 20)
+    losses = [
+        recipe.main(
+            ["--steps", steps, "--output", str(tmp_path / steps), "--accelerator", "cpu"]
+        ).trainer.callback_metrics["val_loss"]
+        for steps in ("2", "60")
+    ]
+    assert losses[1] < losses[0] / 1.5
 
 
-def test_a_batch_has_images_of_one_size() -> None:
-    sizes = [(32, 32), (40, 28), (32, 32), (40, 28), (32, 32), (28, 40), (32, 32)]
-    module = SimpleNamespace(global_step=0, seed=0)
-    buckets = recipe.Buckets(sizes, batch_size=2, steps=4, module=module)
-    assert len(buckets) == 4
-    one_round = [*buckets]
-    assert sorted(index for batch in one_round for index in batch) == [*range(len(sizes))]
-    assert all(len({sizes[index] for index in batch}) == 1 and len(batch) <= 2 for batch in one_round)
-    module.global_step = 4
-    assert [*buckets] == [*islice(buckets.endless(), 4, 8)] != one_round
-
-
-def test_images_have_their_own_aspect_ratio(given: list[str], tmp_path: Path) -> None:
-    options = recipe.make_parser().parse_args([*given, "--output", str(tmp_path)])
-    items = recipe.encode(options, recipe.read_pairs(options.data)[4:6])
-    assert [size for _, size in items] == [(32, 32), (40, 28)]
-    one = torch.load(items[1][0], weights_only=True)
+def test_images_have_their_own_aspect_ratio(folder: Path) -> None:
+    """What is encoded is in a file for each image, and is encoded once."""
+    run("diffusion", "run", "--steps", "1")
+    options = recipe.parse([*SMALL["diffusion"].arguments, "--output", "run", "--precision", "32-true"])
+    items, missing = common.cached_images(options, common.read_pairs(folder / "photos"), 4)
+    assert [size for _, size in items[4:6]] == [(32, 32), (40, 28)]
+    assert missing == []
+    one = torch.load(items[5][0], weights_only=True)
     assert one["latents"].shape == (10 * 7, 16)
     assert one["ids"][-1].tolist() == [0, 6, 9]
 
@@ -216,69 +92,54 @@ def test_captions_of_metadata(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
     lines = [{"file_name": "a.png", "text": "black"}, {"file_name": "b.png", "text": "darker"}]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    assert recipe.read_pairs(tmp_path) == [(tmp_path / "a.png", "black"), (tmp_path / "b.png", "darker")]
+    assert common.read_pairs(tmp_path) == [(tmp_path / "a.png", "black"), (tmp_path / "b.png", "darker")]
 
 
-def bad_data(folder: Path, kind: str) -> Path:
-    folder.mkdir()
-    for name in ("a", "b"):
-        Image.new("RGB", (8, 8)).save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text("black")
-    if kind == "no caption":
-        (folder / "b.txt").unlink()
-    elif kind == "no image":
-        (folder / "b.png").write_text("no image")
-    elif kind == "one image":
-        (folder / "b.png").unlink()
-    elif kind == "no text":
-        (folder / "metadata.jsonl").write_text('{"file_name": "a.png"}\n')
-    elif kind == "no file":
-        (folder / "metadata.jsonl").write_text('{"file_name": "c.png", "text": "black"}\n')
-    return folder
+FILES: dict[str, Any] = {"a.png": None, "a.txt": "black", "b.png": None, "b.txt": "black"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("changed", "said"),
     [
-        ("no caption", "b.txt"),
-        ("no image", "b.png"),
-        ("one image", "found 1 images"),
-        ("no text", '"text"'),
-        ("no file", "c.png"),
+        ({"b.txt": ""}, "b.png has no caption. Expected b.txt"),
+        ({"b.png": "no image"}, "b.png is not a readable image"),
+        ({"b.png": "", "b.txt": ""}, "found 1 images"),
+        ({"metadata.jsonl": '{"file_name": "a.png"}'}, 'Expected "file_name" and "text"'),
+        ({"metadata.jsonl": '{"file_name": "c.png", "text": "black"}'}, "c.png"),
     ],
 )
-def test_wrong_data_is_refused(kind: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = bad_data(tmp_path / "data", kind)
+def test_wrong_data_is_refused(
+    changed: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    for name, content in (FILES | changed).items():
+        if content is None:
+            Image.new("RGB", (8, 8)).save(f"data/{name}")
+        elif content:
+            Path("data", name).write_text(content)
     with pytest.raises(SystemExit):
-        recipe.main(["--data", str(data), "--output", str(tmp_path / "run")])
+        recipe.main(["--data", "data", "--output", "run"])
     assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("arguments", "said"),
     [
-        ({"a.png": b"no picture", "a.txt": b"a"}, "a.png is not a readable image"),
-        ({"a.png": b""}, "a.png has no caption. Expected a.txt"),
+        ("--lora 4 --full", "exclude each other"),
+        ("--ema 1", "--ema 1.0: expected a decay between 0 and 1"),
+        ("--ema 0.9 --steps 5", "--steps 5 is not a multiple of --validate-every 2"),
+        ("--quantize-8bit --full", "for a frozen model under a LoRA"),
+        ("--model classes", "model_index.json"),
     ],
 )
-def test_images_that_cannot_be_used_are_named(files: dict[str, bytes], said: str, tmp_path: Path) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=said):
-        recipe.read_pairs(tmp_path)
-
-
-def test_a_resumed_run_keeps_what_it_trains_and_when_it_validates(tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").touch()
-    (tmp_path / "options.json").write_text('{"full": false, "lora": 4, "validate_every": 2}')
-
-    def read(*given: str) -> Any:
-        options = recipe.make_parser().parse_args([*given, "--output", str(tmp_path), "--resume"])
-        recipe.check(options)
-        return options
-
-    assert (read("--steps", "6").lora, read("--steps", "6").validate_every) == (4, 2)
-    for other in (["--full"], ["--lora", "8"]):
-        with pytest.raises(ValueError, match="had --lora 4"):
-            read("--steps", "6", *other)
+def test_wrong_options_are_refused(arguments: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("diffusion", "run", *arguments.split())
+    assert said in capsys.readouterr().err
+    assert not Path("run").exists()

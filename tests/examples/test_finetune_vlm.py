@@ -1,8 +1,7 @@
-"""The recipe for vision-language models: bitwise as plain Lightning, resumed runs, labels, frozen parts, wrong input."""
+"""The recipe for vision-language models: labels, frozen parts, images of several sizes, wrong input."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
-from torch import Tensor
 from transformers import (
-    AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -22,112 +19,18 @@ from transformers import (
 )
 
 from examples import finetune_vlm
-from tests.support.tiers import first
-
-COLOURS = ("red", "green", "blue", "yellow", "dark orange")
-
-
-@pytest.fixture(autouse=True)
-def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finetune_vlm, "NEW_TOKENS", 4)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Images of several sizes, and rows of them in ``rows.jsonl``, with both pairs of names."""
-    rows = []
-    for number, colour in enumerate(COLOURS * 5):
-        Image.new("RGB", (40 + number, 30), colour.replace(" ", "")).save(tmp_path / f"{number}.png")
-        question, answer = ("question", "answer") if number % 2 else ("prompt", "completion")
-        rows.append({"image": f"{number}.png", question: "What is this?", answer: f"a {colour} wall"})
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    return tmp_path
-
-
-def run(folder: Path, output: str, *more: str) -> Path:
-    """Trains in float32 on the CPU, and returns the output folder."""
-    size = ["--batch-size", "2", "--accumulate-grad-batches", "2", "--every", "2", "--lr", "1e-2"]
-    run_on = ["--precision", "32-true", "--accelerator", "cpu"]
-    arguments = ["--data", str(folder / "rows.jsonl"), *size, *run_on, "--output", str(folder / output), *more]
-    finetune_vlm.main(arguments)
-    return folder / output
-
-
-def weights(output: Path) -> dict[str, Tensor]:
-    """Those of the last checkpoint."""
-    return torch.load(output / "last.ckpt", weights_only=True)["state_dict"]
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(("step ", "Held out: "))]
-
-
-@pytest.mark.parametrize(
-    "more",
-    first(
-        [[], ["--no-gradient-checkpointing"], ["--precision", "bf16-mixed"], ["--precision", "bf16-true"]],
-        [],
-        why="the first tier has one precision",
-    ),
-    ids=" ".join,
-)
-def test_weights_and_answers_are_those_of_plain_lightning(
-    more: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ours = run(folder, "ours", "--steps", "3", *more)
-    lines = said(capsys)
-    plain = run(folder, "plain", "--steps", "3", "--strategy", "auto", *more)
-    assert [line.split()[1] for line in lines if line.startswith("step")] == ["0/3", "2/3", "3/3"]
-    assert sum("Generated: " in line for line in lines) == 2  # all that are held out
-    assert lines == said(capsys)
-    assert_same(weights(ours), weights(plain))
-    saved = dict(AutoModelForImageTextToText.from_pretrained(ours / "model").state_dict())
-    trained = {name.removeprefix("model."): value for name, value in weights(ours).items()}
-    assert_same(saved, trained)
-
-
-@pytest.mark.rest("the recipe for language models resumes in the first tier")
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(folder, "whole", "--steps", "6")
-    step = finetune_vlm.FineTune.training_step
-
-    def stops(self: finetune_vlm.FineTune, *batch: Any) -> Tensor:
-        if self.global_step == 5:
-            raise RuntimeError("the power fails")
-        return step(self, *batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(finetune_vlm.FineTune, "training_step", stops)
-        with pytest.raises(RuntimeError, match="the power fails"):
-            run(folder, "part", "--steps", "6")
-    last = folder / "part" / "last.ckpt"
-    assert torch.load(last, weights_only=True)["global_step"] == 4
-    assert_same(weights(run(folder, "part", "--steps", "6", "--resume", str(last))), weights(whole))
+from tests.support.small_recipes import assert_same, common, run, write_rows
 
 
 @pytest.mark.rest("the first tier trains every weight")
-@pytest.mark.parametrize("more", [["--lora", "4"], ["--freeze-vision"]], ids=" ".join)
-def test_parts_are_trained_from_a_folder(more: list[str], folder: Path) -> None:
-    """Adapters are outside of the vision tower, and a frozen tower stays as it is."""
-    base = run(folder, "base", "--steps", "1")
-    arguments = ["--model", str(base / "model"), "--steps", "3", *more]
-    ours, plain = run(folder, "ours", *arguments), run(folder, "plain", *arguments, "--strategy", "auto")
-    trained = weights(ours)
-    if more == ["--freeze-vision"]:
-        assert_same(trained, weights(plain))
-        changed = [name for name, value in weights(base).items() if not torch.equal(value, trained[name])]
-        assert any("language_model" in name for name in changed)
-        assert not any("vision_tower" in name for name in changed)
-    else:  # plain Lightning's checkpoint has the frozen weights, too
-        assert_same(trained, {name: value for name, value in weights(plain).items() if "lora_" in name})
-        assert all("lora_" in name and "vision_tower" not in name for name in trained)
-        assert any(bool(value.any()) for name, value in trained.items() if "lora_B" in name)
-        assert (ours / "adapter" / "adapter_config.json").is_file()
+def test_a_frozen_vision_tower_stays_as_it_is(folder: Path) -> None:
+    before = dict(run("vlm", "base", "--steps", "1").model.state_dict())
+    arguments = ["--model", "base/model", "--freeze-vision"]
+    ours = run("vlm", "ours", *arguments)
+    assert_same(ours, run("vlm", "plain", *arguments, "--strategy", "auto"))
+    changed = [name for name, value in ours.model.state_dict().items() if not torch.equal(value, before[name])]
+    assert any("language_model" in name for name in changed)
+    assert not any("vision_tower" in name for name in changed)
 
 
 def qwen(folder: Path) -> Path:
@@ -162,38 +65,32 @@ def qwen(folder: Path) -> Path:
 
 
 @pytest.mark.rest("the first tier has LLaVA")
-def test_images_of_several_sizes_are_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_of_several_sizes_are_trained(folder: Path) -> None:
     arguments = ["--model", str(qwen(folder / "qwen")), "--steps", "3"]
-    ours = run(folder, "ours", *arguments)
-    lines = said(capsys)
-    assert_same(weights(ours), weights(run(folder, "plain", *arguments, "--strategy", "auto")))
-    assert lines == said(capsys)
+    assert_same(run("vlm", "ours", *arguments), run("vlm", "plain", *arguments, "--strategy", "auto"))
 
 
-def test_a_model_without_a_vision_tower_is_named(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = finetune_vlm.make_parser().parse_args(["--freeze-vision"])
+def test_a_model_without_a_vision_tower_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="--freeze-vision: Linear has no module whose name ends in vision_tower"):
-        finetune_vlm.choose_weights(torch.nn.Linear(1, 1), options)
+        finetune_vlm.choose_weights(torch.nn.Linear(1, 1), finetune_vlm.parse(["--freeze-vision"]))
 
-    config, processor = finetune_vlm.small_model()
-    config.text_config.save_pretrained(tmp_path / "text")
-    processor.tokenizer.save_pretrained(tmp_path / "text")
+    config, processor = common.small_llava()
+    config.text_config.save_pretrained("text")
+    processor.tokenizer.save_pretrained("text")
     with pytest.raises(SystemExit):
-        run(folder, "run", "--model", str(tmp_path / "text"))
+        run("vlm", "run", "--model", "text")
     assert "Expected a processor of images with a chat template" in capsys.readouterr().err
 
 
 def test_only_the_answer_counts() -> None:
     """Answers of several lengths; the rest of a row is the image, the question and padding."""
-    _, processor = finetune_vlm.small_model()
+    _, processor = common.small_llava()
     image = Image.new("RGB", (8, 8))
     rows = [{"image": image, "question": "What is this?", "answer": answer} for answer in ("six", "a flower in six")]
     encode = finetune_vlm.Encoder(processor)
     batch = encode(rows)
     end, labels = processor.tokenizer.eos_token, batch["labels"]
-    counted = [row[row != finetune_vlm.IGNORED].tolist() for row in labels]
+    counted = [row[row != common.IGNORED].tolist() for row in labels]
     assert processor.tokenizer.batch_decode(counted) == [f"six{end}", f"a flower in six{end}"]
     assert torch.equal(labels[labels != -100], batch["input_ids"][labels != -100])
     texts = processor.tokenizer.batch_decode(
@@ -205,50 +102,21 @@ def test_only_the_answer_counts() -> None:
 
 
 def test_the_default_data_have_both_questions() -> None:
-    rows = finetune_vlm.read_rows(None)
+    rows = common.digits_and_photographs()
     assert len(rows) == 1997
     assert {row["question"] for row in rows} == {"Which digit is this?", "What is this?"}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("row", "said"),
     [
-        (["--data", "no.jsonl"], "--data no.jsonl: not found"),
-        (["--data", "."], "found a folder. Expected a .jsonl file"),
-        (["--data", "0.png"], "found .png. Expected a .jsonl file"),
-        (["--data", "columns.jsonl"], "line 1: found the columns image, text; expected texts"),
-        (["--data", "missing.jsonl"], "line 1: [Errno 2] No such file or directory: 'no.png'"),
-        (["--data", "broken.jsonl"], "broken.jsonl, line 1: "),
-        (["--batch-size", "30"], "has 23 training rows. Expected at least 30"),
-        (["--model", "/no/such/model"], "--model /no/such/model: not found"),
-        (["--steps", "0"], "--steps 0: expected a number above 0"),
-        (["--lora", "-1"], "--lora -1: expected a number above 0"),
-        (["--resume", "no.ckpt"], "--resume no.ckpt: not found"),
-        (
-            ["--resume", "other.ckpt"],
-            "--resume other.ckpt: a checkpoint of another model or of a run with other options",
-        ),
-        (["--gpu-memory", "16"], "gpu_memory takes a number with a unit"),
-        (["--strategy", "ddp_cpu"], "invalid choice: 'ddp_cpu'"),
-        (["--output", "rows.jsonl"], "--output rows.jsonl: expected a folder, got a file"),
+        ({"image": "0.png", "text": "a wall"}, "line 1: found the columns image, text; expected texts"),
+        ({"image": "no.png", "question": "?", "answer": "!"}, "line 1: [Errno 2] No such file or directory: 'no.png'"),
+        ('{"image": ', "line 1: not JSON"),
     ],
-    ids=lambda part: " ".join(part).replace("/", "") if isinstance(part, list) else "",
 )
-def test_errors_in_the_input_are_reported_before_any_work(
-    arguments: list[str],
-    expected: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(folder)
-    Path("columns.jsonl").write_text('{"image": "0.png", "text": "a wall"}\n')
-    Path("missing.jsonl").write_text('{"image": "no.png", "question": "What?", "answer": "Nothing."}\n')
-    Path("broken.jsonl").write_text('{"image": \n')
-    state = {"state_dict": {"net.weight": torch.ones(2)}, "optimizer_states": [{"param_groups": [{"params": [0]}]}]}
-    torch.save({"epoch": 0, "global_step": 1, **state}, "other.ckpt")
-    with pytest.raises(SystemExit) as stop:
-        finetune_vlm.main(["--data", "rows.jsonl", "--batch-size", "2", "--output", "run", *arguments])
-    assert stop.value.code == 2
-    assert expected in capsys.readouterr().err
-    assert not Path("run").exists()
+def test_wrong_rows_are_refused(row: Any, said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(folder / "wrong.jsonl", [row])
+    with pytest.raises(SystemExit):
+        run("vlm", "run", "--data", "wrong.jsonl")
+    assert said in capsys.readouterr().err

@@ -193,7 +193,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_recipes_that_are_named_have_the_options_that_are_shown(page: Path) -> None:
     for script, options in re.findall(r"`python (examples/[\w/]+\.py)([^`]*)`", page.read_text()):
-        source = (ROOT / script).read_text() + (ROOT / "examples" / "demos" / "recipe.py").read_text()
+        beside = ("examples/demos/recipe.py", "examples/common.py")
+        source = "".join((ROOT / file).read_text() for file in (script, *beside))
         for option in re.findall(r"--[\w-]+", options):
             assert f'"{option}"' in source, f"{script} {option}"
 

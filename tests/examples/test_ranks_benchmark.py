@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.benchmarks import ranks, report, rows, who_updates
-from tests.support.made_up_rows import cells
+from examples.benchmarks import ranks, rows
 
 
 @pytest.mark.long("processes that measure for seconds")
@@ -42,26 +41,6 @@ def test_pages_that_processes_share_count_once() -> None:
     assert together < 1.5 * alone
 
 
-def test_devices_are_told(tmp_path: Path) -> None:
-    measured = {
-        "kind": "ranks", "status": "ok", "way": "superpipeline", "ranks": 4, "tokens": 100, "median_step_seconds": 2.0,
-        "setup_bytes": 3 * 2**30, "after_bytes": 2**31, "parameters": 5_000_000, "loss": 5.25,
-    }  # fmt: skip
-    text = report.write([{**rows.origin(), **measured}], tmp_path).read_text()
-    assert "## Several devices of one node" in text
-    assert cells(text, "superpipeline")[1:] == ["5 M", "4", "2", "200", "3.00", "2.00", "5.25000"]
-
-
 def test_each_number_of_devices_has_its_ways() -> None:
     assert [way for way in ranks.WAYS if ranks.suits(way, 1)] == ["plain", "superpipeline", "superpipeline-meta"]
     assert [way for way in ranks.WAYS if ranks.suits(way, 2)] == list(ranks.WAYS)[1:]
-
-
-@pytest.mark.long("processes that import torch")
-def test_who_updates(capfd: pytest.CaptureFixture[str]) -> None:
-    who_updates.main(["--processes", "1", "2", "--layers", "2", "--repeats", "1"])
-    printed = capfd.readouterr().out
-    for processes in ("1", "2"):
-        _, update, sent = cells(printed, processes)
-        assert float(update) > 0
-        assert (sent == "–") == (processes == "1")

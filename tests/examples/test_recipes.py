@@ -30,7 +30,6 @@ from examples import (
     generate_llm,
 )
 from examples.demos import bridge_vlm, cram_llm, resume_llm, sweep_lora, train_sparse
-from examples.demos.console import ConsoleLogger
 from examples.demos.text import Batches, in_order, shuffled
 from sp_lightning.__main__ import main
 from tests.support.tiers import first
@@ -71,13 +70,14 @@ def test_trains_saves_and_resumes(llm: resume_llm.Result) -> None:
 
 
 @pytest.mark.long("eight runs of each recipe; the dial is tested in tests/comparison")
-@pytest.mark.parametrize("recipe", [finetune_llm, finetune_vision, finetune_vlm, generate_llm])
+@pytest.mark.parametrize("recipe", RECIPES[2:9])
 def test_the_dial_of_a_recipe_is_equal_in_six_windows(
-    recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe.main(["--dial", "--accelerator", "cpu", "--batch-size", "2", "--output", str(tmp_path / "run")])
+    monkeypatch.chdir(tmp_path)
+    recipe.main(["--dial", "--accelerator", "cpu", "--batch-size", "2"])
     assert capsys.readouterr().out.count(" yes |") == 6
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*.ckpt")) == []
 
 
 @pytest.mark.rest("a second run of a recipe that the first tier has")
@@ -123,46 +123,12 @@ def test_a_loss_that_is_no_number_is_not_the_best(capsys: pytest.CaptureFixture[
 # ---------------------------------------------------------------------- images
 
 
-@pytest.mark.rest("seconds of training")
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["--steps", "4", *MODEL, *TEXT, "--output", str(tmp_path)]
-    resume_llm.main(arguments)
-    lines = capsys.readouterr().out
-    assert re.search(r"step 2/4  loss [\d.]+  [\d.e+]+ steps/s, \d+ s left\n", lines)
-    assert re.search(r"Speed: [\d,]+ tokens/s \(plain Lightning, on a few batches of the same: [\d,]+\)\n", lines)
-    assert "Epoch" not in lines
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    resume_llm.main(arguments)
-    assert re.search(r"Epoch 0: .*it/s, loss=", capsys.readouterr().out)
-
-
-def test_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many steps there are."""
-    now = iter(range(0, 10_000, 4))
-    monkeypatch.setattr("examples.demos.console.time.perf_counter", lambda: float(next(now)))
-    logger = ConsoleLogger(1000)
-    for step in range(8):
-        logger.log_metrics({"loss": 1.0}, step)
-    said = [line.split("/")[0].split()[-1] for line in capsys.readouterr().out.splitlines()]
-    assert said == ["1", "4", "7"]
-
-
 # ---------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
     ("recipe", "arguments"),
     [
-        (finetune_diffusion, ["--data", "/no/such/folder"]),
-        (finetune_diffusion, ["--model", str(CONFIGS)]),
-        (finetune_diffusion, ["--steps", "0"]),
-        (finetune_diffusion, ["--validate-every", "7"]),
-        (finetune_diffusion, ["--lora", "0"]),
-        (finetune_diffusion, ["--ema", "1"]),
-        (finetune_diffusion, ["--quantize-8bit", "--full"]),
-        (finetune_diffusion, ["--resume"]),
         (bridge_vlm, ["--data", "/no/such/folder"]),
         (bridge_vlm, ["--data", str(CONFIGS)]),
         (bridge_vlm, ["--batch-size", "5000"]),
@@ -196,16 +162,17 @@ def test_bad_input_is_refused_before_any_work(
     ids=lambda recipe: recipe.__name__.split(".")[-1],
 )
 def test_a_wrong_option_is_reported_before_slow_imports(recipe: ModuleType, tmp_path: Path) -> None:
-    assert recipe.__file__ is not None
-    for options, said in (["--lrr", "3"], "unrecognized arguments: --lrr 3"), (["--batch-size", "0"], "--batch-size"):
-        command = [sys.executable, "-X", "importtime", recipe.__file__, *options, "--output", str(tmp_path / "run")]
-        ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
-        assert ran.returncode == 2
-        assert said in ran.stderr.split("error: ")[1]
-        imported = re.findall(r"\| +(\w+)$", ran.stderr, re.MULTILINE)  # indented by depth
-        assert "argparse" in imported
-        assert not {"torch", "lightning", "transformers"} & {*imported}
-    assert not [*tmp_path.iterdir()]
+    """In a folder that has only the recipe and what is copied with it."""
+    for file in (Path(str(recipe.__file__)), ROOT / "examples" / "common.py"):
+        (tmp_path / file.name).write_text(file.read_text())
+    command = [sys.executable, "-X", "importtime", Path(str(recipe.__file__)).name, "--batch-size", "0"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert ran.returncode == 2
+    assert "--batch-size 0: expected a number above 0" in ran.stderr.split("error: ")[1]
+    imported = re.findall(r"\| +(\w+)$", ran.stderr, re.MULTILINE)  # indented by depth
+    assert {"argparse", "common"} <= {*imported}
+    assert not {"torch", "lightning", "transformers"} & {*imported}
+    assert not (tmp_path / "runs").exists()
 
 
 # ---------------------------------------------------------------------- estimates in their headers
@@ -245,9 +212,9 @@ def test_a_recipe_can_be_started_as_a_file(recipe: ModuleType, tmp_path: Path, m
     """``python examples/finetune_llm.py`` has examples/ on its path, and not the folder that examples/ is in."""
     assert recipe.__file__ is not None
     monkeypatch.chdir(tmp_path)
-    folder = str(Path(recipe.__file__).parent)
-    monkeypatch.setattr(sys, "path", [folder, *(p for p in sys.path if p and Path(p).resolve() != ROOT)])
-    for name in [name for name in sys.modules if name.split(".")[0] == "examples"]:
+    others = [p for p in sys.path if p and Path(p).resolve() not in (ROOT, ROOT / "examples")]
+    monkeypatch.setattr(sys, "path", [str(Path(recipe.__file__).parent), *others])
+    for name in [name for name in sys.modules if name.split(".")[0] in ("examples", "common")]:
         monkeypatch.delitem(sys.modules, name)
     assert callable(runpy.run_path(recipe.__file__)["main"])
 

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from matplotlib import pyplot
 
 from examples.benchmarks import (
     meter,
-    pictures,
     report,
     rows,
 )
@@ -84,36 +82,9 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     assert "train llm 3B, bf16-mixed, 8192 tokens" in shown
 
 
-def test_the_machine_is_named_with_threads_and_device_memory(tmp_path: Path) -> None:
-    row = made_up("plain", 1.0, 80)
-    row["machine"] |= {"accelerator": "Some GPU", "accelerator_bytes": 40 * GIB, "cores": 8, "threads": 4}
-    text = report.write([row], tmp_path).read_text()
-    assert "- Some GPU, 40.0 GiB; " in text
-    assert "8 cores, 4 threads" in text
-
-
-def test_labels_keep_clear_of_other_markers() -> None:
-    _, axes = pyplot.subplots(dpi=72)  # a point is a pixel
-    axes.set(xlim=(0, 10), ylim=(0, 10))
-    axes.figure.draw_without_rendering()
-    one, above = made_up("superpipeline-2:1", 5.0, 5), made_up("plain", 5.3, 5)
-    pictures._annotate(axes, [one], [above])
-    assert axes.texts[0].get_position()[1] < 0  # in points, from the marker
-    pyplot.close(axes.figure)
-
-
 def test_a_peak_is_no_counter() -> None:
     counted = [{"fetched": 1, "peak_device_bytes": 9}, {"fetched": 3, "peak_device_bytes": 9}]
     assert meter.deltas(counted) == [{"fetched": 2}]
-
-
-def test_without_an_accelerator_there_is_no_limit_and_no_picture(tmp_path: Path) -> None:
-    row = made_up("plain", 1.0, peak_allocated_bytes=None, peak_reserved_bytes=None, pinned_bytes=None)
-    text = report.write([row], tmp_path).read_text()
-    assert "| contestant | step, s | quartiles, s | tokens/s | ÷ plain | host, GiB |" in text
-    assert report.NO_PICTURES in text
-    assert "of the limit" not in text
-    assert not list(tmp_path.glob("*.png"))
 
 
 @pytest.mark.parametrize(("change", "message"), [({"commit": "other"}, "2 commits"), ({"machine": {}}, "2 machines")])
@@ -144,9 +115,3 @@ def test_a_broken_line_is_named(line: str, message: str, tmp_path: Path) -> None
     file.write_text(file.read_text() + line)
     with pytest.raises(ValueError, match=message):
         rows.read(file)
-
-
-def test_a_report_lies_beside_its_rows(tmp_path: Path) -> None:
-    rows.append(tmp_path / "rows.jsonl", made_up("plain", 1.0))
-    report.main([str(tmp_path)])
-    assert (tmp_path / "report.md").is_file()

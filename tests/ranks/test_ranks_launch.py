@@ -222,5 +222,3 @@ def test_torchrun_ends_by_sigterm(tmp_path: Path) -> None:
         assert agent.wait(60) != 0
     assert monotonic() - began < 25, "torchrun kills processes that have not ended after 30 seconds"
     assert_gone(int(each.name.removeprefix("step")) for each in tmp_path.glob("step*"))
-
-
