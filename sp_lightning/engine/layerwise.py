@@ -185,9 +185,7 @@ class LayerwiseStep:
         self._of_gpu: set[int] = set()  # ids of the parameters whose steps may have the GPU's bits
         self._warned = False  # True if a step with the CPU's bits was logged
         self._told = False  # True if it was logged that other code holds the state
-        self._empty: dict[
-            int, int
-        ] = {}  # ids of the empty entries of the state that were made here, by the parameter's id
+        self._empty: dict[int, int] = {}  # by a parameter's id, the id of its empty state that was made here
 
         # Of the running step.
         self.begun: set[StreamedLayer] = set()
@@ -302,9 +300,8 @@ class LayerwiseStep:
         self._context = self._context_here()  # user code may have changed settings since the step began
         self._engine.backward.on_complete = self._engine.backward.wanted = None  # a later backward is not of this step
         self._updates.end_early()
-        self._engine.before(
-            deferred=bool(self.begun), writes=True
-        )  # a forward without a backward may have left transfers in flight
+        # A forward without a backward may have left transfers in flight.
+        self._engine.before(deferred=bool(self.begun), writes=True)
         self._engine.gather(self._optimizer)
         try:
             by_layer = self._groups_by_layer()

@@ -162,32 +162,29 @@ def _saved(get: Callable[[Any], Any], ctx: Any) -> Any:
     if noted is None or ctx.saved_for_forward is not None:  # the latter are returned as they are
         return tensors
     found = list(tensors)
-    weights: dict[int, Any] = {}
+    weights: list[tuple[int, Any]] = []
     with torch.DisableTorchFunctionSubclass():
         for index, (saved, tensor) in enumerate(zip(noted, tensors, strict=True)):
             if type(saved) is _SavedObject:
                 if tensor.grad_fn is not ctx:  # plain autograd makes a new tensor of the Function's own output, too
                     found[index] = saved.of(tensor)
             elif saved is not None:
-                weights[index] = saved()
-    for index, weight in weights.items():
-        group = weight._of
-        if group.engine.at_host():
+                weights.append((index, saved()))
+    away = []
+    for index, weight in weights:
+        layer = weight._of.layer
+        if weight._of.engine.at_host():
             found[index] = weight.host
-        elif group.layer.owner.updated_early:  # later uses of its weights are errors, but a frozen one may be read
+        elif layer.owner.updated_early:  # later uses of its weights are errors, but a frozen one may be read
             found[index].__dict__ = vars(weight.host)
         else:
             found[index] = weight
-    away = [each for each in weights.values() if any(each is one for one in found) and _is_away(each)]
+            if layer.kind is not Kind.RESIDENTS and not layer.state.attached:
+                away.append(weight)
     if away:  # extensions in C++ and Triton run no code of the parameter's class
         with away[0]._of.engine.operation_on(away):
             pass
     return tuple(found)
-
-
-def _is_away(weight: Any) -> bool:
-    layer = weight._of.layer
-    return not (layer.kind is Kind.RESIDENTS or layer.state.attached)
 
 
 while_runs_last(

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -22,8 +23,8 @@ from sp_lightning.model.compile import compile_blocks
 from sp_lightning.model.find import find_layers
 from sp_lightning.torch_compat.private import is_compiled
 from tests.equality.cases import CASES
-from tests.support.mixed import MIXED
-from tests.support.models import Module, Stack, lora, tokens, vectors
+from tests.support.mixed import MIXED, Tied
+from tests.support.models import CheckpointedCalls, Module, Stack, lora, tokens, vectors
 from tests.support.nets import Does
 from tests.support.runs import (
     Batches,
@@ -36,6 +37,7 @@ from tests.support.runs import (
     superpipeline,
     trainer_for,
 )
+from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*non-leaf|.*Dynamo:UserWarning")
@@ -169,6 +171,27 @@ def test_in_every_mode(mode: str) -> None:
 
 def test_adapters_on_a_frozen_base() -> None:
     both(compiled(lora), tokens())
+
+
+STAYS: dict[str, Any] = {"optimizer_on": "gpu", "gpu_layers": 2}
+
+
+@pytest.mark.rest("compiles many graphs")
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Tied, {"activations": "offload"}),
+        (Tied, {**STAYS, "activations": "recompute"}),
+        (partial(CheckpointedCalls, False), STAYS),
+        (partial(CheckpointedCalls, True), {"activations": "recompute"}),
+        pytest.param(lora, STAYS, marks=pytest.mark.long("half a minute of compilation")),
+    ],
+)
+def test_on_the_simulated_device(make: Any, options: dict[str, Any]) -> None:
+    """Without the dispatch mode that watches operators: under it, ``aot_eager`` runs eagerly."""
+    batches = tokens() if make is lora else vectors(4)
+    with simulated(watch=False):
+        both(compiled(make if make is lora else lambda: Module(make())), batches, superpipeline(k=1, **options))
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear:UserWarning")
