@@ -11,8 +11,6 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
-from sp_lightning.layers import gradients
-from sp_lightning.updates.pieces import InPieces
 from tests.equality.cases import CASES
 from tests.equality.training import ours, plain
 from tests.equality.variants import VARIANTS, Variant, pairs
@@ -118,47 +116,6 @@ def test_the_comparison_can_fail() -> None:
     outcome.state[name].view(-1)[3] += 1e-7
     with pytest.raises(AssertionError, match=name):
         assert_same(outcome, reference)
-
-
-@pytest.mark.parametrize(
-    "variant_name",
-    first(
-        [name for name in VARIANTS if name.startswith("one pass")],
-        "one pass under forward",
-        second=["one pass under forward, 16-mixed", "one pass under backward"],
-        why="the others share its path",
-    ),
-)
-@pytest.mark.parametrize("kernels", [False, True], ids=["pieces", "kernels"])
-def test_the_variants_of_one_pass_have_narrow_gradients_and_pieces(
-    kernels: bool, variant_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[int] = []
-    cut: list[int] = []
-    keep, step, in_one = gradients.keep_narrow, InPieces._step_in_pieces, InPieces._in_one_pass
-    if kernels:
-        pytest.importorskip("llvmlite")
-
-    def note_kept(parameter: Any, *more: Any) -> None:
-        kept.append(parameter.numel())
-        keep(parameter, *more)
-
-    def note_cut(self: InPieces, *more: Any) -> None:
-        cut.append(1)
-        step(self, *more)
-
-    def note_in_one(self: InPieces, *more: Any) -> bool:
-        done = kernels and in_one(self, *more)
-        cut.extend([1] * done)
-        return done
-
-    monkeypatch.setattr(gradients, "keep_narrow", note_kept)
-    monkeypatch.setattr(InPieces, "_step_in_pieces", note_cut)
-    monkeypatch.setattr(InPieces, "_in_one_pass", note_in_one)
-    ours(CASES["llama-dropout"], VARIANTS[variant_name])
-    assert kept
-    assert max(kept) > 512
-    assert cut
 
 
 def test_the_comparison_of_offloaded_activations_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from sp_lightning.device.layout import whole_pages
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
-from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Transformer, llama
@@ -273,28 +272,6 @@ def test_a_sparse_gradient_that_a_hook_coalesces_counts_as_on_plain() -> None:
         return seen
 
     assert found(superpipeline(k=1)) == found("auto")
-
-
-def test_memory_of_sparse_gradients_is_used_again_whatever_their_sizes() -> None:
-    """It is kept by its size, and each batch looks up other rows."""
-
-    class Wide(Text):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(3000, 16)
-
-    sizes, take = list[int](), Staging.take
-
-    def noted(staging: Staging, nbytes: int) -> BlockMemory:
-        sizes.append(nbytes)
-        return take(staging, nbytes)
-
-    generator = torch.Generator().manual_seed(1)
-    batches = [torch.randint(3000, (count,), generator=generator) for count in range(100, 1000, 50)]
-    with mock.patch.object(Staging, "take", noted):
-        fit(lambda: Module(Wide()), batches, superpipeline(k=1), recorded="nothing")
-    assert len(sizes) > len(batches)
-    assert len(set(sizes)) < len(batches) / 2
 
 
 def test_rows_are_gathered_after_the_update_in_the_background() -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Stream
-from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.layers.host_casts import Casts
 from sp_lightning.model.find import find_layers
 from tests.support.mixed import MIXED, OwnLinear, Readers, Tied, of_blocks
@@ -86,58 +83,6 @@ def test_a_gradient_is_lowered_only_where_that_loses_nothing(use: str) -> None:
     strategy = superpipeline()
     assert_same(fit(make, wide(), strategy, **MIXED), fit(make, wide(), **MIXED))
     assert strategy.stats().offloaded_gradient_bytes == 3 * 6 * 128 * 128 * (2 if use == "once" else 4)
-
-
-@pytest.mark.parametrize("ours", [True, False])
-def test_forward_leaves_no_casts_on_the_device(ours: bool) -> None:
-    """What lives beside slots and host memory once the loss is there, in bytes; plain autocast keeps every cast."""
-    alive: list[tuple[StorageWeakRef, int]] = []
-
-    class Counts(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            with (
-                torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
-                if not ours
-                else nullcontext()
-            ):
-                loss = self.loss(batch)
-            self.left = sum(nbytes for storage, nbytes in alive if not storage.expired())
-            return loss
-
-        def note(self, tensor: Tensor) -> Tensor:
-            alive.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
-            return tensor
-
-    unpack_or_keep = SavedTensors._pack
-    packed: list[int] = []
-
-    def note_packed(self: SavedTensors, layer: int, tensor: Tensor) -> Any:
-        packed.append(tensor.nbytes)
-        return unpack_or_keep(self, layer, tensor)
-
-    hooks = SavedTensors.hooks
-
-    def note_kept(self: SavedTensors) -> Any:
-        made = hooks(self)
-        inner = made.pack_hook
-
-        def pack(tensor: Tensor) -> Any:
-            result = inner(tensor)
-            if type(result) is tuple:
-                alive.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
-            return result
-
-        made.pack_hook = pack
-        return made
-
-    with mock.patch.object(SavedTensors, "hooks", note_kept), mock.patch.object(SavedTensors, "_pack", note_packed):
-        module = fit(lambda: Counts(Linears()), wide(), superpipeline(k=1) if ours else "auto", **MIXED).module
-    casts = 6 * 128 * 128 * 2
-    if ours:
-        assert module.left < casts / 10
-        assert sum(packed) >= 3 * casts
-    else:
-        assert module.left >= casts
 
 
 def test_casts_are_made_once_between_two_writes() -> None:

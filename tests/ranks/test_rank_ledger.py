@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks.ranks import Ranks
-from sp_lightning.ranks.shared_memory import SharedMemory
 from tests.support.models import Module
 from tests.support.ranks import in_ranks
 from tests.support.runs import fit
@@ -30,26 +28,17 @@ class Wide(Module):
 
 
 def train(**options: Any) -> dict[str, Any]:
-    """Returns what a rank says at the end, with the bytes of memory that it really shares with the others."""
-    shared: dict[str, int] = {}
-    share = Ranks.share
-
-    def noted(self: Ranks, nbytes: int, name: str) -> SharedMemory:
-        shared[name] = shared.get(name, 0) + nbytes
-        return share(self, nbytes, name)
-
-    Ranks.share = noted  # type: ignore[method-assign]
-    try:
-        strategy = SuperpipelineStrategy(k=1)
-        fit(Wide, [torch.ones(2, WIDTH)] * 8, strategy, devices=RANKS, recorded="losses", **options)
-    finally:
-        Ranks.share = share  # type: ignore[method-assign]
-    ledger, stats = strategy.ledger, strategy.stats()
-    passes = {each.what: (each.read / COUNT, each.written / COUNT) for each in ledger.passes}
+    """Returns what a rank says at the end."""
+    strategy = SuperpipelineStrategy(k=1)
+    fit(Wide, [torch.ones(2, WIDTH)] * 8, strategy, devices=RANKS, recorded="losses", **options)
+    ledger = strategy.ledger
     return {
-        "bytes": (ledger.weights, ledger.gradients, ledger.state), "passes": passes, "said": str(ledger),
-        "shared": shared, "stats": stats, "planned": strategy.plan.peak_device_bytes,
-    }  # fmt: skip
+        "bytes": (ledger.weights, ledger.gradients, ledger.state),
+        "passes": {each.what: (each.read / COUNT, each.written / COUNT) for each in ledger.passes},
+        "said": str(ledger),
+        "stats": strategy.stats(),
+        "planned": strategy.plan.peak_device_bytes,
+    }
 
 
 def test_every_rank_counts_the_nodes_memory() -> None:
@@ -62,16 +51,6 @@ def test_every_rank_counts_the_nodes_memory() -> None:
         assert found["passes"]["fetch"] == (2 * 2 * RANKS, 0)
         assert found["passes"]["gradients"] == (0, 4)
         assert "widening" not in found["passes"]
-
-
-@pytest.mark.long("processes that import torch and train")
-def test_what_is_shared_is_what_is_counted() -> None:
-    for found in in_ranks(RANKS, train, accumulate_grad_batches=2):
-        weights, gradients, _ = found["bytes"]
-        assert (weights, gradients) == (4 * COUNT, 4 * COUNT), "nothing is staged"
-        counted = weights + gradients
-        assert counted <= sum(found["shared"].values()) <= 1.2 * counted
-        assert found["passes"]["accumulation"] == (4 * RANKS, 0)
 
 
 def test_every_rank_has_counters_of_its_own() -> None:

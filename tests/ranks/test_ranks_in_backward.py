@@ -17,10 +17,9 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.shared_memory import SharedMemory
-from sp_lightning.updates.background import BackgroundUpdates
 from tests.equality.on_ranks import EveryBatch, seen
 from tests.support.models import Module, Stack, vectors
-from tests.support.ranks import RanksFailed, in_ranks, rank
+from tests.support.ranks import RanksFailed, in_ranks
 from tests.support.runs import assert_equal, fit, fused
 
 pytestmark = pytest.mark.rest("runs of two ranks; test_ranks compares this mode in the first tier")
@@ -148,52 +147,3 @@ def train(make: Any, mode: Any) -> None:
 def test_a_step_that_must_run_as_a_whole_is_refused(mode: str) -> None:
     with pytest.raises(RanksFailed, match=r"one by one, but the optimizer has a parameter of shape \(16,\)"):
         in_ranks(RANKS, train, Foreign, mode)
-
-
-class Fails(Module):
-    """Its backward fails on one rank, after some layers were updated."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-
-    def loss(self, batch: Any) -> Tensor:
-        net: Any = self.net
-        x = net.blocks[0](net.stem(batch))
-        if rank() == 1 and self.trainer.global_step == 1:
-            x.register_hook(self.fail)
-        for block in net.blocks[1:]:
-            x = block(x)
-        return net.head(x).square().mean()  # type: ignore[no-any-return]
-
-    def fail(self, gradient: Tensor) -> None:
-        raise KeyError("in a hook of one rank")
-
-
-def test_a_backward_that_fails_on_one_rank_ends_all() -> None:
-    with pytest.raises(RanksFailed) as caught:
-        in_ranks(RANKS, train, Fails, "backward")
-    first, second = caught.value.errors
-    assert first is not None
-    assert "RankError" in first
-    assert second is not None
-    assert "in a hook of one rank" in second
-
-
-def slow_update(late: bool) -> Any:
-    """Rank 0's updates are late; what rank 1 reads is those weights all the same."""
-    submit = BackgroundUpdates.submit
-
-    def later(self: Any, layer: Any, work: Any, *then: Any) -> None:
-        def update() -> None:
-            sleep(0.05 * (late and rank() == 0))
-            work()
-
-        submit(self, layer, update, *then)
-
-    with mock.patch.object(BackgroundUpdates, "submit", later):
-        strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
-        return seen(fit(fused(lambda: Module(Stack())), vectors(4), strategy, devices=RANKS, recorded="losses"))
-
-
-def test_updates_may_take_their_time() -> None:
-    assert_equal(in_ranks(RANKS, slow_update, True), in_ranks(RANKS, slow_update, False), "late")

@@ -6,21 +6,16 @@ import errno
 import os
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.disk import tier as disk_tier
-from sp_lightning.disk.state_placement import place_state
-from sp_lightning.disk.tier import DiskTier
-from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from tests.equality.on_ranks import InOrder, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import NoBatch, fails, on_disk, without_room
-from tests.support.ranks import Number, RanksFailed, devices, in_ranks, rank, total
+from tests.support.ranks import Number, RanksFailed, devices, in_ranks, total
 from tests.support.runs import assert_equal, fit
 from tests.support.tiers import first
 
@@ -72,20 +67,6 @@ def test_files_are_those_of_a_run_without(ranks: Number, tmp_path: Path) -> None
     assert not [each for each in tmp_path.iterdir() if each.suffix != ".ckpt"]
 
 
-def count_clips(disk: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        without_room(patch)
-        clip = mock.Mock(wraps=torch.nn.utils.clip_grad_norm_)
-        patch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
-        fit(Net, vectors(4), on_disk(Path(disk)), devices=2, gradient_clip_val=0.1)
-    return clip.call_count
-
-
-def test_the_first_rank_clips_for_all(tmp_path: Path) -> None:
-    """Otherwise each rank would have a copy of all gradients of its own."""
-    assert in_ranks(2, count_clips, str(tmp_path)) == [2, 0]
-
-
 # ---------------------------------------------------------------------- host memory
 
 
@@ -115,53 +96,6 @@ def test_without_a_disk_too_little_memory_is_refused_on_each() -> None:
     in_ranks(2, cap, "16GiB")
 
 
-def room(disk: str, held: int) -> list[int | None]:
-    """What host memory leaves for state while the last process holds so many bytes."""
-    memory = torch.ones(held * (rank() == 1), dtype=torch.uint8)
-    place = mock.Mock(wraps=place_state)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_tier, "place_state", place)
-        fit(Net, vectors(4), on_disk(Path(disk), host_memory="4GiB"), devices=2)
-    assert memory.numel() in (0, held)
-    return [arguments[1] for arguments, _ in place.call_args_list]
-
-
-@pytest.mark.rest("the refusal in the first tier counts all processes, too")
-def test_what_other_processes_have_taken_counts(tmp_path: Path) -> None:
-    ((few,), none), ((many,), _) = (in_ranks(2, room, str(tmp_path), held) for held in (0, 2**28))
-    assert none == []
-    assert 0.8 * 2**28 < few - many < 1.2 * 2**28
-
-
-def counted(disk: str) -> tuple[int, int, list[int]]:
-    """The device memory of one rank, what is counted beside state, and what each rank takes for the state's memory."""
-    placed, place, place_in = [], DiskTier.place, OptimizerSteps.place_state
-    told: list[int] = []
-
-    def spy(tier: Any, optimizers: Any, layer_of: Any, still: Any, others: int, *more: int) -> Any:
-        placed.append(others)
-        return place(tier, optimizers, layer_of, still, others, *more)
-
-    def tell(steps: Any) -> int:
-        told.append(place_in(steps))
-        return told[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        without_room(patch)
-        patch.setattr(DiskTier, "place", spy)
-        patch.setattr(OptimizerSteps, "place_state", tell)
-        outcome = fit(Net, vectors(4), on_disk(Path(disk)), devices=2)
-    strategy: Any = outcome.trainer.strategy
-    return strategy.plan.peak_device_bytes, sum(placed) - strategy.ledger.gradients, told
-
-
-@pytest.mark.rest("the refusal in the first tier counts all processes, too")
-def test_layers_on_the_device_of_every_process_count_and_all_know_what_state_takes(tmp_path: Path) -> None:
-    (one, others, (first,)), (_, _, (second,)) = in_ranks(2, counted, str(tmp_path))
-    assert others == 2 * one > 0
-    assert first == second > 0
-
-
 # ---------------------------------------------------------------------- faults
 
 
@@ -186,17 +120,6 @@ def test_a_disk_that_fails_ends_all_ranks_with_its_error(call: str, what: str, o
     assert "rank 0 has failed" in str(second)
     assert "Input/output error" in str(second)
     assert list(tmp_path.iterdir()) == []
-
-
-def begin(disk: str) -> None:
-    fit(Net, vectors(4), SuperpipelineStrategy(disk=disk), devices=2, callbacks=[NoBatch()])
-
-
-@pytest.mark.rest("one device has it in the first tier")
-def test_a_folder_that_is_not_there_is_refused_on_each(tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed) as caught:
-        in_ranks(2, begin, str(tmp_path / "none"))
-    assert all("none" in str(error) for error in caught.value.errors)
 
 
 class Looks(pl.Callback):

@@ -1,4 +1,4 @@
-"""The package's size by folder, its import cycles, and how many tests know its inner names. From the source text alone."""
+"""The package's size by folder, and its import cycles. From the source text alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from pathlib import Path
 import sp_lightning
 
 PACKAGE = Path(sp_lightning.__file__).parent
-TESTS = Path(__file__).parents[1]
 NAME = PACKAGE.name
 CAPABILITIES = {
     "activations", "experts", "ranks", "disk", "gpu_steps", "sharing", "kernels", "tuning", "planner", "comparison",
 }  # fmt: skip
 """The folders that are capabilities, today or in future. All other files are the core."""
-PUBLIC = {NAME, f"{NAME}.pytorch_lightning"}
 MEETING_POINTS = {f"{NAME}.__init__", f"{NAME}._public", f"{NAME}.registry"}
 """The files that import from everywhere by design: the public names, and the registry, which names all capabilities."""
 ROOT = "(root)"
@@ -175,78 +173,6 @@ def between_folders(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
     return dict(found)
 
 
-# ------------------------------------------------------------------ tests
-
-
-@dataclass
-class Knowledge:
-    """Uses of the package's inner names by test files.
-
-    Attributes:
-        files: the number of test files.
-        importing: the number of them that import a file of the package that is not public.
-        imports: the number of imports of such files.
-        patches: calls of ``mock.patch`` that replace something of the package.
-        set_attributes: calls of ``monkeypatch.setattr`` and similar functions that replace something of the package.
-    """
-
-    files: int = 0
-    importing: int = 0
-    imports: int = 0
-    patches: int = 0
-    set_attributes: int = 0
-
-
-def knowledge(tests: Iterable[str]) -> Knowledge:
-    """Counts the uses of inner names in the sources of test files."""
-    found = Knowledge()
-    for source in tests:
-        tree = ast.parse(source)
-        inner = 0
-        ours: set[str] = set()  # the names in this file that stand for something of the package
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                paths = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                paths = [(_file(node.module, alias.name), alias.asname or alias.name) for alias in node.names]
-            else:
-                continue
-            ours |= {name for path, name in paths if path.split(".")[0] == NAME}
-            inner += any(path.split(".")[0] == NAME and path not in PUBLIC for path, _ in paths)
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _replaces(node, ours)]
-        of_mock = sum("monkeypatch" not in ast.unparse(call.func) for call in calls)
-        found.files += 1
-        found.importing += inner > 0
-        found.imports += inner
-        found.patches += of_mock
-        found.set_attributes += len(calls) - of_mock
-    return found
-
-
-def _file(module: str, name: str) -> str:
-    """Returns what ``from module import name`` imports: the module, or the package's own folder or file of that name."""
-    inner = module == NAME and ((PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file())
-    return f"{module}.{name}" if inner else module
-
-
-def _replaces(call: ast.Call, ours: set[str]) -> bool:
-    """Returns True if a call of ``mock.patch`` or ``monkeypatch`` replaces something of the package, its first argument.
-
-    Args:
-        call: any call.
-        ours: the names in the file that stand for something of the package.
-    """
-    name = ast.unparse(call.func)
-    if not call.args or not re.fullmatch(
-        r"(?:\w+\.)?patch(?:\.object|\.dict|\.multiple)?|monkeypatch\.(?:set|del)(?:attr|item)", name
-    ):
-        return False
-    target = call.args[0]
-    if isinstance(target, ast.Constant):
-        return isinstance(target.value, str) and target.value.startswith(f"{NAME}.")
-    return any(isinstance(node, ast.Name) and node.id in ours for node in ast.walk(target))
-
-
 # ------------------------------------------------------------------ report
 
 
@@ -283,11 +209,6 @@ def report() -> Iterator[str]:
         yield f"| {title} | {_cell(of_files)} | {_cell(of_folders)} |"
     for component in of_files + of_folders:
         yield f"\nA component of the last row: {_names(component)}."
-    tests = knowledge(path.read_text() for path in sorted(TESTS.rglob("test_*.py")))
-    yield "\n## Tests\n"
-    yield "| test files | that import inner names | such imports | `mock.patch` of the package | `monkeypatch` of the package |"
-    yield "|---|---|---|---|---|"
-    yield f"| {tests.files} | {tests.importing} | {tests.imports} | {tests.patches} | {tests.set_attributes} |"
 
 
 def _cell(components: list[set[str]]) -> str:

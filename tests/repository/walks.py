@@ -7,7 +7,7 @@ From the root of the repository::
 
     python -m tests.repository.walks
 
-It prints Markdown: the walks, the size of each folder, import cycles, and what tests import (see :mod:`tests.repository.shape`).
+It prints Markdown: the walks, the size of each folder and import cycles (see :mod:`tests.repository.shape`).
 """
 
 from __future__ import annotations

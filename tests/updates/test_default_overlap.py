@@ -16,14 +16,10 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.background_thread import Pieces
-from sp_lightning.device.device import Wait
-from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
-
-BATCHES = 6
 
 
 @pytest.fixture(autouse=True)
@@ -351,39 +347,6 @@ def test_the_most_urgent_work_is_done_first() -> None:
     for _ in range(5):
         pieces.take().work()
     assert done == ["in order", "in order, too", "wanted", "second", "last"]
-
-
-def test_the_layer_that_the_next_forward_needs_first_is_updated_first() -> None:
-    """Updates that did not run during backward, when all are waited for."""
-    updated: list[str] = []
-    submit = BackgroundUpdates.submit
-
-    def noted(self: Any, layer: Any, work: Callable[[], None], *more: Any) -> None:
-        def update() -> None:
-            updated.append(layer.name)
-            work()
-
-        submit(self, layer, update, *more)
-
-    class Waits(Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            updated.append("waits")
-            updates = trainer.strategy._run.engine.updates
-            for layer in list(updates._under_way)[:1]:  # none after the step that has tried
-                updates._device.finish(layer.update, Wait.READ_AFTER_UPDATE)
-            updates.finish()
-
-    with mock.patch.object(BackgroundUpdates, "submit", noted):
-        fit(
-            fused(lambda: Module(Stack())),
-            vectors(),
-            SuperpipelineStrategy(k=1),
-            recorded="losses",
-            callbacks=[Waits()],
-        )
-    last = updated[len(updated) - updated[::-1].index("waits") :]
-    assert last[0] == "net.head", "which was submitted first, and is waited for by name"
-    assert sorted(last) == sorted([*(f"net.blocks.{at}" for at in range(5)), "net.head", "net.stem"])
 
 
 class WithAFlag(Module):

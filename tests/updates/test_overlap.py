@@ -18,14 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device.device import Device
 from sp_lightning.engine.access import Access
-from sp_lightning.engine.clipping import Clipping
-from sp_lightning.layers.host_casts import Casts
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.narrow_gradient import Norms
 from sp_lightning.layers.slots import Slots
 from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.overlapping import at_once, overlapping, plain, run, taken_apart
+from tests.support.overlapping import at_once, overlapping, taken_apart
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
 
@@ -205,33 +202,6 @@ def _gradients_of(module: nn.Module) -> int:
         return sum(each.grad is not None for each in hosts)
 
 
-def test_the_norms_are_measured_while_backward_goes_on() -> None:
-    measured: list[int] = []
-    measure = Clipping.measure
-
-    def noted(self: Clipping, layer: StreamedLayer) -> None:
-        measured.append(layer.index)
-        measure(self, layer)
-
-    options = {"gradient_clip_val": 0.05, "max_epochs": 2}
-    known: list[int] = []
-    total = Norms.total
-
-    def note_total(self: Norms, norms: list[Tensor]) -> Tensor:
-        known.append(sum(not each.ndim for each in norms))
-        return total(self, norms)
-
-    with (
-        mock.patch.object(Clipping, "measure", noted),
-        mock.patch.object(Norms, "total", note_total),
-        mock.patch.object(Device, "later", at_once),
-    ):
-        ours = run("stack", overlapping("forward"), **options)
-    assert measured[:7] == [6, 5, 4, 3, 2, 1, 0]
-    assert known == [24] * 6  # and none twice
-    assert_same(ours, plain("stack", **options))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3,), (1000003,), (517, 1031), (8, 16, 33, 31)])
 def test_norms_and_fused_steps_do_not_depend_on_the_threads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -274,20 +244,3 @@ def test_a_run_that_resumes_runs_fused_again(tmp_path: Path) -> None:
     with taken_apart() as layers:
         fit(make, vectors(), overlapping("forward"), recorded="losses", ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
     assert len(layers) == 3 * 7
-
-
-@pytest.mark.parametrize("mode", ["forward", "backward"])
-def test_weights_that_an_update_has_cast_are_not_cast_again(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the host would come late with the next layer: it casts some milliseconds for each."""
-    casting, refresh = list[str](), Casts.refresh
-
-    def noted(casts: Casts, by: Any = None, **options: Any) -> None:
-        casting.append("host" if by is None else "update")
-        refresh(casts, by, **options)
-
-    monkeypatch.setattr(Casts, "refresh", noted)
-    strategy = overlapping(mode)
-    fit(lambda: Module(Stack()), vectors(), strategy, precision="bf16-mixed", recorded="nothing")
-    layers = len(Stack().blocks) + 2
-    assert casting.count("update") == len(vectors()) * layers
-    assert casting.count("host") == layers  # when training begins
