@@ -8,8 +8,6 @@ first step and run in ``on_train_batch_end``, was lost in the same way.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from tests.support.engine import step, streamed
-from tests.support.models import Module, vectors
+from tests.support.models import vectors
+from tests.support.moments import At
 from tests.support.poison import poisoned
-from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first, some
 
@@ -50,47 +48,30 @@ def scale(kept: Any, kind: str) -> None:
                 (each.data if kind == "data of parameters" else each).mul_(0.9)
 
 
-class Keeps(Module):
+def keeps(kind: str, taken: str, written: str, manual: bool) -> At:
     """Takes weights at one moment of a batch, writes them at another one, and drops them then."""
 
-    def __init__(self, kind: str, taken: str, written: str, manual: bool) -> None:
-        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))))
-        self.kind, self.taken, self.written = kind, taken, written
-        self.automatic_optimization = not manual
-        self.kept: list[Any] = []  # a list, because what is taken may be no attribute that Lightning likes
+    def take(m: At) -> None:
+        if not m.kept:
+            m.kept.append(TAKE[kind]([layer.first.weight for layer in m.net]))
 
-    def at(self, moment: str) -> None:
-        if moment == self.taken and not self.kept:
-            self.kept.append(TAKE[self.kind]([layer[0].weight for layer in self.net]))
-        if moment == self.written and self.kept:
-            scale(self.kept.pop(), self.kind)
+    def write(m: At) -> None:
+        if m.kept:
+            scale(m.kept.pop(), kind)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.at("next batch")
-        self.at("start")
-        loss = self.loss(batch)
-        self.at("after forward")
-        self.at("before backward")
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            self.at("after backward")
-            self.at("before step")
-            optimizer.step()
-            self.at("after step")
-        return loss
-
-    def on_after_backward(self) -> None:
-        if self.automatic_optimization:
-            self.at("after backward")
-            self.at("before step")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.at("batch end")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+    # By moment, what is done there first and second.
+    done = {
+        "start": ((written == "next batch", write), (taken == "start", take)),
+        "after_forward": ((taken == "after forward", take), (written == "before backward", write)),
+        "after_backward": ((taken == "after backward", take), (written == "before step", write)),
+        "after_step": ((written == "after step", write),),
+        "on_train_batch_end": ((written == "batch end", write),),
+    }
+    moments = {moment: [code for now, code in each if now] for moment, each in done.items()}
+    return At(
+        manual=manual,
+        **{moment: lambda m, codes=codes: [code(m) for code in codes] for moment, codes in moments.items() if codes},
+    )
 
 
 WAYS = {
@@ -124,8 +105,8 @@ FIRST = [
 def judge(way: str, precision: Any, **options: Any) -> None:
     """Bitwise equality with plain Lightning, an error where plain has one, or an error that names the weight."""
 
-    def make() -> Module:
-        return Keeps(*WAYS[way])
+    def make() -> At:
+        return keeps(*WAYS[way])
 
     try:
         plain = fit(make, vectors(4), precision=precision)
@@ -186,8 +167,8 @@ def test_on_a_device_of_its_own(way: str) -> None:
 
 @pytest.mark.parametrize("way", FIRST[:4])
 def test_equal_and_not_only_refused(way: str) -> None:
-    def make() -> Module:
-        return Keeps(*WAYS[way])
+    def make() -> At:
+        return keeps(*WAYS[way])
 
     plain = fit(make, vectors(4))
     for options in OPTIONS:
@@ -196,68 +177,50 @@ def test_equal_and_not_only_refused(way: str) -> None:
         assert_same(fit(make, vectors(4), superpipeline(**OPTIONS[0])), plain)
 
 
-class WritesCaptured(Module):
+def writes_in_place(through: str) -> At:
     """Weights are written in place after a forward of the same step, which may be going on on a device.
 
     The write did not wait for the transfers, so the first forward could read weights in the middle of it. Schedule-free
     optimizers' ``train()``, averages that are put back, and evolution strategies write so if they are called in a step.
     """
 
-    automatic_optimization = False
-    through = "optimizer"
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+    def write(m: At) -> None:
         with torch.no_grad():
-            self.seen = self.loss(batch)
-            weights = optimizer.param_groups[0]["params"] if self.through == "optimizer" else self.parameters()
-            for p in weights:
+            m.net(torch.ones(2, 16))
+            for p in m.trainer.optimizers[0].param_groups[0]["params"] if through == "optimizer" else m.parameters():
                 p.add_(0.01)
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+    return At(manual=True, start=write)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("through", ["optimizer", "module"])
 def test_the_hosts_weights_are_not_written_while_a_forward_may_read_them(through: str, options: dict[str, Any]) -> None:
-    def make() -> Module:
-        module = WritesCaptured(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))))
-        module.through = through
-        return module
-
-    plain = fit(make, vectors())
-    assert_same(fit(make, vectors(), superpipeline(**options)), plain)
+    plain = fit(lambda: writes_in_place(through), vectors())
+    assert_same(fit(lambda: writes_in_place(through), vectors(), superpipeline(**options)), plain)
     with simulated():
-        assert_same(fit(make, vectors(), superpipeline(**options)), plain)
+        assert_same(fit(lambda: writes_in_place(through), vectors(), superpipeline(**options)), plain)
 
 
-class Clips(Module):
+def take_once(m: At) -> None:
+    if not m.kept:
+        m.kept.append(list(m.net.parameters()))
+
+
+def clip(m: At) -> None:
     """WGAN: weights are taken lazily, in the first step, and clipped after each batch."""
-
-    mine: Any = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.mine is None:
-            self.mine = [list(self.net.parameters())]
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        for p in self.mine[0]:
-            p.data.clamp_(-0.1, 0.1)
-        torch._foreach_mul_([p.data for p in self.mine[0]], 0.9)
-        with torch.no_grad():
-            self.mine[0][0].add_(self.mine[0][0].grad)
-        assert torch.equal(self.mine[0][0], next(self.net.parameters()))  # it is the weight that modules hold
+    for p in m.kept[0]:
+        p.data.clamp_(-0.1, 0.1)
+    torch._foreach_mul_([p.data for p in m.kept[0]], 0.9)
+    with torch.no_grad():
+        m.kept[0][0].add_(m.kept[0][0].grad)
+    assert torch.equal(m.kept[0][0], next(m.net.parameters()))  # it is the weight that modules hold
 
 
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="the same in mixed precision"))
 def test_parameters_that_were_taken_in_a_step_are_the_hosts_between_steps(precision: Any) -> None:
-    def make() -> Module:
-        return Clips(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))))
+    def make() -> At:
+        return At(start=take_once, on_train_batch_end=clip)
 
     plain = fit(make, vectors(4), precision=precision)
     for options in OPTIONS:
@@ -266,32 +229,35 @@ def test_parameters_that_were_taken_in_a_step_are_the_hosts_between_steps(precis
         assert_same(fit(make, vectors(4), superpipeline(k=1, k_prime=1), precision=precision), plain)
 
 
-class WritesBoth(Keeps):
+def writes_both(m: At) -> None:
     """The host's weight is written through ``.data``, and a view of the device's that was taken before."""
+    if m.kept:
+        m.net[1].first.weight.data.add_(0.1)
+        scale(m.kept.pop(), "data")
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.kept:
-            self.net[1][0].weight.data.add_(0.1)
-            scale(self.kept.pop(), self.kind)
+
+def take_data(m: At) -> None:
+    if not m.kept:
+        m.kept.append(TAKE["data"]([layer.first.weight for layer in m.net]))
 
 
 @pytest.mark.parametrize("resident", [[], ["net.1"]])
 def test_a_weight_that_is_written_in_both_ways_is_refused(resident: list[str]) -> None:
-    with pytest.raises(RuntimeError, match=r"'net\.1\.0\.weight' was written .* on the CPU, and .*kept"):
-        fit(lambda: WritesBoth("data", "start", "", False), vectors(), superpipeline(k=1, keep_on_gpu=resident))
+    with pytest.raises(RuntimeError, match=r"'net\.1\.first\.weight' was written .* on the CPU, and .*kept"):
+        fit(
+            lambda: At(start=take_data, on_train_batch_end=writes_both),
+            vectors(),
+            superpipeline(k=1, keep_on_gpu=resident),
+        )
 
 
 def test_a_long_kept_view_follows_its_weight() -> None:
     """It is read in each batch, and never written."""
 
-    class Reads(Keeps):
-        seen: Any = ()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.seen = (*self.seen, *(view.sum().item() for view in self.kept[0]))
-
-    def make() -> Module:
-        return Reads("data", "start", "", False)
+    def make() -> At:
+        return At(
+            start=take_data, on_train_batch_end=lambda m: m.seen.append([view.sum().item() for view in m.kept[0]])
+        )
 
     plain = fit(make, vectors(4))
     for options in OPTIONS:
@@ -300,23 +266,21 @@ def test_a_long_kept_view_follows_its_weight() -> None:
         assert ours.module.seen == plain.module.seen
 
 
-class _ReadsAfterStep(Module):
+class ReadsAfterStep(At):
     """Reads a view that it took before its own optimizer step, after the step, and after a write of the weight."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))))
-        self.automatic_optimization = False
-        self.seen: list[list[float]] = []
+        super().__init__(manual=True)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
-        weights = [self.net[at][0].weight for at in (0, 2)]
+        weights = [self.net[at].first.weight for at in (0, 2)]
         views = TAKE["view"](weights)
         self.manual_backward(self.loss(batch))
         optimizer.step()
         self.seen.append([view.sum().item() for view in views])
         with torch.no_grad():
-            self.net[0][0].weight.mul_(0.5)
+            self.net[0].first.weight.mul_(0.5)
         self.seen.append([view.sum().item() for view in views])
         optimizer.zero_grad()
 
@@ -324,99 +288,73 @@ class _ReadsAfterStep(Module):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_view_is_read_after_an_optimizer_step_of_user_code(options: dict[str, Any]) -> None:
     """The slots are uploaded again then, and computation has to wait for it."""
-    plain = fit(_ReadsAfterStep, vectors(4))
+    plain = fit(ReadsAfterStep, vectors(4))
     with simulated():
-        ours = fit(_ReadsAfterStep, vectors(4), superpipeline(**options))
+        ours = fit(ReadsAfterStep, vectors(4), superpipeline(**options))
     assert_same(ours, plain)
     assert ours.module.seen == plain.module.seen
 
 
-class _WritesInBackward(Module):
-    """Writes what it has kept in a hook of the first layer, when backward has updated the last one."""
+def writes_in_backward(kind: str, taken: int, written: int) -> At:
+    """Writes a kept view in a hook of the first layer, when backward has updated the last one."""
 
-    def __init__(self, kind: str, taken: int, written: int) -> None:
-        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4))))
-        self.kind, self.batches = kind, (taken, written)
-        self.kept: list[Any] = []
+    def loss(m: At, batch: Tensor) -> Tensor:
+        if m.batch == taken:
+            m.kept.append(TAKE[kind]([m.net[-1].first.weight]))
+        hidden = m.net[0](batch)
+        if m.batch == written:
+            hidden.register_hook(lambda _: scale(m.kept.pop(), kind))
+        return m.net[1:](hidden).square().mean()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx == self.batches[0]:
-            self.kept.append(TAKE[self.kind]([self.net[-1][0].weight]))
-        hidden = self.net[0](batch)
-        if batch_idx == self.batches[1]:
-            hidden.register_hook(lambda _: scale(self.kept.pop(), self.kind))
-        return self.net[1:](hidden).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1, fused=True)
+    return At(loss=loss)
 
 
 @pytest.mark.parametrize("frees", [True, False])
 @pytest.mark.parametrize(("taken", "written"), [(0, 0), (0, 1)])
 @pytest.mark.parametrize("kind", ["data", "detach", "view"])
 @pytest.mark.parametrize("k", [1, 4])
-def test_what_is_written_in_a_backward_that_updates(
-    kind: str, k: int, taken: int, written: int, frees: bool, monkeypatch: pytest.MonkeyPatch
+def test_views_that_are_written_in_a_backward_that_updates(
+    kind: str, k: int, taken: int, written: int, frees: bool
 ) -> None:
-    """It was lost: the update leaves nothing that may have been written, but a view does not end with it.
+    """The write was lost: the update leaves nothing that may have been written, but a view does not end with it.
 
-    The layer is updated after backward then. Where its gradients are to be freed, it is not, and the write is an error.
+    The layer is updated after backward then. Where no hook may read gradients after the step, they are freed in backward, so that
+    the layer cannot be updated later, and the write is an error.
     """
-    collect = OptimizerSteps._collect
-    facts = lambda self: replace(collect(self), read_after_step=not frees)  # noqa: E731
-    monkeypatch.setattr(OptimizerSteps, "_collect", facts)
-    make = lambda: _WritesInBackward(kind, taken, written)  # noqa: E731
-    ours = partial(
-        fit, make, vectors(4), superpipeline(k=k, k_prime=1, optimizer_overlap="backward"), recorded="losses"
-    )
+
+    def run(strategy: Any) -> Any:
+        make = fused(lambda: writes_in_backward(kind, taken, written))
+        return fit(make, vectors(4), strategy, recorded="nothing" if frees else "losses")
+
+    ours = superpipeline(k=k, k_prime=1, optimizer_overlap="backward")
     if frees:
-        refused = r"Parameter 'net\.3\.0\.weight' was written|modified by an inplace operation"
-        with pytest.raises(RuntimeError, match=refused):
-            ours()
+        with pytest.raises(RuntimeError, match=r"'net\.3\.first\.weight' was written|modified by an inplace operation"):
+            run(ours)
     else:
-        assert_same(ours(), fit(make, vectors(4), recorded="losses"))
+        assert_same(run(ours), run("auto"))
 
 
-class _GivesANeighbourMemory(Module):
+def gives_a_neighbour_memory(kind: str, written: str) -> At:
     """Keeps a view of one weight, gives another one of the layer other memory in the same step, and writes the view."""
 
-    def __init__(self, kind: str, written: str) -> None:
-        super().__init__(
-            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4)))
-        )
-        self.kind, self.written = kind, written
-        self.kept: list[Any] = []
-
-    def at(self, moment: str) -> None:
-        if moment == self.written and self.kept:
-            scale(self.kept.pop(), self.kind)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            one, other = self.net[1][0].weight, self.net[1][2].weight
-            self.kept.append(TAKE[self.kind]([other]))
+    def give(m: At) -> None:
+        if m.batch == 1:
+            one, other = m.net[1].first.weight, m.net[1].second.weight
+            m.kept.append(TAKE[kind]([other]))
             one.data = one.data * 0.5
-        return self.loss(batch)
 
-    def on_after_backward(self) -> None:
-        self.at("after backward")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.at("batch end")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.1)
+    return At(start=give, **{written: lambda m: m.kept and scale(m.kept.pop(), kind)})
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("written", ["after backward", "batch end"])
+@pytest.mark.parametrize("written", ["after_backward", "on_train_batch_end"])
 @pytest.mark.parametrize("kind", ["data", "detach"])
 def test_a_view_whose_layer_has_left_its_memory_is_not_written(
     kind: str, written: str, options: dict[str, Any]
 ) -> None:
     """The layer leaves its slot as one of its weights is given other memory; a write to the slot was lost."""
-    with pytest.raises(RuntimeError, match=r"Parameter 'net\.1\.2\.weight' was written through an old view"):
-        fit(lambda: _GivesANeighbourMemory(kind, written), vectors(4), superpipeline(**options))
+    with pytest.raises(RuntimeError, match=r"Parameter 'net\.1\.second\.weight' was written through an old view"):
+        fit(lambda: gives_a_neighbour_memory(kind, written), vectors(4), superpipeline(**options))
 
 
 def test_an_extra_slot_is_not_freed_while_a_layer_comes_to_it() -> None:

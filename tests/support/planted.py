@@ -16,8 +16,8 @@ from lightning.pytorch import callbacks
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from tests.support.data_writes import WritesUnseen
 from tests.support.models import Module, Stack, vectors
+from tests.support.moments import At
 from tests.support.runs import loader
 
 
@@ -54,8 +54,9 @@ class Configured(Module):
         super().__init__(Stack(depth))
 
 
-def writes_unseen() -> WritesUnseen:
-    return WritesUnseen("reference")
+def writes_unseen() -> At:
+    """Writes a weight through a reference from before the run, of which torch shows no sign."""
+    return At(init=lambda m: m.kept.append(m.net[1].second.weight), after_forward=lambda m: m.kept[0].data.mul_(0.5))
 
 
 class ReadsByAddress(Module):
