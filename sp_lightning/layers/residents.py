@@ -56,9 +56,9 @@ class Residents:
         if not group.stale or self._is_compared:
             self.take_back_writes()
         weights, staged = self._source.stage(layer)
-        if self._slot.stale:
-            # User code has given a host parameter other memory (param.data = other). Graphs that have saved views of the present
-            # device memory keep that memory, as with plain autograd.
+        if self._slot.stale or self._slot.lease.moved:
+            # User code has given a host parameter other memory (param.data = other), and graphs that have saved views of the
+            # present device memory keep that memory, as with plain autograd. Or share_memory_ has moved the parameters.
             self._take_memory()
         memory = self._slot.memory
         self._device.access(memory, Stream.COMPUTE, write=False)
@@ -131,9 +131,10 @@ class Residents:
     def _take_memory(self) -> None:
         """Allocates new memory on the device, and makes the device parameters views of it.
 
-        Called by ``__init__``. Later only if user code has given a parameter other memory (``param.data = other``), on the host
-        (:meth:`refresh`) or on the device (:meth:`take_back_writes`): graphs may have saved views of the old memory, and have to
-        keep the old values, as with plain autograd. An upload to the old memory would change these values.
+        Called by ``__init__``. Later only if ``share_memory_`` has moved the parameters, or if user code has given one of them
+        other memory (``param.data = other``), on the host (:meth:`refresh`) or on the device (:meth:`take_back_writes`): graphs
+        may have saved views of the old memory, and have to keep the old values, as with plain autograd. An upload to the old
+        memory would change these values.
         """
         self._writes.resident_storages.discard(self.address)
         if self.layer.guard is not None:
