@@ -106,24 +106,14 @@ def test_the_real_shapes_have_the_real_sizes() -> None:
 
 
 def test_a_row_of_the_page_on_cards_is_predicted(tmp_path: Path) -> None:
-    size = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "vocab_size": 256,
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **size})
-    )
-    case = cards.Case(
-        str(tmp_path / "config.json"), "all", f"--tokens 64 --gradient-checkpointing {cards._CLIP}", "how"
-    )
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, **size}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = f"--tokens 64 --gradient-checkpointing {cards._CLIP}"
+    case = cards.Case(str(tmp_path / "config.json"), "all", options, "how")
     name, gpu, cpu, seconds, share, how = cards.cells(case, cards.CARDS["24"])
-    assert (name, how) == ("config, all", "how")
-    assert gpu.endswith("GiB")
-    assert cpu.endswith("GiB")
-    assert 0 < float(seconds.removesuffix(" s")) < 1
+    assert (name, how) == ("config, all", "how; plain Lightning fits, too, and is faster")
+    assert (gpu.split()[1], cpu.split()[1], seconds.split()[1]) == ("GiB", "GiB", "s")
     assert 0 < float(share) <= 1
     assert f"`{cards.COMMAND}`" in cards.PAGE.read_text()
 
