@@ -125,6 +125,7 @@ def test_one_module_on_two_trainers(fits: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "whole", first([True, False], False, why="seconds of compilation"), ids=["LightningModule", "layers"]
 )
+@pytest.mark.filterwarnings("ignore:Code that torch.compile compiles calls layers")
 def test_compiled(whole: bool, tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
         torch.compiler.reset()
