@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Stream
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from tests.support.models import Module
 from tests.support.ranks import Number, RanksFailed, devices, in_ranks, rank, total
 from tests.support.runs import fit
-from tests.support.simdevice import SimDevice, simulated
+from tests.support.simdevice import simulated
 
 pytestmark = pytest.mark.rest("runs of several ranks on simulated devices, to count memory")
 
@@ -83,37 +81,3 @@ def test_a_budget_without_room_for_sums_is_refused_before_any_batch() -> None:
     budget = make_plan(find_layers(Tower(shuffles=False)), k=1, k_prime=1).peak_device_bytes
     with pytest.raises(RanksFailed, match=r"gpu_memory=.* there are .* The least is"):
         in_ranks(RANKS, train, False, budget)
-
-
-def lands(**options: Any) -> tuple[int, int]:
-    """Returns how many copies of gradients have gone to page-locked memory of the host, and how many elsewhere."""
-    locked: list[tuple[int, int]] = []
-    counts = [0, 0]
-    pin, copy = SimDevice.pin, SimDevice.copy
-
-    def noted_pin(self: SimDevice, memory: Tensor) -> bool:
-        locked.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
-        return pin(self, memory)
-
-    def noted_copy(self: SimDevice, targets: Any, sources: Any, stream: Stream, **more: Any) -> None:
-        for target in targets if stream is Stream.DOWNLOAD else ():
-            counts[not any(begin <= target.data_ptr() < end for begin, end in locked)] += 1
-        copy(self, targets, sources, stream, **more)
-
-    with (
-        simulated() as made,
-        mock.patch.object(SimDevice, "pin", noted_pin),
-        mock.patch.object(SimDevice, "copy", noted_copy),
-    ):
-        strategy = SuperpipelineStrategy(k=1, k_prime=1, **options)
-        batches = [torch.ones(1, WIDTH)] * 2 * RANKS
-        fit(lambda: Module(Tower(shuffles=False)), batches, strategy, devices=RANKS, recorded="losses")
-    assert not made[0].pinned, "all locks are released in the end"
-    return counts[0], counts[1]
-
-
-@pytest.mark.parametrize("overlap", ["off", "backward"])
-def test_gradients_come_to_memory_that_is_page_locked(overlap: Any) -> None:
-    for there, elsewhere in in_ranks(RANKS, lands, optimizer_overlap=overlap):
-        assert there
-        assert not elsewhere

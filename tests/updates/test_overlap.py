@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.device.device import Device
-from sp_lightning.engine.access import Access
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.slots import Slots
 from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.overlapping import at_once, overlapping, taken_apart
@@ -140,42 +138,6 @@ def test_a_layer_whose_other_backward_is_to_come_is_not_updated_yet() -> None:
 
 
 # ---------------------------------------------------------------------- what runs where
-
-
-def test_updates_run_under_the_next_forward_and_each_fetch_waits_for_its_own() -> None:
-    """On the simulated device, where updates are done as late as somebody waits for them."""
-    happened: list[str] = []
-    submit, fetch, enter = BackgroundUpdates.submit, Slots.fetch, Access.enter
-
-    def note_submit(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
-        def noted() -> None:
-            happened.append(f"update {layer.index}")
-            work()
-
-        submit(self, layer, noted, *then)
-
-    def note_fetch(self: Slots, transfer: Any) -> None:
-        happened.extend(f"fetch {layer.index}" for layer, *_ in transfer)
-        fetch(self, transfer)
-
-    def note_enter(self: Access, visits: Any, inputs: Any) -> Any:
-        entered = enter(self, visits, inputs)
-        happened.extend(f"forward {layer.index}" for layer in entered)
-        return entered
-
-    with (
-        simulated(),
-        mock.patch.object(BackgroundUpdates, "submit", note_submit),
-        mock.patch.object(Slots, "fetch", note_fetch),
-        mock.patch.object(Access, "enter", note_enter),
-    ):
-        fit(lambda: Module(Stack()), vectors()[:2], overlapping("forward"), recorded="losses")
-    first = happened.index("update 0")
-    assert happened[first : first + 9] == [
-        *("update 0", "fetch 0", "forward 0"),
-        *("update 1", "fetch 1", "forward 1"),
-        *("update 2", "fetch 2", "forward 2"),
-    ]
 
 
 def test_early_updates_run_under_backward_and_free_their_gradients() -> None:
