@@ -442,7 +442,7 @@ def outputs(options: Any, callbacks: Sequence[Any] = (), *, each_epoch: bool) ->
     }
 
 
-def prepare(options: Any) -> None:
+def prepare(options: Any, precision: str = "bf16-mixed") -> None:
     """Chooses the precision and the threads, seeds, and leaves out warnings that do not matter here.
 
     On a CPU, default models run in one thread and in float32. Their operators are small, and several threads mostly wait for each
@@ -456,7 +456,7 @@ def prepare(options: Any) -> None:
     if options.model is None and on_cpu:
         torch.set_num_threads(1)
         options.precision = options.precision or "32-true"
-    options.precision = options.precision or "bf16-mixed"
+    options.precision = options.precision or precision
     # The newest transformers have another name for gradient_checkpointing_enable. Small data need no workers.
     ignored = "gradient_checkpointing_enable|does not have many workers|Checkpoint directory|number of training batches"
     warnings.filterwarnings("ignore", message=f".*({ignored})")

@@ -44,7 +44,8 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     add("--new-tokens", type=int, default=64, help="per prompt, at most (%(default)s)")
     add("--temperature", type=float, default=0.0, help="of sampling, for example 0.7 (0: the most likely token)")
     add("--top-p", type=float, default=1.0, help="of sampling (%(default)s)")
-    add("--precision", default="bf16-true", choices=["bf16-true", "32-true"], help="(%(default)s)")
+    precision = "(bf16-true; 32-true for the default model on a CPU)"
+    add("--precision", choices=["bf16-true", "32-true"], help=precision)
     add("--resume", action="store_true", help="continue --output of an interrupted run with the same options")
     common.add_run_options(parser, "generate_llm.jsonl")
     options = common.read_options(parser, argv)
@@ -172,7 +173,7 @@ def load_model(options: Any, config: Any) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
-    common.prepare(options)
+    common.prepare(options, "bf16-true")
     with common.errors_in_the_input(options):  # before any work
         # Other options: keep_on_gpu, k, disk, ... (examples/guide/options.md)
         ours = SuperpipelineStrategy(gpu_memory=options.gpu_memory)
@@ -202,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return DataLoader(rows, options.batch_size, collate_fn=list)
 
     if options.dial:
-        prompts = batches((rows * 10 * options.batch_size)[: 10 * options.batch_size])
-        print(common.measure(options, make_module, prompts, predict=True))
+        prompts = batches((rows * 5 * options.batch_size)[: 5 * options.batch_size])
+        print(common.measure(options, make_module, prompts, predict=True, steps=5))
         return
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text("".join(line + "\n" for line in done), encoding="utf-8")
