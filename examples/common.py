@@ -69,6 +69,9 @@ def training_options(
     add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True, help="the model's own (on)")
     precision = "(bf16-mixed; 32-true for the default model on a CPU)"
     add("--precision", choices=["bf16-mixed", "bf16-true", "32-true"], help=precision)
+    add("--gradient-clip", type=float, default=1.0, help="norm that gradients are clipped to; 0: none (%(default)s)")
+    overlap = 'when the CPU updates weights; "backward" also frees gradients early, without clipping (auto)'
+    add("--optimizer-overlap", choices=["auto", "backward", "forward", "off"], default="auto", help=overlap)
     add("--workers", type=int, default=0, help="processes that read data (%(default)s)")
     add("--resume", nargs="?", const="", metavar="FILE", help="last.ckpt of a run with the same options (of --output)")
     add_run_options(parser, name)
@@ -80,7 +83,11 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None = N
     options: Any = parser.parse_args(argv)
     options.error = parser.error
     for name, value in vars(options).items():
-        if type(value) in (int, float) and value <= 0 and name not in ("seed", "workers", "aux", "temperature"):
+        if (
+            type(value) in (int, float)
+            and value <= 0
+            and name not in ("seed", "workers", "aux", "temperature", "gradient_clip")
+        ):
             parser.error(f"--{name.replace('_', '-')} {value}: expected a number above 0")
     if (getattr(options, "ema", None) or 0) >= 1:
         parser.error(f"--ema {options.ema}: expected a decay between 0 and 1. For example: --ema 0.999")
@@ -466,7 +473,7 @@ def prepare(options: Any, precision: str = "bf16-mixed") -> None:
 def settings(options: Any) -> dict[str, Any]:
     """Arguments of the trainer that change numbers, also for ``measure``."""
     names = ("accelerator", "precision", "accumulate_grad_batches")
-    return {**{name: getattr(options, name, 1) for name in names}, "gradient_clip_val": 1.0}
+    return {**{name: getattr(options, name, 1) for name in names}, "gradient_clip_val": options.gradient_clip or None}
 
 
 def measure(options: Any, make_module: Any, data: Any, **more: Any) -> Any:

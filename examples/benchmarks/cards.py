@@ -68,7 +68,6 @@ _LLM = "--tokens 4096 --gradient-checkpointing"
 _FOUR, _CLIP = "--batch-size 4", "--gradient-clip norm"
 _LORA = f"--lora 16 --gradient-checkpointing {_CLIP}"
 _TRUE, _BACKWARD = "--precision bf16-true", "--optimizer-overlap backward"
-_OWN = '`SuperpipelineStrategy(optimizer_overlap="backward")`, no `gradient_clip_val`'
 
 
 def _llm(model: str, more: str = "") -> str:
@@ -83,13 +82,20 @@ _FLUX = Case("shapes/flux-dev", "LoRA, 1 image of 1024²", _LORA, _image("black-
 _LLAMA_LORA = Case(
     "shapes/llama-3-8b.json", "LoRA", f"{_LLM} {_LORA}", _llm("meta-llama/Llama-3.1-8B-Instruct", " --lora 16")
 )
+_UNCLIPPED = f" {_TRUE} {_BACKWARD} --gradient-clip 0"
 _OTHER = "your own LightningModule ([guide](diffusion.md))"
 _ALL_16, _ABOVE = "all weights, `bf16-true`", "`finetune_llm.py`, as above"
 
 CASES: dict[str, tuple[Case, ...]] = {
     "24": (
-        Case("shapes/llama-3-8b.json", f'{_ALL_16}, `"backward"`', f"{_LLM} {_TRUE} {_BACKWARD}", _OWN),
-        Case("shapes/llama-3.2-3b.json", "all weights, `bf16-mixed`", _LLM, '`SuperpipelineStrategy()`, no `gradient_clip_val`'),
+        Case(
+            "shapes/llama-3-8b.json", f'{_ALL_16}, `"backward"`', f"{_LLM} {_TRUE} {_BACKWARD}",
+            _llm("meta-llama/Llama-3.1-8B-Instruct", _UNCLIPPED),
+        ),
+        Case(
+            "shapes/llama-3.2-3b.json", "all weights, `bf16-mixed`", _LLM,
+            _llm("meta-llama/Llama-3.2-3B", " --gradient-clip 0"),
+        ),
         Case(
             "shapes/llama-3.2-3b.json", "the same, clipped by norm", f"{_LLM} {_CLIP}", _llm("meta-llama/Llama-3.2-3B")
         ),
@@ -108,7 +114,10 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "16": (
-        Case("shapes/llama-3.2-3b.json", f'{_ALL_16}, `"backward"`', f"{_LLM} {_TRUE} {_BACKWARD}", _OWN),
+        Case(
+            "shapes/llama-3.2-3b.json", f'{_ALL_16}, `"backward"`', f"{_LLM} {_TRUE} {_BACKWARD}",
+            _llm("meta-llama/Llama-3.2-3B", _UNCLIPPED),
+        ),
         _LLAMA_LORA,
         _FLUX,
         Case(
