@@ -256,7 +256,7 @@ class UnitModes:
             mode = "offload"  # found since the step has begun
         if mode == "offload" and not call.at_once:
             room = self.ring.free_bytes  # compared with the bytes that the last step's calls of the unit have saved
-            call.offloads = all(each.saved <= room for each in self.calls if each.unit == unit)
+            call.offloads = all(each.moved <= room for each in self.calls if each.unit == unit)
             if not call.offloads and unfit:
                 self.offload.warn(unit, "stay on the GPU")
             elif not call.offloads:
@@ -311,7 +311,7 @@ class UnitModes:
     def _end_forward(self) -> None:
         """Records the calls of a forward. Called when a unit is called after the forward's backward, or the step has ended."""
         if self._forward:
-            calls = tuple(Call(call.unit, call.saved, call.inputs) for call in self._forward)
+            calls = tuple(Call(call.unit, call.saved, call.inputs, call.small) for call in self._forward)
             if not self._counts or sum(call.saved for call in calls) > sum(call.saved for call in self.calls):
                 self.calls = calls
             self._counts.append(len(self._forward))

@@ -72,6 +72,7 @@ class Headroom:
         used: True after autograd has saved a tensor.
         evicted_bytes: bytes of activations that were offloaded.
         most_kept: the most bytes of activations that one step has saved.
+        lacks: True if memory was short because of activations that are too small to be offloaded.
     """
 
     def __init__(self, offload: Offload, left: Callable[[Callable[[], int]], int], reserve: int) -> None:
@@ -88,13 +89,15 @@ class Headroom:
         self.used = False
         self.evicted_bytes = 0
         self.most_kept = 0
+        self.lacks = False
+        self._small_bytes = 0  # bytes of the small activations that this step has saved
 
     # ------------------------------------------------------------------ forward
 
     def begin(self) -> None:
         """Called when a training step begins. Activations of earlier steps are not offloaded any more."""
         self._kept.clear()
-        self._credit = self._step_bytes = self._before_layer = 0
+        self._credit = self._step_bytes = self._before_layer = self._small_bytes = 0
 
     def before(self, name: str, row: int, shapes: Iterable[Sequence[int]], inputs: Any) -> None:
         """Makes room for a layer's forward. Tensors that are saved from now on count for this layer call.
@@ -119,12 +122,17 @@ class Headroom:
         Counts the tensor, and may offload older ones to make room.
         """
         self.used = True
+        if not self._offload.can_be_offloaded(tensor, small=True):
+            return None
+        nbytes = self._offload.count(tensor, small=True)
+        self._step_bytes += nbytes
+        self.most_kept = max(self.most_kept, self._step_bytes)
         if not self._offload.can_be_offloaded(tensor):
+            self._small_bytes += nbytes
+            self._spend(nbytes, self._reserve + self._usual)
             return None
         kept = Kept(tensor, self._call, self)
         self._kept.append(weakref.ref(kept))
-        self._step_bytes += self._offload.count(tensor)
-        self.most_kept = max(self.most_kept, self._step_bytes)
         self._spend(tensor.untyped_storage().nbytes(), self._reserve + self._usual)
         return kept
 
@@ -170,6 +178,7 @@ class Headroom:
                 if not self._evict(needed - left):
                     break
                 left = self._left(self._count_kept)
+            self.lacks |= 0 < needed - left <= self._small_bytes
             self._credit = max(0, left - needed) // _LOOK
 
     def _evict(self, nbytes: int) -> bool:
@@ -191,13 +200,13 @@ class Headroom:
         return room
 
     def _count_kept(self) -> int:
-        """Returns the bytes of the storages that are kept now."""
+        """Returns the bytes of the storages that are kept now. Small ones count until the step ends."""
         storages = {}
         for each in self._kept:
             if (kept := each()) is not None and kept.tensor is not None:
                 storage = kept.tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+        return sum(storages.values()) + self._small_bytes
 
 
 def _widest(shapes: Iterable[Sequence[int]], inputs: Any) -> int:

@@ -131,6 +131,7 @@ class UnitCall:
         offloads: True if the activations of this call are offloaded.
         storages: the offloaded storages, the oldest first.
         saved: bytes of the storages that this call was the first to save, offloaded or not.
+        small: the bytes of ``saved`` in small storages. They are counted only if :attr:`Offload.counts_small` is True.
         inputs: bytes of the storages that this call was the first to take as arguments.
         in_backward: a function to call once when the call's backward begins; None for no function.
     """
@@ -142,6 +143,7 @@ class UnitCall:
     offloads: bool = False
     storages: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     saved: int = 0
+    small: int = 0
     inputs: int = 0
     in_backward: Callable[[], None] | None = None
 
@@ -163,6 +165,7 @@ class Offload:
         ring: as given.
         lock: guards the tables of storages.
         active: True after the first unit's call has begun. Before, :meth:`store` offloads nothing.
+        counts_small: True while small storages are counted, too, for the choice of modes. They are never offloaded.
         offloaded_bytes, uploaded_bytes: bytes copied to the host, and back.
         buffers: the addresses of the storages of the module's buffers. These storages stay on the device.
     """
@@ -191,7 +194,7 @@ class Offload:
         self._returned_once: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._saved: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as saved
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
-        self.active = False
+        self.active = self.counts_small = False
         self.buffers: Set[int] = frozenset()
         self.offloaded_bytes = 0
         self.uploaded_bytes = 0
@@ -217,7 +220,9 @@ class Offload:
         outer = self.call
         self.active = True
         with self.lock:
-            call.inputs = sum(count_once(each, self._given) for each in given if isinstance(each, Tensor))
+            call.inputs = sum(
+                count_once(each, self._given, small=self.counts_small) for each in given if isinstance(each, Tensor)
+            )
             self._in_flight.append([])
         self._calls.call = call
         return outer
@@ -240,6 +245,9 @@ class Offload:
         """
         call = self.call
         if call is None or not self.can_be_offloaded(tensor):
+            if call is not None and self.counts_small and self.can_be_offloaded(tensor, small=True):
+                nbytes = self.count(tensor, small=True)
+                call.saved, call.small = call.saved + nbytes, call.small + nbytes
             return None
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             call.saved += count_once(tensor, self._saved)
@@ -253,10 +261,10 @@ class Offload:
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             return self._refer(tensor, call, offloads=True)
 
-    def count(self, tensor: Tensor) -> int:
-        """Counts a saved tensor's storage. Returns its bytes; 0 if it is small or was counted before in this step."""
+    def count(self, tensor: Tensor, *, small: bool = False) -> int:
+        """Counts a saved tensor's storage. Returns its bytes; 0 if it was counted before in this step, or is small."""
         with self.lock:
-            return count_once(tensor, self._saved)
+            return count_once(tensor, self._saved, small=small)
 
     def _refer(self, tensor: Tensor, call: UnitCall, *, offloads: bool) -> SavedReference | None:
         """Returns the reference of a tensor whose storage is offloaded; None if the tensor stays on the device.
@@ -276,8 +284,10 @@ class Offload:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         return SavedReference(storage, tensor._version, offset, tensor.dtype, tensor.shape, tensor.stride())
 
-    def can_be_offloaded(self, tensor: Tensor) -> bool:
-        """Returns True for a plain view of a large storage on the device, if the storage need not stay on the device.
+    def can_be_offloaded(self, tensor: Tensor, *, small: bool = False) -> bool:
+        """Returns True for a plain view of a storage on the device, if the storage need not stay on the device.
+
+        Storages that are not worth a copy are left out, except with ``small``.
 
         A graph's tensor is built again from its storage, dtype, shape and strides. This would lose the class of a subclass, and
         the bits of a conjugate or negative view.
@@ -285,7 +295,7 @@ class Offload:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return False
         storage = tensor.untyped_storage()
-        if is_small(storage.nbytes()) or tensor.device != self._device.device:
+        if (not small and is_small(storage.nbytes())) or tensor.device != self._device.device:
             return False
         if storage.data_ptr() in self._device_storages or storage.data_ptr() in self.buffers:
             return False

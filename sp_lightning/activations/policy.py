@@ -32,11 +32,18 @@ class Call:
         unit: the unit's name.
         saved: bytes that autograd saves in the call.
         inputs: bytes of the call's arguments. ``"recompute"`` keeps only these.
+        small: the bytes of ``saved`` in small storages, which are never offloaded.
     """
 
     unit: str
     saved: int
     inputs: int
+    small: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Bytes that ``"offload"`` copies to the host."""
+        return self.saved - self.small
 
 
 def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, Mode]:
@@ -112,19 +119,16 @@ def peak_bytes(calls: Sequence[Call], modes: Modes) -> int:
     last = len(calls) - EXEMPT
     offloaded = [modes[call.unit] == "offload" and at < last for at, call in enumerate(calls)]
     kept = [call.inputs if modes[call.unit] == "recompute" else call.saved for call in calls]
+    kept = [call.small if away else nbytes for call, nbytes, away in zip(calls, kept, offloaded, strict=True)]
     peak = held = 0
     in_flight = 0  # bytes of the previous call, whose copy to the host is complete when the present call has returned
     for at, call in enumerate(calls):
         peak = max(peak, held + in_flight + call.saved)
-        if offloaded[at]:
-            in_flight = call.saved
-        else:
-            in_flight = 0
-            held += kept[at]
+        in_flight = call.moved if offloaded[at] else 0
+        held += kept[at]
     for at in reversed(range(len(calls))):  # in the backward of a call, activations of the previous call are uploaded
-        in_flight = calls[at - 1].saved if at and offloaded[at - 1] else 0
-        if not offloaded[at]:
-            held -= kept[at]
+        in_flight = calls[at - 1].moved if at and offloaded[at - 1] else 0
+        held -= kept[at]
         peak = max(peak, held + calls[at].saved + in_flight)
     return peak
 
@@ -136,4 +140,10 @@ def least_bytes(calls: Sequence[Call]) -> int:
 
 def scaled(calls: Iterable[Call], factor: float) -> tuple[Call, ...]:
     """Returns the calls of a batch that is ``factor`` times as large."""
-    return tuple(Call(call.unit, int(call.saved * factor), int(call.inputs * factor)) for call in calls)
+    sizes = (tuple(int(factor * size) for size in (call.saved, call.inputs, call.small)) for call in calls)
+    return tuple(Call(call.unit, *each) for call, each in zip(calls, sizes, strict=True))
+
+
+def offloaded_bytes(calls: Sequence[Call], modes: Modes) -> int:
+    """Returns the bytes of activations in host memory between forward and backward."""
+    return sum(call.moved for call in calls[:-EXEMPT] if modes[call.unit] == "offload")

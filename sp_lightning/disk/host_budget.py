@@ -122,9 +122,14 @@ class LimitedMemory(HostBudget):
         if taken + total <= given - _LEAST_MARGIN:
             return super().too_little(total, room, parts)
         enough = enough_bytes(_with_margin(taken + total, disk=False) + _DIFFERS)
+        # With a disk, a window of layers and the buffers of transfers stay in memory. If less than half would fit, they may not.
+        disk = ""
+        if 2 * (given - _margin(given) - taken) >= total:
+            disk = (
+                f' Or store the rest on a disk: SuperpipelineStrategy(disk="/scratch", host_memory={as_option(given)}).'
+            )
         return (
             f"host_memory={as_option(given)} is too little: {human_bytes(taken + total + _LEAST_MARGIN)} are needed "
             f"({human_bytes(taken)} taken already, {parts}, {human_bytes(_LEAST_MARGIN)} for batches). "
-            f'host_memory="{enough}" is enough. Or store the rest on a disk: '
-            f'SuperpipelineStrategy(disk="/scratch", host_memory={as_option(given)}).'
+            f'host_memory="{enough}" is enough.{disk}'
         )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sp_lightning.device.timeline import LABELS, Interval, Kind, name_of
-from sp_lightning.plan.units import human_bytes
 
 COLORS: dict[Kind, str] = {
     "fetch": "#0b6e99",
@@ -33,25 +32,8 @@ _LANE: dict[Kind, float] = {
 }  # fmt: skip
 _PARTS = (12, 100)
 """The fewest and the most parts into which a batch is divided. The right panel enlarges one part, about the time of a layer."""
-_FEWEST_MARKS = 4
-_MOST_MARKS = 12
-"""The fewest numbers on a logarithmic axis, and about the highest number of them."""
 _MOST_NAMES = 40
 """About the highest number of layers whose names are shown beside the axis."""
-
-
-class Point(NamedTuple):
-    """Device memory (bytes) and time (seconds per batch) of one choice of k and k'."""
-
-    k: int
-    k_prime: int
-    nbytes: float
-    seconds: float
-
-    @property
-    def gib(self) -> float:
-        """The device memory in GiB, the unit of the axis."""
-        return self.nbytes / 2**30
 
 
 class DialPoint(NamedTuple):
@@ -153,49 +135,6 @@ def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
     return begin, begin + length
 
 
-def draw_windows(points: Sequence[Point], limit: float | None, path: Path, title: str) -> None:
-    """Draws predicted seconds against device memory, for a range of k and k'.
-
-    Args:
-        points: the choices of k and k'. The choices with the same k' are joined by a line.
-        limit: bytes of device memory; None for no limit.
-        path: the PNG, PDF or SVG to write.
-        title: the line above the picture.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    pyplot = require_matplotlib()
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    series = sorted({each.k_prime for each in points})
-    for k_prime, color in zip(series, [*COLORS.values()] * len(series), strict=False):
-        mine = [each for each in points if each.k_prime == k_prime]
-        axes.plot(
-            [p.gib for p in mine], [p.seconds for p in mine], "o-", color=color, alpha=0.7, label=f"k' = {k_prime}"
-        )
-        for point in mine:
-            # Of the points with one k, only the highest has its number above it, so that fewer numbers overlap.
-            highest = max((p for p in points if p.k == point.k), key=lambda p: (p.seconds, p.k_prime))
-            offset, vertical = ((0, 6), "bottom") if point is highest else ((0, -6), "top")
-            axes.annotate(
-                str(point.k), (point.gib, point.seconds), offset, textcoords="offset points", ha="center", va=vertical,
-                fontsize=8, color=color,
-            )  # fmt: skip
-    if limit is not None:
-        axes.axvline(limit / 2**30, color=COLORS["backward"], linestyle="--", label=f"{human_bytes(limit)} available")
-    axes.legend(frameon=False, title="beside each point: k", title_fontsize=8)
-    axes.set_xlabel("GPU memory, GiB")
-    axes.set_ylabel("predicted seconds per batch")
-    axes.set_ylim(0, 1.15 * max(each.seconds for each in points))
-    _mark_sizes(axes)
-    axes.set_title(title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.canvas.draw()  # first: only after it texts have their final extents
-    _keep_readable(axes.texts)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def draw_measured(panels: Mapping[str, Sequence[DialPoint]], path: Path) -> None:
     """Draws measured seconds against device memory, a panel for each model, a named point for each run.
 
@@ -227,26 +166,3 @@ def draw_measured(panels: Mapping[str, Sequence[DialPoint]], path: Path) -> None
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _keep_readable(texts: Iterable[Any]) -> None:
-    """Removes each text that overlaps an earlier one."""
-    shown: list[Any] = []
-    for text in list(texts):
-        extent = text.get_window_extent()
-        if any(extent.overlaps(each) for each in shown):
-            text.remove()
-        else:
-            shown.append(extent)
-
-
-def _mark_sizes(axes: Any) -> None:
-    """Makes the memory axis logarithmic if it then has enough numbers to be read."""
-    low, high = axes.get_xlim()
-    marks = [each * 2.0**power for power in range(-30, 20) for each in (1, 1.5)]
-    marks = [each for each in marks if max(low, 0) <= each <= high]
-    if len(marks) >= _FEWEST_MARKS:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(marks[:: 1 + len(marks) // _MOST_MARKS], minor=False)
-        axes.set_xticks([], minor=True)
-        axes.xaxis.set_major_formatter("{x:g}")

@@ -33,7 +33,7 @@ HABITS = {
     "offload_type": _OFFLOADED, "offload_optimizer": _HOST_STEPS, "offload_optimizer_device": _HOST_STEPS,
     "blocks_to_swap": _K, "num_blocks": _K, "num_blocks_per_group": _K, "num_layers_on_gpu": _STAY, "layers_on_gpu": _STAY,
     "n_gpu_layers": _STAY, "num_gpu_layers": _STAY,
-    "prefetch": _K_PRIME, "num_prefetch": _K_PRIME, "use_stream": _K_PRIME, "layers_per_copy": _K_PRIME,
+    "k'": _K_PRIME, "prefetch": _K_PRIME, "num_prefetch": _K_PRIME, "use_stream": _K_PRIME, "layers_per_copy": _K_PRIME,
     "nvme_path": _DISK, "offload_folder": _DISK, "offload_dir": _DISK, "offload_to_disk_path": _DISK,
     "memory_budget": _GPU_MEMORY, "max_memory": _GPU_MEMORY, "max_gpu_memory": _GPU_MEMORY, "vram": _GPU_MEMORY,
     "activation_checkpointing": _CHECKPOINTING, "gradient_checkpointing": _CHECKPOINTING, "checkpointing": _CHECKPOINTING,

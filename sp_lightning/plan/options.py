@@ -7,7 +7,7 @@ expected values and an example.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -117,7 +117,9 @@ def checked_fused(value: Any) -> Fused:
 def checked_choice(option: str, choices: tuple[str, ...], value: Any) -> Any:
     """Returns the value if it is one of the choices."""
     if value not in choices:
-        raise ValueError(f"{option} must be one of {quoted(choices)}, found {value!r}.{_instead(option, value)}")
+        raise ValueError(
+            f"{option} must be one of {quoted(choices)}, found {value!r}.{_instead(option, value, choices)}"
+        )
     return value
 
 
@@ -126,34 +128,38 @@ def quoted(choices: Iterable[str]) -> str:
     return ", ".join(f'"{choice}"' for choice in choices)
 
 
-def _instead(option: str, value: Any) -> str:
-    """Returns a sentence with the choice that a value of another library means; empty if the value is unknown."""
+def _instead(option: str, value: Any, choices: Sequence[str]) -> str:
+    """Returns a sentence with the choice that the value means: a misspelt one, or that of another library; empty if unknown."""
     for choice, meant in _INSTEAD.get(option, {}).items():
         if any(type(value) is type(each) and value == each for each in meant):
             return f' Use {option}="{choice}".'
-    return ""
+    close = get_close_matches(value, choices, 1) if isinstance(value, str) else []
+    return f' Did you mean {option}="{close[0]}"?' if close else ""
 
 
 def checked_activations(choice: Any) -> ActivationChoice:
     """Returns one mode for all units, or modes by pattern."""
     modes = get_args(Mode)
+    choices = ("auto", *modes)
     if isinstance(choice, str):
-        if choice not in (*modes, "auto"):
+        if choice not in choices:
             raise ValueError(
-                f"activations must be one of {quoted(('auto', *modes))}, or a mapping, found {choice!r}."
-                f"{_instead('activations', choice)}"
+                f"activations must be one of {quoted(choices)}, or a mapping, found {choice!r}."
+                f"{_instead('activations', choice, choices)}"
             )
         return cast(ActivationChoice, choice)
-    wanted = f'{quoted(("auto", *modes))}, or a mapping: activations={{"encoder.*": "offload"}}'
+    wanted = f'{quoted(choices)}, or a mapping: activations={{"encoder.*": "offload"}}'
     if not isinstance(choice, Mapping):
-        raise TypeError(f"activations must be one of {wanted}, found {choice!r}.{_instead('activations', choice)}")
+        raise TypeError(
+            f"activations must be one of {wanted}, found {choice!r}.{_instead('activations', choice, choices)}"
+        )
     for pattern, mode in choice.items():
         if not isinstance(pattern, str):
             raise TypeError(f"activations must be one of {wanted}, found the pattern {pattern!r}.")
         if mode not in modes:
             raise ValueError(
                 f"activations={{{pattern!r}: {mode!r}}}: the mode must be one of {quoted(modes)}."
-                f"{_instead('activations', mode)}"
+                f"{_instead('activations', mode, modes)}"
             )
     return dict(choice)
 

@@ -14,14 +14,15 @@ and for the rank's own part of the sum.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from sp_lightning.device.layout import ALIGNMENT, Span, aligned, lay_out, total_bytes
 from sp_lightning.model.found import Found, Layer
-from sp_lightning.plan.choices import Count
+from sp_lightning.plan.choices import Count, Share
 from sp_lightning.plan.rings import Ring, choose_rings_apart
 from sp_lightning.plan.units import in_gib
 from sp_lightning.plan.update_policy import UpdatePolicy
@@ -368,8 +369,9 @@ class Plan:
 
 
 def make_plan(
-    found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True, stay: int = 0
-) -> Plan:
+    found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True, stay: int = 0,
+    contents: Mapping[str, Any] | None = None,
+) -> Plan:  # fmt: skip
     """Returns the plan that gives every layer its place in memory and its ring.
 
     Args:
@@ -381,42 +383,29 @@ def make_plan(
             count the other layers.
         stay: the number of layers that stay on the device with their optimizer state. These are the layers that a forward uses
             first, because the forward waits for their updates first.
+        contents: :func:`plan_contents` of ``found``, if it is known.
     """
-    masters, tables = ([_planned(layer, ring=-1) for layer in each] for each in (found.masters, found.tables))
-    with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
-    masters_of = {layer: len(found.layers) + index for index, layer in enumerate(with_casts)}
-    layers = [
-        _planned(layer, ring=-1, autocast=found.autocast, masters=masters_of.get(index))
-        for index, layer in enumerate(found.layers)
-    ]
+    contents = contents or plan_contents(found)
+    layers, masters, tables = contents["layers"], contents["masters"], contents["tables"]
     sizes = [layer.nbytes for layer in layers]
     together = {used for used in found.visits.values() if len(used) > 1}
     by_rows = [index for index, layer in enumerate(layers) if layer.rows and not training]
-    order = _order(found)
-    may_stay = [index for index in dict.fromkeys(order) if not layers[index].rows and index not in found.experts]
+    may_stay = [
+        index for index in dict.fromkeys(contents["order"]) if not layers[index].rows and index not in found.experts
+    ]
     staying = frozenset(may_stay[:stay])
     rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, by_rows, staying)
     # Masters and tables have rings without slots. Such a ring only tells the size of a slot that is allocated on demand.
     without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
+    placed: dict[str, Any] = {
+        "layers": tuple(replace(layer, ring=ring) for layer, ring in zip(layers, ring_of, strict=True)),
+        "masters": tuple(replace(each, ring=len(rings)) for each in masters),
+        "tables": tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
+    }
     plan = Plan(
-        k=k,
-        k_prime=k_prime,
-        layers=tuple(replace(layer, ring=ring) for layer, ring in zip(layers, ring_of, strict=True)),
-        rings=(*rings, *without_slots),
-        residents=_planned(found.residents, ring=-1),
-        order=order,
-        notes=(*found.notes, *_wire_notes(found)),
-        masters=tuple(replace(each, ring=len(rings)) for each in masters),
-        tables=tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
-        experts=found.experts,
-        plain=found.plain_bytes,
-        ranks=ranks,
-        nodes=nodes,
-        staying=found.staying,
-        nothing=found.nothing,
-        stay=staying,
-        training=training,
-    )
+        k=k, k_prime=k_prime, rings=(*rings, *without_slots), ranks=ranks, nodes=nodes, stay=staying, training=training,
+        **{**contents, **placed},
+    )  # fmt: skip
     if plan.host_bytes and not plan.stay and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
         remedy = "nothing is streamed." if plan.nothing else f"{plan._lower('lower')}choose smaller layers."
         saves_nothing = f"this takes no less GPU memory than all weights and gradients: {remedy}"
@@ -424,13 +413,34 @@ def make_plan(
     return plan
 
 
-def cap_remarks(k: Count, k_prime: Count, plan: Plan) -> list[str]:
-    """Returns sentences for the user whose k is above the number of layers, or whose k' is above the number of other layers."""
+def plan_contents(found: Found) -> dict[str, Any]:
+    """Returns the fields of a :class:`Plan` that do not depend on the window. Layers, masters and tables have no rings yet."""
+    with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
+    masters_of = {layer: len(found.layers) + index for index, layer in enumerate(with_casts)}
+    return {
+        "layers": [
+            _planned(layer, ring=-1, autocast=found.autocast, masters=masters_of.get(index))
+            for index, layer in enumerate(found.layers)
+        ],
+        "masters": [_planned(layer, ring=-1) for layer in found.masters],
+        "tables": [_planned(layer, ring=-1) for layer in found.tables],
+        "residents": _planned(found.residents, ring=-1),
+        "order": _order(found), "notes": (*found.notes, *_wire_notes(found)), "experts": found.experts,
+        "plain": found.plain_bytes, "staying": found.staying, "nothing": found.nothing,
+    }  # fmt: skip
+
+
+def cap_remarks(k: Count, k_prime: Count, plan: Plan, gpu_layers: Share = 0) -> list[str]:
+    """Returns sentences for the user whose k, k' or gpu_layers is above the number of layers, or of other layers."""
     count, remarks = len(plan.layers), list[str]()
     if plan.nothing:
         return remarks
     if k != "auto" and k > count:
         remarks.append(f"k={k} is capped at {count}, the number of layers: all are on the GPU at once.")
+    if isinstance(gpu_layers, int) and gpu_layers > len(plan.stay) and plan.training:
+        remarks.append(
+            f"gpu_layers={gpu_layers} is capped at {len(plan.stay)}: of {count} layers, no more can stay on the GPU."
+        )
     rest = count - plan.k
     if k_prime != "auto" and k_prime > max(rest, 1):
         remarks.append(

@@ -15,7 +15,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.model.found import Found
 from sp_lightning.plan.choices import Count, OptimizerOn, Share
 from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.plan.units import as_option, human_bytes
+from sp_lightning.plan.units import as_option, enough_bytes, human_bytes
 
 FREE_THE_GPU = "List them: nvidia-smi. End them, or choose another GPU: CUDA_VISIBLE_DEVICES=1."
 """The next step if other programs fill a GPU."""
@@ -263,7 +263,7 @@ class Window:
         elif smallest.peak_device_bytes <= room:
             remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
         else:
-            remedy = self._smaller_layers(plan, smallest, find)
+            remedy = self._smaller_layers(plan, smallest, room, find)
         free = f"{_bytes(room)} are free on {device.device}"
         available = (
             free if self._budget is None else f"with gpu_memory={as_option(self._budget)} there are {_bytes(room)}"
@@ -276,17 +276,23 @@ class Window:
             f"{human_bytes(smallest.peak_device_bytes)}, with k=1 and k_prime=1. {remedy}"
         )
 
-    def _smaller_layers(self, plan: Plan, smallest: Plan, find: Callable[[Sequence[str]], Found] | None) -> str:
-        """Returns a remedy: splitting the largest layer, and the layers like it, if that lowers the memory use; else others."""
+    def _smaller_layers(
+        self, plan: Plan, smallest: Plan, room: int, find: Callable[[Sequence[str]], Found] | None
+    ) -> str:
+        """Returns a remedy that fits: splitting the largest layer and the layers like it, with a larger limit if necessary."""
         largest = max(plan.layers, key=lambda layer: layer.nbytes)
         said = f"The largest layer, {largest.name!r}, takes {_bytes(largest.nbytes)}. "
         alike = ".".join("*" if part.isdecimal() else part for part in largest.name.split("."))
         with suppress(ValueError):  # the pattern matches no module, or the modules that it matches overlap
             cut = self._make(find([f"{alike}.*"]), k=1, k_prime=1).peak_device_bytes if find is not None else None
             if cut is not None and cut < smallest.peak_device_bytes:
+                if cut > room and self._budget is None:
+                    said += f"Even its parts (layers=) need {human_bytes(cut)}. "
+                    return f'{said}Use precision="bf16-true", or a GPU with as much memory.'
+                more = "" if cut <= room else f', gpu_memory="{enough_bytes(cut)}"'
                 return (
-                    f'{said}Cut it into smaller ones: SuperpipelineStrategy(layers=["{alike}.*"]), whose least is '
-                    f"{human_bytes(cut)}."
+                    f'{said}Cut it into smaller ones: SuperpipelineStrategy(layers=["{alike}.*"]{more}), whose least is '
+                    f"{human_bytes(cut)} without activations."
                 )
         remedy = 'Use precision="bf16-true" (small updates are lost), or give it as much memory.'
         return f"{said}There are no smaller layers in it. {remedy}"

@@ -13,7 +13,7 @@ from sp_lightning.plan.choices import Modes
 from sp_lightning.plan.plan import Plan
 from sp_lightning.planner.arguments import AskedOverlap, Place, Question, changed, contradictions
 from sp_lightning.planner.estimate import Estimate
-from sp_lightning.planner.host import beside, on_device
+from sp_lightning.planner.host import HostMemory, beside, on_device
 from sp_lightning.tuning.choices import SAME
 from sp_lightning.tuning.visits import Prediction
 from sp_lightning.updates.step_context import compiles
@@ -29,17 +29,22 @@ class Row:
         plan: the plan for this window.
         modes: the activation mode of each unit.
         device_bytes: device memory of weights, gradients, optimizer steps on the device, activations and intermediate results.
-        prediction: the predicted time of a batch.
         fits: True if the device has enough memory.
         estimate: the estimate of the model. In its question, ``--gpu-layers auto`` is replaced by the number of staying layers.
+        host: the host memory with the activations that ``modes`` offload.
     """
 
     plan: Plan
     modes: Modes
     device_bytes: int
-    prediction: Prediction
     fits: bool
     estimate: Estimate
+    host: HostMemory
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The predicted time of a batch."""
+        return self.estimate.predict(self.plan, self.modes)
 
     @property
     def waiting(self) -> float:
@@ -82,13 +87,19 @@ class Answer:
     @property
     def lacking(self) -> frozenset[str]:
         """The memories, ``device`` and ``host``, that are too small for this strategy."""
-        fits = {"device": any(row.fits for row in self.rows), "host": self.estimate.host.fits}
-        return frozenset(name for name, enough in fits.items() if not enough)
+        fitting = [row for row in self.rows if row.fits]
+        enough = {"device": bool(fitting), "host": any(row.host.fits for row in fitting or self.rows)}
+        return frozenset(name for name, fits in enough.items() if not fits)
 
     @property
     def shown(self) -> Row:
         """The best row; if no row fits, the one with the least memory."""
         return self.best or _smallest(self.rows)
+
+    @property
+    def host(self) -> HostMemory:
+        """The host memory of :attr:`shown`."""
+        return self.shown.host
 
     @property
     def status(self) -> int:
@@ -234,7 +245,7 @@ def answer(estimate: Estimate) -> Answer:
     prompt_seconds = None
     asked = estimate.question
     rows = tuple(_row(estimate, k, k_prime) for k, k_prime in _windows(estimate))
-    if fitting := [row for row in rows if row.fits and row.estimate.host.fits]:
+    if fitting := [row for row in rows if row.fits and row.host.fits]:
         enough = min(row.prediction.seconds for row in fitting) * SAME
         best = min((r for r in fitting if r.prediction.seconds <= enough), key=lambda row: row.device_bytes)
     estimate = (best or _smallest(rows)).estimate
@@ -283,4 +294,5 @@ def _row(asked: Estimate, k: int, k_prime: int) -> Row:
     modes = estimate.modes(plan)
     limit = estimate.question.gpu_memory
     nbytes = plan.peak_device_bytes + estimate.work.alive(modes)
-    return Row(plan, modes, nbytes, estimate.predict(plan, modes), limit is None or nbytes <= limit, estimate)
+    fits = limit is None or nbytes <= limit
+    return Row(plan, modes, nbytes, fits, estimate, estimate.host_with(modes))

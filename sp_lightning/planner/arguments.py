@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
 
@@ -51,10 +52,10 @@ Place = Literal["cpu", "gpu"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 PLACES: tuple[Place, ...] = get_args(Place)
 """The values of ``optimizer_overlap`` and ``optimizer_on``, without ``auto``."""
-SEVERAL = ("model", "precision", "batch_size", "tokens", "activations", "scale")
+SEVERAL = ("model", "precision", "batch_size", "tokens", "activations")
 """The arguments that may have several values. Each combination is a separate question."""
 
-_OF_HOURS = ("least_steps", "dataset_tokens", "samples", "price")  # used only with --hours
+_OF_HOURS = ("least_steps", "dataset_tokens", "samples")  # used only with --hours
 _GENERATE = (
     "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
 )
@@ -67,7 +68,6 @@ _GPU_LAYERS = (
 )
 _ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, else chooses for each layer (%(default)s)"
 _OPTIMIZER = "(the one of a factory's configure_optimizers, if it can be run; else adamw)"
-_STEP_SECONDS = "measured seconds of the optimizer's step on the host, if it is not fused (8-bit states, Shampoo)"
 _PCIE = "between host and each device, each way (%(default)s)"
 _LINKS = "from each device to the others, and back (%(default)s)"
 _NETWORK = "from each node to the others, each way (%(default)s); also in bits, as 200Gb/s"
@@ -83,21 +83,17 @@ _PACKED = (
 _LORA = (
     'adapters of this rank, which alone are trained: PEFT\'s LoraConfig(r=N, target_modules="all-linear"), not merged'
 )
-_TRIALS = "trainings at once that share the frozen weights by sp_lightning.SharedBase (%(default)s)"
 _VERBOSE = "also layers, windows, activations, and the meaning of the columns"
 _STATUS = (
     "exit status: 0 if it fits as asked, with plain Lightning or this strategy; 1 if it does not, even if a change would help; "
     "2 if an error occurs; 3 if activations are unknown, because a batch could not be run. Several models: the highest."
 )
 _RATES = "rates measured by `python -m sp_lightning rates > FILE`, for all rates that are not given here"
-_FROM = "the report of a run of this model, by SuperpipelineCallback(report=FILE): corrects the times by it"
 _HOURS = (
     "plan a training of N hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
     "the optimizer, of those that are not given"
 )
 _STEPS = "with --hours, at least N optimizer steps, in which a learning rate can rise and fall (%(default)s)"
-_SCALE = "a transformers config in such sizes, 0.5B 3B for example; with --hours, which of them expects the least loss"
-_MEASURE_HOST = "measure Python's time for each layer call on this machine, in a few seconds"
 
 
 def _size(text: str) -> int:
@@ -204,7 +200,6 @@ class Measured:
         python: seconds of Python for each layer call, and for each weight of its layers; None if they were not measured.
         synchronous: True if nothing else runs during a copy, as on the CPU.
         drive: bytes/s of a disk, for remedies that add ``--disk``.
-        slower: the time of a run divided by the predicted time.
         notes: sentences about the measurements.
     """
 
@@ -213,7 +208,6 @@ class Measured:
     python: tuple[float, float] | None = None
     synchronous: bool = False
     drive: float = 7e9
-    slower: float = 1.0
     notes: tuple[str, ...] = ()
 
 
@@ -250,8 +244,6 @@ class Question(argparse.Namespace):
     gradient_clip: Annotated[str | None, _option(_CLIP, type=_clip, choices=("norm", "value"))]
     loss_tokens: Annotated[int | None, _option(_LOSS_TOKENS, type=_count, metavar="N")]
     lora: Annotated[int | None, _option(_LORA, type=_count, metavar="N")]
-    trials: Annotated[int, _option(_TRIALS, type=_count, default=1, metavar="N")]
-    keep_logits: Annotated[bool, _option("with --loss-tokens: chunk_loss(…, keep_logits=True)", action="store_true")]
     # The options of the strategy.
     activations: Annotated[
         Mode | Literal["auto"],
@@ -264,7 +256,6 @@ class Question(argparse.Namespace):
     optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="cpu")]
     gpu_layers: Annotated[Share, _option(_GPU_LAYERS, type=_share, default=0, metavar="N")]
     optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd", "muon"))]
-    step_seconds: Annotated[float | None, _option(_STEP_SECONDS, type=positive_number, metavar="S")]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
     keep_on_gpu: Annotated[list[str] | None, _option("as SuperpipelineStrategy(keep_on_gpu=…)", nargs="+")]
     k: Annotated[list[int] | None, _option("(a range)", type=_count, nargs="+")]
@@ -282,9 +273,7 @@ class Question(argparse.Namespace):
     host_tflops: Annotated[float, _option("of the host, for Muon (%(default)s)", type=positive_number, default=1)]
     disk: Annotated[float | None, _option(_DISK, type=_rate)]
     host_bandwidth: Annotated[float, _option("of host memory (%(default)s)", type=_rate, default="60GB/s")]
-    measure_host: Annotated[bool, _option(_MEASURE_HOST, action="store_true")]
     rates: Annotated[Path | None, _option(_RATES, type=Path, metavar="FILE")]
-    from_: Annotated[Path | None, _option(_FROM, type=Path, metavar="FILE")]
     # Planning for a given time.
     hours: Annotated[float | None, _option(_HOURS, type=positive_number)]
     least_steps: Annotated[int, _option(_STEPS, type=_count, default=1000, metavar="N")]
@@ -292,17 +281,14 @@ class Question(argparse.Namespace):
         int | None, _option("of the data, 2B for example; adds epochs to the answer", type=_amount)
     ]
     samples: Annotated[int | None, _option("the same, of data without tokens", type=_amount)]
-    price: Annotated[float | None, _option("of an hour of the machine", type=positive_number)]
-    scale: Annotated[int | None, _option(_SCALE, type=_amount, nargs="+", metavar="N")]
     # The output.
     verbose: Annotated[bool, _option(_VERBOSE, action="store_true")]
     json: Annotated[bool, _option("for programs", action="store_true")]
-    plot: Annotated[Path | None, _option("draws one answer; needs matplotlib", type=Path, metavar="FILE.png")]
 
     given = frozenset[str]()
     """The names of the arguments that the user gave."""
     measured = Measured()
-    """The measurements of ``--rates`` and ``--from`` that are not arguments."""
+    """The measurements of ``--rates`` that are not arguments."""
 
     @property
     def mode(self) -> Overlap:
@@ -350,12 +336,8 @@ def contradictions(question: Question) -> Iterator[str]:
         yield f"{of_hours[0]} needs --hours. Add --hours 24, for example, or leave out {of_hours[0]}."
     if question.dataset_tokens is not None and question.samples is not None:
         yield "--dataset-tokens and --samples both give the size of the data. Leave one of them out."
-    if question.from_ is not None and question.predict:
-        yield "--from has the times of a training run, and --predict and --generate do not train. Leave one of them out."
-    if question.hours is not None and (question.predict or question.trials > 1):
-        yield "--hours plans the training of one model. Leave out --predict, --generate and --trials."
-    if question.keep_logits and question.loss_tokens is None:
-        yield "--keep-logits needs --loss-tokens. Add --loss-tokens 1024, for example."
+    if question.hours is not None and question.predict:
+        yield "--hours plans a training. Leave out --predict and --generate."
     if question.gradient_clip == "norm" and question.optimizer_overlap == "backward":
         yield (
             "--optimizer-overlap backward updates layers before all gradients are complete; --gradient-clip norm needs all "
@@ -369,8 +351,6 @@ def contradictions(question: Question) -> Iterator[str]:
             "--optimizer-overlap backward."
         )
     yield from _against_staying(question)
-    if question.trials > 1 and (question.devices * question.nodes > 1 or question.disk is not None):
-        yield "--trials share the uploads of one device from host memory. Leave out --devices, --nodes and --disk."
     if question.disk is not None and question.predict and question.devices * question.nodes > 1:
         yield "--disk with --predict works on one device: with several, all weights are in memory. Leave out one of them."
 
@@ -381,7 +361,6 @@ def _against_staying(question: Question) -> Iterator[str]:
         "keeps optimizer state in GPU memory, and --predict and --generate do not train": question.predict,
         "keeps layers on one device": question.devices * question.nodes > 1,
         "keeps optimizer state in GPU memory, and --disk on a disk": question.disk is not None,
-        "keeps layers of one run, and --trials share theirs": question.trials > 1,
     }
     for why in (why for why, other in others.items() if question.gpu_layers and other):
         yield f"--gpu-layers {why}. Leave out --gpu-layers."
@@ -390,17 +369,9 @@ def _against_staying(question: Question) -> Iterator[str]:
 
 
 def separate(given: Question) -> list[Question]:
-    """Returns the questions of a command line: one for each combination of the values of :data:`SEVERAL`.
-
-    Raises:
-        ValueError: there are several questions, and ``--plot`` or ``--trials`` takes only one.
-    """
+    """Returns the questions of a command line: one for each combination of the values of :data:`SEVERAL`."""
     values = [value if isinstance(value := getattr(given, name), list) else [value] for name in SEVERAL]
-    chosen = [dict(zip(SEVERAL, each, strict=True)) for each in itertools.product(*values)]
-    for name, does in (("plot", "draws"), ("trials", "is for")):
-        if getattr(given, name) not in (None, 1) and len(chosen) > 1:  # None and 1 are the defaults
-            raise ValueError(f"--{name} {does} one answer, and these are {len(chosen)} questions. Ask one of them.")
-    return [given.but(**each) for each in chosen]
+    return [given.but(**dict(zip(SEVERAL, each, strict=True))) for each in itertools.product(*values)]
 
 
 def command(question: Question) -> str:
@@ -443,10 +414,10 @@ def _given(question: Question) -> Iterator[list[str]]:
         yield [_flag(name), *map(str, words)]
 
 
-def _arguments() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the arguments of ``plan``, each with the keywords of :meth:`argparse.ArgumentParser.add_argument`."""
-    for name, annotated in get_type_hints(Question, include_extras=True).items():
-        yield name, get_args(annotated)[1]
+@cache
+def _arguments() -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Returns the arguments of ``plan``, each with the keywords of :meth:`argparse.ArgumentParser.add_argument`."""
+    return tuple((name, get_args(it)[1]) for name, it in get_type_hints(Question, include_extras=True).items())
 
 
 def number_of(name: str, text: str) -> float:
@@ -496,10 +467,11 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoRe
 
 
 def _flag(name: str) -> str:
-    """Returns the option of an argument. ``from_`` has its underscore because ``from`` is a keyword."""
-    return f"--{name.rstrip('_').replace('_', '-')}"
+    """Returns the option of an argument."""
+    return f"--{name.replace('_', '-')}"
 
 
+@cache
 def _usual() -> argparse.Namespace:
     """Returns the default arguments of ``plan``."""
     return make_parser().parse_args(["plan", "a model"])

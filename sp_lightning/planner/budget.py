@@ -11,7 +11,6 @@ from sp_lightning.planner.answer import Answer, answer, stepped
 from sp_lightning.planner.arguments import PLACES, AskedOverlap, Question, command
 from sp_lightning.planner.estimate import Estimate, estimate_model
 from sp_lightning.planner.report import ROUNDED, rounds
-from sp_lightning.planner.scaling import FITTED_TO, LAW, expected_loss
 from sp_lightning.planner.verdict import beside, strategy, strategy_options, trainer_options
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -67,12 +66,6 @@ class Budget:
         if self.unit == "tokens":
             return question.samples * question.tokens if question.samples else question.dataset_tokens
         return None if self.unit == "batches" else question.samples
-
-    @property
-    def cost(self) -> float | None:
-        """The price of the given time; None if no price was given."""
-        price = self.answer.question.price
-        return None if price is None else price * self.seconds / 3600
 
 
 def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
@@ -226,9 +219,9 @@ def in_words(found: list[Budget], asked: Question) -> list[str]:
     row = best.answer.shown
     lines = [
         f"In {asked.hours:g} h: {best.steps:,} steps of {best.count:,} {best.unit}, {best.step_seconds:.3g} s each, "
-        f"{number(best.total)} {best.unit}{_epochs(best)}{_cost(best)}.",
+        f"{number(best.total)} {best.unit}{_epochs(best)}.",
         f"  {trainer_call(best)}",
-        f"  {row.prediction.binds} binds; {in_gib(row.device_bytes)} of GPU and {in_gib(best.answer.estimate.host.nbytes)} of "
+        f"  {row.prediction.binds} binds; {in_gib(row.device_bytes)} of GPU and {in_gib(best.answer.host.nbytes)} of "
         "host memory",
         f"  {command(question)}",
     ]
@@ -290,36 +283,6 @@ def _epochs(best: Budget) -> str:
     return f", {best.epochs:.3g} epochs{often}"
 
 
-def _cost(best: Budget) -> str:
-    return "" if best.cost is None else f", for {best.cost:.4g}"
-
-
-def sizes(found: list[Budget]) -> list[str]:
-    """Returns lines with the expected loss of each size of a language model, and with the size that has the least loss.
-
-    There are no lines for a single size, or for models that do not train on tokens.
-    """
-    if len(found) < 2 or any(each.unit != "tokens" for each in found):
-        return []
-    losses = [(expected_loss(each.answer.estimate.parameters, _fresh(each)), each) for each in found]
-    lines = ["", f"expected loss by {LAW}, an estimate of nats per token on web text:"]
-    lines += [
-        f"  {number(each.answer.estimate.parameters):>8} parameters, {number(each.total):>8} tokens: {loss:.3f}"
-        for loss, each in losses
-    ]
-    _, best = min(losses, key=lambda each: each[0])
-    if any(each.answer.estimate.parameters < FITTED_TO for each in found):
-        lines.append(
-            f"  The law was fitted to {FITTED_TO // 10**6}M parameters and more; it does not apply to smaller models."
-        )
-    return [*lines, f"  the least: {number(best.answer.estimate.parameters)}"]
-
-
-def _fresh(each: Budget) -> float:
-    """Returns the number of trained tokens in the first four epochs, at least 1, because :func:`expected_loss` divides by it."""
-    return max(1, each.total if each.data is None else min(each.total, _REPEATED * each.data))
-
-
 def fields(best: Budget) -> dict[str, Any]:
     """Returns the best way as fields for JSON."""
     question = best.answer.question
@@ -328,7 +291,6 @@ def fields(best: Budget) -> dict[str, Any]:
             "hours": question.hours, "batch_size": question.batch_size, "tokens": question.tokens,
             "accumulate_grad_batches": question.accumulate_grad_batches,
             "steps": best.steps, "seconds_per_step": best.step_seconds, f"total_{best.unit}": best.total, "epochs": best.epochs,
-            "cost": best.cost,
         },
         "strategy": strategy_options(best.answer.estimate, best.answer.shown.plan),
         "trainer": trainer_call(best),

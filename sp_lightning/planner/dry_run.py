@@ -7,11 +7,13 @@ tensors that are alive are counted as well, except weights and buffers. A model 
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.activations.offload import count_once, is_small
-from sp_lightning.activations.policy import EXEMPT, Call, peak_bytes
+from sp_lightning.activations.policy import Call, offloaded_bytes, peak_bytes
 from sp_lightning.model.found import Found
+from sp_lightning.model.wrapped import parts
 from sp_lightning.plan.choices import Mode, Modes
 from sp_lightning.plan.units import in_gib
 from sp_lightning.registry import row_finder
@@ -31,11 +34,13 @@ from sp_lightning.torch_compat.private import (
     TorchDispatchMode,
     cpu_attention_backward_operator,
     cpu_attention_operator,
+    current_graph_task,
     grouped_mm_operator,
     no_torch_functions,
     storage_id,
     to_copy_operator,
     tree_leaves,
+    tree_map_only,
 )
 from sp_lightning.tuning.visits import Visit
 
@@ -90,8 +95,7 @@ class Work:
         costs: the costs of layer calls, and of the computation between them, in order.
         activation_bytes: the peak of the bytes of all tensors except weights, uploaded casts and buffers: activations,
             intermediate results, gradients of activations, and the gradients of the layer that is in backward.
-        calls: the unit calls in the order of the forward, without the small storages that they save.
-        small: the same calls with only the small storages, which are kept or recomputed but never offloaded.
+        calls: the unit calls in the order of the forward.
         outside: bytes of activations that are saved outside of all units, usually by the loss. No mode changes them.
         largest_outside: the largest tensor that is saved outside of units; None if all such tensors are small.
         whole: the names of tables that are read as a whole, not only by rows.
@@ -100,28 +104,21 @@ class Work:
     costs: tuple[Cost, ...]
     activation_bytes: int
     calls: tuple[Call, ...]
-    small: tuple[Call, ...]
     outside: int
     largest_outside: Saved | None
     whole: frozenset[str] = frozenset()
-
-    @property
-    def offloaded(self) -> int:
-        """Bytes of activations in host memory if all units are offloaded."""
-        return sum(call.saved for call in self.calls[:-EXEMPT])
 
     def saved(self, modes: Mode | Modes) -> int:
         """Returns the peak bytes of activations on the device. ``modes`` is one mode for all units, or the mode of each unit."""
         if isinstance(modes, str):
             modes = dict.fromkeys((call.unit for call in self.calls), modes)
-        stay, calls = self.outside, []
-        for call, small in zip(self.calls, self.small, strict=True):
-            if modes[call.unit] == "offload":
-                stay += small.saved  # counted until the end, although backward frees them earlier
-                calls.append(call)
-            else:
-                calls.append(Call(call.unit, call.saved + small.saved, call.inputs + small.inputs))
-        return peak_bytes(calls, modes) + stay
+        return peak_bytes(self.calls, modes) + self.outside
+
+    def offloaded(self, modes: Mode | Modes) -> int:
+        """Returns the bytes of activations in host memory."""
+        if isinstance(modes, str):
+            modes = dict.fromkeys((call.unit for call in self.calls), modes)
+        return offloaded_bytes(self.calls, modes)
 
     def alive(self, modes: Mode | Modes) -> int:
         """Returns :attr:`activation_bytes` with other modes. In the dry run, all activations are kept."""
@@ -163,7 +160,9 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
     """
     trial = _Trial(found)
     saves = _Saves(trial.stays)
+    repeats = _Repeats(trial, saves, found)
     with ExitStack() as stack:
+        stack.enter_context(repeats.replaced())
         for module, visits in found.visits.items():
             if visits:
                 stack.callback(module.register_forward_pre_hook(partial(trial.enter, visits)).remove)
@@ -183,11 +182,12 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
             # _Fused must stay active in backward, in which checkpoints compute forwards again. torch disables a mode while
             # the mode handles a call. So this is not loss.backward(), which _Fused would handle.
             torch.autograd.backward(get_gradient_edge(loss), torch.ones_like(loss))
+    repeats.copy_backwards()
     outside = saves.outside()
     large = (saved for saved in outside if not is_small(saved.nbytes))
     largest = max(large, key=lambda saved: saved.nbytes, default=None)
-    calls, small, whole = tuple(saves.calls), tuple(saves.small), frozenset(trial.whole)
-    return Work(trial.costs(), trial.peak, calls, small, sum(saved.nbytes for saved in outside), largest, whole)
+    left = sum(saved.nbytes for saved in outside)
+    return Work(trial.costs(), trial.peak, tuple(saves.calls), left, largest, frozenset(trial.whole))
 
 
 class _Saves:
@@ -199,8 +199,7 @@ class _Saves:
     def __init__(self, stays: Callable[[Tensor], bool]) -> None:
         self._stays = stays
         self.calls: list[Call] = []
-        self.small: list[Call] = []  # the same calls with their small storages
-        self._now: int | None = None  # the index of the running call
+        self.now: int | None = None  # the index of the running call
         self._above: list[int | None] = []  # the indices of the calls around the running call
         # The keys are storage_id. A weak reference to a storage prevents that another storage gets the same number.
         self._seen: dict[int, StorageWeakRef] = {}  # storages saved in units
@@ -228,30 +227,34 @@ class _Saves:
         return [saved for key, saved in self._outside.items() if key not in self._seen]
 
     def _enter(self, unit: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._above.append(self._now)
+        self._above.append(self.now)
         if torch.is_grad_enabled():
             arguments = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._now = len(self.calls)
-            sizes = [count_once(argument, self._given, small=True) for argument in arguments]
-            self.calls.append(Call(unit, 0, sum(size for size in sizes if not is_small(size))))
-            self.small.append(Call(unit, 0, sum(filter(is_small, sizes))))
+            self.now = len(self.calls)
+            inputs = sum(count_once(argument, self._given, small=True) for argument in arguments)
+            self.calls.append(Call(unit, 0, inputs))
 
     def _leave(self, *_: Any) -> None:
-        self._now = self._above.pop()
+        self.now = self._above.pop()
 
     def _pack(self, tensor: Tensor) -> Tensor:
         """Counts a saved tensor, and returns a detached one.
 
         Not counted: weights, uploaded casts, buffers, and tensors that a run cannot offload, for example conjugate views.
         """
+        for _, part in parts("", tensor):  # a packed weight has no memory of its own, but that of its parts
+            self._count(part)
+        return tensor.detach()  # a graph node that saves its own output would keep itself alive forever
+
+    def _count(self, tensor: Tensor) -> None:
         if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or self._stays(tensor)):
-            if self._now is not None:
+            if self.now is not None:
                 nbytes = count_once(tensor, self._seen, small=True)
-                calls = self.small if is_small(nbytes) else self.calls
-                calls[self._now] = replace(calls[self._now], saved=calls[self._now].saved + nbytes)
+                call = self.calls[self.now]
+                small = call.small + nbytes * is_small(nbytes)
+                self.calls[self.now] = replace(call, saved=call.saved + nbytes, small=small)
             elif nbytes := count_once(tensor, self._between, small=True):
                 self._outside[storage_id(tensor.untyped_storage())] = Saved(nbytes, tensor.dtype, tensor.shape)
-        return tensor.detach()  # a graph node that saves its own output would keep itself alive forever
 
 
 class _Trial(TorchDispatchMode):
@@ -259,10 +262,10 @@ class _Trial(TorchDispatchMode):
 
     def __init__(self, found: Found) -> None:
         super().__init__()
-        self._costs: list[Cost] = []
+        self.all_costs: list[Cost] = []
         self._above: list[Cost] = []
         # Bytes of the storages that are alive, without weights, uploaded casts and buffers: the peak, and the current number.
-        self.peak = self._alive = 0
+        self.peak = self.alive = 0
         self._living: dict[int, Any] = {}  # for each storage that is alive, the finalizer that subtracts its bytes
         self._weights = {
             storage_id(p.untyped_storage()): index
@@ -285,8 +288,8 @@ class _Trial(TorchDispatchMode):
 
     def begin(self, layers: tuple[int, ...], *, backward: bool) -> Cost:
         """Adds an empty cost and returns it. The caller assigns the cost to ``now``."""
-        self._costs.append(Cost(layers, backward))
-        return self._costs[-1]
+        self.all_costs.append(Cost(layers, backward))
+        return self.all_costs[-1]
 
     def enter(self, layers: tuple[int, ...], module: nn.Module, args: Any) -> None:
         """Begins a layer call. This is a forward pre-hook of modules that use layers."""
@@ -312,20 +315,24 @@ class _Trial(TorchDispatchMode):
 
     def costs(self) -> tuple[Cost, ...]:
         """Returns the costs that have computation or layers, in order."""
-        return tuple(cost for cost in self._costs if cost.layers or cost.flops or cost.moved)
+        return tuple(cost for cost in self.all_costs if cost.layers or cost.flops or cost.moved)
+
+    def hold(self, nbytes: int) -> None:
+        """Counts bytes as alive; negative bytes are freed."""
+        self.alive += nbytes
+        self.peak = max(self.peak, self.alive)
 
     def _see(self, tensor: Tensor) -> None:
         """Counts the storage of a tensor as alive until the storage is freed."""
         storage = tensor.untyped_storage()
         key, nbytes = storage_id(storage), storage.nbytes()
         if key not in self._living:
-            self._alive += nbytes
-            self.peak = max(self.peak, self._alive)
+            self.hold(nbytes)
             self._living[key] = weakref.finalize(storage, self._gone, key, nbytes)
 
     def _gone(self, key: int, nbytes: int) -> None:
         if self._living.pop(key, None) is not None:
-            self._alive -= nbytes
+            self.alive -= nbytes
 
     def stays(self, tensor: Tensor) -> bool:
         """Returns True if a tensor has the memory of a weight, an uploaded cast, a buffer, or a module that is moved whole."""
@@ -370,6 +377,190 @@ class _Trial(TorchDispatchMode):
         else:
             self.now.moved += nbytes
         return result
+
+
+@dataclass
+class _Block:
+    """A block that was run, with the facts that equal blocks repeat.
+
+    Attributes:
+        module: the block.
+        begin, end: the part of the costs that its forward has added.
+        call: the index of its unit call; None in inference.
+        results: its output, with a :class:`_Result` in place of each tensor.
+        before: the bytes that were alive before its forward.
+        grown: the bytes by which the next block found more; None until then.
+    """
+
+    module: nn.Module
+    begin: int
+    end: int
+    call: int | None
+    results: Any
+    before: int
+    grown: int | None = None
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The properties of a tensor that a block returns."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class _Repeats:
+    """Runs only some of equal blocks: the first two and the last one, which has the peak of memory. The others repeat the second.
+
+    Blocks are equal if their modules have the same classes, numbers and weights' shapes, and if their arguments have the same
+    shapes. A repeated block returns new tensors of the right shapes; its costs, activations and memory are copied.
+    """
+
+    def __init__(self, trial: _Trial, saves: _Saves, found: Found) -> None:
+        self._trial, self._saves, self._found = trial, saves, found
+        self._kinds = {unit: _kind(module) for unit, module in found.units.items() if found.visits.get(module)}
+        self._last = {kind: unit for unit, kind in self._kinds.items()}  # by kind, the last unit
+        self._ran: dict[Any, list[_Block]] = {}
+        self._open: _Block | None = None  # the block whose growth is not known yet
+        self._backward: list[tuple[Cost, _Block, nn.Module]] = []
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """In this context, equal blocks run once. Their modules have a forward that may repeat another one."""
+        counts = Counter(self._kinds.values())
+        with ExitStack() as stack:
+            for unit, module in self._found.units.items():
+                if counts[self._kinds.get(unit, ())] > _RUN and "forward" not in vars(module):
+                    module.forward = wraps(module.forward)(partial(self._forward, unit, module, module.forward))
+                    stack.callback(delattr, module, "forward")
+            yield
+
+    def _forward(self, unit: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if current_graph_task() != -1:
+            return forward(*args, **kwargs)  # a checkpoint computes again
+        trial, leaves = self._trial, tree_leaves((args, kwargs))
+        if self._open is not None and self._open.grown is None:
+            self._open.grown = trial.alive - self._open.before
+        described = [*map(_described, leaves)]
+        key = (self._kinds[unit], torch.is_grad_enabled(), *kwargs, *described)
+        ran = self._ran.setdefault(key, [])
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if None in described or len(ran) < _RUN or self._last[self._kinds[unit]] == unit:
+            before, begin = trial.alive, len(trial.all_costs) - 1
+            output = forward(*args, **kwargs)
+            results = tree_map_only(Tensor, lambda each: _Result(each.shape, each.dtype, each.requires_grad), output)
+            self._open = _Block(module, begin, len(trial.all_costs), self._saves.now, results, before)
+            known = all(isinstance(each, (_Result, bool, int, float, str, type(None))) for each in tree_leaves(results))
+            trains = any(isinstance(each, _Result) and each.requires_grad for each in tree_leaves(results))
+            if known and None not in described and (given or not trains):
+                ran.append(self._open)
+            return output
+        return self._repeat(ran[1], module, given)
+
+    def _repeat(self, block: _Block, module: nn.Module, given: list[Tensor]) -> Any:
+        """Returns new tensors as the results of a block, and copies the costs and calls of an equal one."""
+        trial, saves = self._trial, self._saves
+        first, *others = self._copies(trial.all_costs[block.begin : block.end], block, module)
+        if saves.now is not None and block.call is not None:
+            saves.calls[saves.now] = replace(saves.calls[block.call], unit=saves.calls[saves.now].unit)
+        with self.uncounted():
+            made = iter(_Repetition.apply(self, block, module, *given))
+        vars(trial.now).update(vars(first))
+        trial.all_costs += others
+        trial.hold(block.grown or 0)
+        return tree_map_only(_Result, lambda _: next(made), block.results)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """In this context, operators have no costs."""
+        now, self._trial.now = self._trial.now, Cost((), backward=False)
+        yield
+        self._trial.now = now
+
+    def begin_backward(self, block: _Block, module: nn.Module) -> None:
+        """Called when the backward of a repeated block begins."""
+        self._trial.hold(-(block.grown or 0))
+        self._backward.append((self._trial.now, block, module))
+
+    def copy_backwards(self) -> None:
+        """Replaces the cost of each repeated block's backward by copies of the costs of the equal block."""
+        costs = self._trial.all_costs
+        copies: dict[int, list[Cost]] = {}
+        for cost, block, module in self._backward:
+            own = {layer for each in block.module.modules() for layer in self._found.visits.get(each, ())}
+            begun = (
+                at for at, each in enumerate(costs) if each.backward and each.layers and own.issuperset(each.layers)
+            )
+            begin = end = next(begun, 0)
+            while begin and end < len(costs) and costs[end].layers and own.issuperset(costs[end].layers):
+                end += 1
+            copies[id(cost)] = self._copies(costs[begin:end], block, module)
+        costs[:] = [copy for cost in costs for copy in copies.get(id(cost), [cost])]
+
+    def _copies(self, costs: Iterable[Cost], block: _Block, module: nn.Module) -> list[Cost]:
+        """Returns costs of a block with the layers of an equal one."""
+        visits = self._found.visits
+        pairs = zip(block.module.modules(), module.modules(), strict=True)
+        layers = {a: b for one, other in pairs for a, b in zip(visits.get(one, ()), visits.get(other, ()), strict=True)}
+        return [
+            replace(
+                cost,
+                layers=tuple(layers.get(each, each) for each in cost.layers),
+                needs={layers.get(each, each): None for each in cost.needs},
+            )
+            for cost in costs
+        ]
+
+
+class _Repetition(torch.autograd.Function):
+    """The graph node of a repeated block."""
+
+    @staticmethod
+    def forward(ctx: Any, repeats: _Repeats, block: _Block, module: nn.Module, *given: Tensor) -> tuple[Tensor, ...]:
+        """Returns a tensor for each result of the block."""
+        ctx.repeats, ctx.block, ctx.module = repeats, block, module
+        ctx.given = [(each.shape, each.dtype) for each in given]
+        results = [each for each in tree_leaves(block.results) if isinstance(each, _Result)]
+        made = [torch.empty(each.shape, dtype=each.dtype) for each in results]
+        ctx.mark_non_differentiable(*(m for m, each in zip(made, results, strict=True) if not each.requires_grad))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Returns a tensor for the gradient of each given tensor."""
+        ctx.repeats.begin_backward(ctx.block, ctx.module)
+        with ctx.repeats.uncounted():
+            return (None, None, None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.given))
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """Returns the properties of a block on which its costs depend: equal blocks have equal ones, except their numbers."""
+    return tuple(
+        (
+            name, type(each), len(each._forward_hooks),
+            *((key, value) for key, value in vars(each).items() if type(value) in _NUMBERS and not _POSITION.search(key)),
+            *((key, p.shape, p.dtype, p.requires_grad, type(p)) for key, p in each._parameters.items() if p is not None),
+            *((key, b.shape, b.dtype) for key, b in each._buffers.items() if b is not None),
+        )
+        for name, each in module.named_modules()
+    )  # fmt: skip
+
+
+def _described(leaf: Any) -> Any:
+    """Returns the properties of a block's argument on which its costs depend; None if they are not known."""
+    if isinstance(leaf, Tensor):
+        # Costs may depend on the values of indices, which equal blocks get in the same tensor.
+        values = 0 if leaf.is_floating_point() else storage_id(leaf.untyped_storage())
+        return leaf.shape, leaf.dtype, leaf.requires_grad, values
+    return (leaf,) if leaf is None or type(leaf) in _NUMBERS or isinstance(leaf, torch.dtype) else None
+
+
+_RUN = 2
+"""The number of equal blocks that run, besides the last one."""
+_NUMBERS = (bool, int, float, str)
+_POSITION = re.compile("idx|index|layer_id|layer_number|block_id")
+"""The names of attributes with a block's position."""
 
 
 def _tensors(found: Any) -> list[Tensor]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from sp_lightning import registry
 from sp_lightning.activations.chunked_loss import chunk_loss
-from sp_lightning.activations.policy import FREEING, Call, peak_bytes
+from sp_lightning.activations.policy import EXEMPT, FREEING, Call, peak_bytes
 from sp_lightning.model.compile import expect_blocks, find_blocks
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
 from sp_lightning.plan.choices import Mode, Modes
 from sp_lightning.plan.host_memory import all_but_an_eighth
-from sp_lightning.plan.plan import Plan, make_plan
+from sp_lightning.plan.plan import Plan, make_plan, plan_contents
 from sp_lightning.planner.adapters import add_adapters
 from sp_lightning.planner.arguments import PRECISIONS, Question, contradictions, in_pixels
 from sp_lightning.planner.dry_run import Cost, Work, estimate
@@ -37,7 +37,7 @@ from sp_lightning.torch_compat.modes import default_dtype
 from sp_lightning.torch_compat.private import tree_leaves
 from sp_lightning.tuning.balance import Balance
 from sp_lightning.tuning.choices import SAME
-from sp_lightning.tuning.machine import host_seconds
+from sp_lightning.tuning.machine import HOST_SECONDS
 from sp_lightning.tuning.simulator import Walk
 from sp_lightning.tuning.visits import Prediction, Rates
 
@@ -46,8 +46,8 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The shares of the layers that fit, which ``--gpu-layers auto`` tries."""
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
-    "gradient_checkpointing", "loss_tokens", "lora", "keep_logits", "optimizer", "optimizer_on", "step_seconds", "layers",
-    "keep_on_gpu", "host_tflops", "scale", "pack_experts",
+    "gradient_checkpointing", "loss_tokens", "lora", "optimizer", "optimizer_on", "layers", "keep_on_gpu",
+    "host_tflops", "pack_experts",
 )  # fmt: skip
 """The arguments that change the dry run of a batch or the optimizer's step, except ``optimizer_overlap``."""
 
@@ -75,6 +75,7 @@ class Estimate:
         notes: sentences for the user, for example on parts of a batch that are not counted, or on weights without adapters.
         unit: the name of the items in a batch of a diffusion model; empty for other models.
         blocks: the indices of the layers that ``compile_blocks`` compiles, in whole or in part.
+        contents: the layers with their sizes, as every plan has them.
     """
 
     question: Question
@@ -88,6 +89,12 @@ class Estimate:
     notes: tuple[str, ...] = ()
     unit: str = ""
     blocks: frozenset[int] = frozenset()
+    contents: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def _predictions(self) -> dict[Any, Prediction]:
+        """Predictions by plan and modes, which are made once."""
+        return {}
 
     @property
     def parameters(self) -> int:
@@ -139,7 +146,7 @@ class Estimate:
 
     def plan(self, k: int, k_prime: int) -> Plan:
         """Returns the plan for a window."""
-        return _plan(self.question, self.found, k, k_prime)
+        return _plan(self.question, self.found, k, k_prime, self.contents)
 
     def staying(self, k: int, k_prime: int) -> Estimate:
         """Returns the estimate for a window, with ``--gpu-layers auto`` replaced by a number of layers.
@@ -188,17 +195,26 @@ class Estimate:
 
     @cached_property
     def host(self) -> HostMemory:
-        """The host memory. With ``auto``, it contains the activations of as many units as fit."""
-        asked = self.question
-        plan = self.plan(1, 1)
-        choice = self.activations
-        offloaded = self.work.offloaded if choice in ("offload", "auto") else 0
-        found = host_memory(asked, plan, self.step, offloaded)
-        if choice == "auto" and asked.disk is None and found.limit is not None and not found.fits:
-            # A run offloads activations until host memory is full, and recomputes those of the remaining layers.
-            room = all_but_an_eighth(found.limit - found.nbytes + found.parts["activations"])
-            found = host_memory(asked, plan, self.step, room // asked.devices)
-        return found
+        """The host memory if no activations are offloaded."""
+        return host_memory(self.question, self.plan(1, 1), self.step, 0)
+
+    def host_with(self, modes: Modes) -> HostMemory:
+        """Returns the host memory with the activations that these modes offload."""
+        offloaded = self.work.offloaded(modes)
+        return host_memory(self.question, self.plan(1, 1), self.step, offloaded) if offloaded else self.host
+
+    def _within_host(self, modes: Modes) -> Modes:
+        """Returns the modes of a run that offloads until host memory is full: it recomputes the activations of later layers."""
+        asked, limit = self.question, self.host.limit
+        if limit is None or asked.disk is not None:
+            return modes
+        room, limited = all_but_an_eighth(limit - self.host.nbytes) // asked.devices, dict(modes)
+        for call in self.work.calls[:-EXEMPT]:
+            if limited[call.unit] == "offload":
+                fits = call.moved <= room
+                room -= call.moved * fits
+                limited[call.unit] = "offload" if fits else "recompute"
+        return limited
 
     @property
     def _traffic(self) -> tuple[int, int]:
@@ -218,7 +234,7 @@ class Estimate:
         asked, step, ledger, updates = self.question, self.step, self.host.ledger, _NO_UPDATES
         if step is not None and ledger is not None:
             updates = update_rates(asked, step, self.plan(1, 1), ledger, self._traffic[0])
-        visit, weight = asked.measured.python or host_seconds(training=not asked.predict, measured=asked.measure_host)
+        visit, weight = asked.measured.python or HOST_SECONDS["inference" if asked.predict else "training"]
         devices, nodes = asked.devices - 1, asked.nodes - 1  # the numbers of other devices and nodes
         # Sums of 16-bit gradients are transferred in float32.
         wide = 2 if asked.stores_16_bits else 1
@@ -236,16 +252,13 @@ class Estimate:
             network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
             disk=asked.disk or math.inf,
             synchronous=asked.measured.synchronous,
-        ).slowed(asked.measured.slower)
+        )
 
     def _balance(self, plan: Plan, rates: Rates) -> Balance:
         """Returns the activations and layer calls of a batch, with times at the question's rates."""
         asked = self.question
-        pace = 1 / asked.measured.slower
         compiled = self.blocks if asked.compile_blocks else frozenset[int]()
-        visits = self.work.visits(
-            flops=pace * asked.tflops * 1e12, memory=pace * asked.device_bandwidth, compiled=compiled
-        )
+        visits = self.work.visits(flops=asked.tflops * 1e12, memory=asked.device_bandwidth, compiled=compiled)
         return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
 
     def modes(self, plan: Plan) -> Modes:
@@ -258,8 +271,12 @@ class Estimate:
         assert limit is not None  # otherwise ``activations`` would be "keep"
         # Bytes that no choice of modes changes.
         others = work.alive("offload") - peak_bytes(work.calls, dict.fromkeys((c.unit for c in work.calls), "offload"))
-        choices = self._balance(plan, self.rates).candidates(max(0, limit - plan.peak_device_bytes - others))
-        return min(choices, key=lambda modes: self.predict(plan, modes).seconds)
+        room = max(0, limit - plan.peak_device_bytes - others)
+        if not room:  # too large without any activations, so its time does not matter
+            return dict.fromkeys((c.unit for c in work.calls), min(FREEING, key=work.saved))
+        choices = [self._within_host(modes) for modes in self._balance(plan, self.rates).candidates(room)]
+        fitting = [modes for modes in choices if peak_bytes(work.calls, modes) <= room] or choices
+        return min(fitting, key=lambda modes: self.predict(plan, modes).seconds)
 
     def flops(self, plan: Plan, modes: Modes) -> int:
         """Returns the floating-point operations of a batch, recomputation included."""
@@ -277,31 +294,35 @@ class Estimate:
             updates: False to predict the time as if updates took no time and no bandwidth of host memory.
         """
         rates = rates or self.rates
-        batches = self.question.accumulate_grad_batches
-        last = self._batch(plan, modes, rates, updates=updates, moves=True)
-        if batches == 1:
-            return last
-        return last.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
+        key = (plan.k, plan.k_prime, plan.stay, plan.nodes, tuple(modes.values()), rates, updates)
+        if key not in self._predictions:
+            found = self._batch(plan, modes, rates, updates=updates, moves=True)
+            if (batches := self.question.accumulate_grad_batches) > 1:
+                found = found.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
+            self._predictions[key] = found
+        return self._predictions[key]
 
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
         """Predicts one batch: with optimizer steps if ``updates`` is True, with disk traffic if ``moves`` is True."""
         update, each = self._traffic
         overlap = self.question.mode if self.step is None else self.step.overlap
-        on_disk = self.host.moved(plan, self.question.accumulate_grad_batches) if moves else {}
+        on_disk: Mapping[int, int] = {}
+        if moves and self.question.disk is not None:
+            on_disk = self.host_with(modes).moved(plan, self.question.accumulate_grad_batches)
         with_updates = rates if updates else replace(rates, **_NO_UPDATES, update_upload=0.0, update_download=0.0)
         visits = self._balance(plan, rates).visited(modes)
         walk = Walk(plan, visits, with_updates, overlap=overlap, frees=self.question.frees, on_disk=on_disk)
         return walk.predict(host_traffic=each + update * updates)
 
 
-def _plan(question: Question, found: Found, k: int, k_prime: int) -> Plan:
+def _plan(question: Question, found: Found, k: int, k_prime: int, contents: Mapping[str, Any] | None = None) -> Plan:
     training = not question.predict
     share = question.gpu_layers
     stay = 0
     if share != "auto":
         stay = share if isinstance(share, int) else round(share * len(found.layers))
     options: dict[str, Any] = {"ranks": question.devices, "nodes": question.nodes, "training": training, "stay": stay}
-    plan = make_plan(found, k=k, k_prime=k_prime, **options)
+    plan = make_plan(found, k=k, k_prime=k_prime, contents=contents, **options)
     return replace(plan, steps_on_device=training and question.optimizer_on == "gpu")
 
 
@@ -315,6 +336,7 @@ def estimate_model(question: Question) -> Estimate:
             parameters to stream or train.
         ImportError: a library is missing.
     """
+    question = _with_fast_steps(question)
     for reason in contradictions(question):
         raise ValueError(reason)
     dtype, autocast = dtypes(question.precision)
@@ -335,7 +357,7 @@ def estimate_model(question: Question) -> Estimate:
         if question.gradient_checkpointing:
             _enable_checkpoints(module)
         if question.loss_tokens is not None:
-            chunk_loss(module, question.loss_tokens, keep_logits=question.keep_logits)
+            chunk_loss(module, question.loss_tokens)
         module.train(not question.predict)
         found = find_layers(module, layers=question.layers, keep_on_gpu=question.keep_on_gpu or (), autocast=autocast)
         if question.generate is not None:
@@ -354,8 +376,18 @@ def estimate_model(question: Question) -> Estimate:
             )
         # expect_blocks raises an error if the model has no blocks.
         blocks = (expect_blocks if question.compile_blocks else find_blocks)(module)
-        made = replace(made, blocks=_layers_of([name for name, _ in blocks], found))
+        made = replace(made, blocks=_layers_of([name for name, _ in blocks], found), contents=plan_contents(found))
     return _with_whole_tables(made)
+
+
+def _with_fast_steps(question: Question) -> Question:
+    """Returns the question with steps of AdamW8bit on the GPU, if the user did not choose their place.
+
+    On the CPU they take a hundred times as long as those of AdamW.
+    """
+    fast = question.but(optimizer_on="gpu")
+    slow = question.optimizer == "adamw8bit" and "optimizer_on" not in question.given
+    return fast if slow and not question.predict and not any(True for _ in contradictions(fast)) else question
 
 
 def _layers_of(blocks: Sequence[str], found: Found) -> frozenset[int]:
@@ -515,7 +547,7 @@ def _guess(question: Question, found: Found, uses: int) -> Work:
             for layer in reversed(plan.order)
         ]
     calls = tuple(Call(layer.name, saved=0, inputs=0) for layer in plan.layers)
-    return Work(tuple(costs), 0, calls, calls, outside=0, largest_outside=None)
+    return Work(tuple(costs), 0, calls, outside=0, largest_outside=None)
 
 
 def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Work, Work]:

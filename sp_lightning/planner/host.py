@@ -57,8 +57,6 @@ class HostStep:
 def host_step(question: Question, module: nn.Module) -> HostStep:
     """Returns the step of the asked optimizer, else of the module's own optimizer if its state is known, else of AdamW.
 
-    With ``--step-seconds``, the module's own optimizer is not used.
-
     Raises:
         ValueError: no parameter of the module is trained, or torchao is missing.
     """
@@ -69,11 +67,10 @@ def host_step(question: Question, module: nn.Module) -> HostStep:
 def on_device(step: HostStep, question: Question) -> HostStep:
     """Returns the same step on the device.
 
-    Its time is ``--step-seconds`` if given, else that of ``step.flops`` if not 0, else that of a pass over device memory.
+    Its time is that of ``step.flops`` if not 0, else that of a pass over device memory.
     """
-    seconds = question.step_seconds
-    why = step.why if seconds else ""
-    if seconds is None and step.flops:
+    seconds, why = None, ""
+    if step.flops:
         seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
     # With weights of 16 bits ("bf16-true"), Lightning sets torch's default dtype to 16 bits during the forward. A step that runs
     # at the same time would create the optimizer's new tensors in that dtype, unlike a step of plain Lightning. So the step does
@@ -153,9 +150,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError(f"No parameter of {question.model!r} requires a gradient. Add --predict.")
-    seconds = question.step_seconds
-    why = f"{seconds or 0:g} s (--step-seconds)"
-    own = _configured(module) if question.optimizer is None and seconds is None else ()
+    own = _configured(module) if question.optimizer is None else ()
     name = " and ".join(sorted({type(each).__name__ for each in own}))
     if own and all(map(has_known_state, own)):
         overlap = question.mode if all(map(has_fused_step, own)) else "off"
@@ -170,8 +165,7 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
         momentum = [torch.optim.SGD(matrices, momentum=0.95)] if matrices else []
         optimizers = (*momentum, *([torch.optim.AdamW(others)] if others else []))
         flops = muon_flops(matrices)
-        if seconds is None:
-            seconds, why = _on_host(question, flops)
+        seconds, why = _on_host(question, flops)
         name = "Muon, and AdamW for embeddings, heads and vectors" if others else "Muon"
         return HostStep(name, optimizers, "off", seconds, why, flops=flops)
     if question.optimizer == "adamw8bit":
@@ -179,18 +173,15 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
             from torchao.optim import AdamW8bit
         except ImportError as error:
             raise ValueError("--optimizer adamw8bit needs torchao: pip install torchao") from error
-        if seconds is None and question.optimizer_on == "cpu":
-            # Each step converts the state from and to 8 bits. The time of this can only be measured.
-            seconds = EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
-            why = f"{seconds:.3g} s, {1e9 * EIGHT_BITS_SECONDS:g} ns per parameter as on two CPU cores (--step-seconds)"
+        # Each step converts the state from and to 8 bits. The time of this can only be measured.
+        seconds = EIGHT_BITS_SECONDS * sum(parameter.numel() for parameter in trained)
+        why = f"{seconds:.3g} s, {1e9 * EIGHT_BITS_SECONDS:g} ns per parameter as measured on two CPU cores"
         few_bits = (AdamW8bit(trained),)
         return HostStep("AdamW8bit", few_bits, beside(few_bits, question.mode), seconds, why)
     sgd = question.optimizer == "sgd"
     fused = torch.optim.SGD(trained, momentum=0.9) if sgd else torch.optim.AdamW(trained)
     name = "SGD with momentum" if sgd else "AdamW"
-    if seconds is None:
-        return HostStep(name, (fused,), question.mode, source=source)
-    return HostStep(f"an optimizer with the state of {name}", (fused,), "off", seconds, why)
+    return HostStep(name, (fused,), question.mode, source=source)
 
 
 def _configured(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:

@@ -1,23 +1,18 @@
-"""Measurements that replace assumptions of ``plan``: the rates of a machine, and the report of a run."""
+"""The command ``rates``, and ``plan --rates``: measurements of a machine that replace assumptions."""
 
 from __future__ import annotations
 
 import json
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from sp_lightning.device.accelerator import device_for, device_found
 from sp_lightning.observe.reached import machine_of, today
-from sp_lightning.planner.answer import answer
-from sp_lightning.planner.arguments import MODES, OVERLAPS, PLACES, PRECISIONS, Question, number_of
-from sp_lightning.planner.estimate import estimate_model
-from sp_lightning.planner.model_source import takes_latents
+from sp_lightning.planner.arguments import Question, number_of
 from sp_lightning.planner.rates import DTYPES, OF_DEVICE, measure_rates
 
 _BYTES = ("device_bandwidth", "pcie", "host_bandwidth", "disk")
@@ -75,13 +70,21 @@ def with_rates(questions: Sequence[Question]) -> Sequence[Question]:
     file = questions[0].rates
     if file is None:
         return questions
-    with _file_of("rates", file) as found:
-        measured = found["measured"]
-        here = machine_of(device_for(torch.device("cpu")))
+    text = file.read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)
+        if found["kind"] != "rates":
+            raise ValueError(f"its kind is {found['kind']!r}")
+        measured, machine, here = found["measured"], found["machine"], machine_of(device_for(torch.device("cpu")))
         notes = []
-        if found["machine"]["processor"] != here["processor"] or found["machine"]["cores"] != here["cores"]:
-            notes.append(f"{file} is of another machine, {_named(found['machine'])}; this one has {_named(here)}.")
+        if machine["processor"] != here["processor"] or machine["cores"] != here["cores"]:
+            notes.append(f"{file} is of another machine, {_named(machine)}; this one has {_named(here)}.")
         return [_with_rates(question, measured, notes) for question in questions]
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ArgumentTypeError) as error:
+        raise ValueError(
+            f"{file} is not a file of rates ({type(error).__name__}: {error}). Make one: "
+            "python -m sp_lightning rates > rates.json"
+        ) from error
 
 
 def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[str]) -> Question:
@@ -92,7 +95,7 @@ def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[st
         question.measured,
         names=frozenset(values),
         tflops=tflops,
-        python=None if question.measure_host else (visit, weight),
+        python=(visit, weight),
         synchronous=bool(measured["synchronous"]),
         drive=float(number_of("disk", measured["disk"])) if "disk" in measured else question.measured.drive,
         notes=(*question.measured.notes, *notes),
@@ -104,108 +107,3 @@ def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[st
 def _named(machine: dict[str, Any]) -> str:
     accelerator = f"{machine['accelerator']}, " if machine["accelerator"] else ""
     return f"{accelerator}{machine['processor']}, {machine['cores']} cores"
-
-
-_HOW = {
-    "rates": "python -m sp_lightning rates > rates.json",
-    "report": "Trainer(callbacks=[SuperpipelineCallback(report='report.json')])",
-}
-
-
-@contextmanager
-def _file_of(kind: str, file: Path) -> Iterator[dict[str, Any]]:
-    """Yields the contents of a file.
-
-    Missing and invalid values raise a ValueError with the command that makes such a file, also in the body of the ``with``.
-
-    Args:
-        kind: the kind of the file, a key of ``_HOW``.
-        file: the file, in JSON.
-    """
-    text = file.read_text(encoding="utf-8")
-    try:
-        found = json.loads(text)
-        if found["kind"] != kind:
-            raise ValueError(f"its kind is {found['kind']!r}")
-        yield found
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ArgumentTypeError) as error:
-        raise ValueError(
-            f"{file} is not a file of {kind} ({type(error).__name__}: {error}). Make one: {_HOW[kind]}"
-        ) from error
-
-
-def corrected(question: Question, notify: Callable[[str], None]) -> Question:
-    """Returns the question with its times corrected by the ``--from`` report of a run; without ``--from``, the same question.
-
-    All times are multiplied by the quotient of the reported time of a batch and the predicted time of the same batch.
-
-    Args:
-        question: the question.
-        notify: is called with a message before the slow step.
-
-    Raises:
-        ValueError, OSError: the file is not a report, or is the report of another model or of another number of devices.
-    """
-    file = question.from_
-    if file is None:
-        return question
-    with _file_of("report", file) as found:
-        reached, batches, model, devices = found["seconds"], found["batches"], found["model"], found["devices"]
-        counts = {name: found[name] for name in ("parameters", "trained")}
-        # The division raises an error, which becomes one about the file, if the time is 0 or not a number.
-        as_reached, _ = _as_reached(question, found), 1 / reached
-    if devices != (here := question.devices * question.nodes):
-        raise ValueError(
-            f"{file} is of {devices} devices, and this plan of {here}. Plan {devices}, or leave --from out."
-        )
-    notify(f"runs a batch of {question.model} as {file} had it")
-    asked = question.but(**as_reached)
-    estimate = estimate_model(asked)
-    for name, count in counts.items():
-        if (planned := getattr(estimate, name)) != count:
-            raise ValueError(
-                f"{file} is of {model}, with {count:,} {name}, and this plan has {planned:,}. Give the report of "
-                "this model, or the options that it was trained with (--lora, --layers, …)."
-            )
-    predicted = answer(estimate).shown.prediction.seconds
-    slower = reached / predicted
-    if slower >= 2:
-        off = f"{slower:.3g} times as long as predicted"
-    else:
-        off = f"{abs(slower - 1):.0%} {'more' if slower >= 1 else 'less'} than predicted"
-    note = (
-        f"{file}: a batch in {asked.precision} took {reached:.3g} s (average of {batches} batches): {off} "
-        f"({predicted:.3g} s). All times are corrected by this."
-    )
-    return question.but(measured=replace(question.measured, slower=slower, notes=(*question.measured.notes, note)))
-
-
-def _as_reached(question: Question, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the reported run: its window, its options and, if their shape is known, its batches."""
-    asked: dict[str, Any] = {
-        "k": [found["k"]],
-        "k_prime": [found["k_prime"]],
-        "accumulate_grad_batches": found["accumulate_grad_batches"],
-        "gpu_layers": found.get("gpu_layers", 0),
-    }
-    if found["precision"] in PRECISIONS:
-        asked["precision"] = found["precision"]
-    known = {"activations": MODES, "optimizer_overlap": OVERLAPS, "optimizer_on": PLACES}
-    asked |= {name: found[name] for name, choices in known.items() if found[name] in choices}
-    if question.gradient_clip == "norm" and asked.get("optimizer_overlap") == "backward":
-        asked["gradient_clip"] = None  # the reported run did not clip by norm, which excludes updates in backward
-    # The report has the overlap that the run resolved. The run is assumed to have used the default if this gives the same.
-    if asked.get("optimizer_overlap") == question.but(**asked | {"optimizer_overlap": "auto"}).mode:
-        asked["optimizer_overlap"] = "auto"
-    shape = found["shape"]
-    if ":" not in question.model and shape:
-        asked["batch_size"] = shape[0]
-        if takes_latents(question.model):  # the shape of latents does not determine the pixels
-            return asked
-        if len(shape) == 2:
-            asked["tokens"] = shape[1]
-        elif len(shape) == 4:
-            asked["image"] = shape[-1]
-    elif question.input and shape:
-        asked["input"] = shape
-    return asked

@@ -32,7 +32,6 @@ from sp_lightning.planner.diffusion import (
 )
 from sp_lightning.planner.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
 from sp_lightning.planner.known_values import answered
-from sp_lightning.planner.scaling import refuse_another_size, scaled
 
 # The names, in forwards of transformers, of the argument that marks the tokens of images.
 _WHICH_ARE_IMAGES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
@@ -104,8 +103,6 @@ def load_model(asked: Question) -> ModelSource:
             "--batch-size": asked.batch_size > 1 and not tokens,
             "--tokens": asked.input and tokens,
         }
-    if asked.scale is not None and (factory or find_config(source) is None):
-        raise ValueError(f"--scale needs a transformers config, got {source!r}. Leave --scale out.")
     if ignored := [option for option, value in given.items() if value]:
         instead = (
             "--input, batch first (for example --input 4 3 224 224), or change the module's example_input_array"
@@ -125,12 +122,6 @@ def _load_named(asked: Question) -> ModelSource:
         return _load_torchvision(asked)
     raw = _read(file)
     return (_load_diffusers if _OF_DIFFUSERS in raw else _load_transformers)(asked, file, raw)
-
-
-def takes_latents(source: str) -> bool:
-    """Returns True if a model's name refers to a config or pipeline of diffusers."""
-    file = find_config(source)
-    return file is not None and _OF_DIFFUSERS in _read(file)
 
 
 def find_config(source: str) -> Path | None:
@@ -312,12 +303,6 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     make = transformers.AutoModel.from_config if kind is None else kind
     module = _make(make, config, file)
-    if asked.scale is not None:
-        # These fields depend on the number of layers. If they are left out, their defaults are computed from the new number.
-        raw = {name: value for name, value in raw.items() if name not in ("layer_types", "max_window_layers")}
-        config = transformers.AutoConfig.for_model(**{**raw, **scaled(config, module, asked.scale)})
-        module = _make(make, config, file)
-        refuse_another_size(module, asked.scale)
     if isinstance(most := _positions(config), int) and isinstance(asked.tokens, DefaultSize):
         asked.tokens = DefaultSize(min(asked.tokens, most))
     inputs = _Inputs(module, config, asked.batch_size, asked.tokens)
@@ -505,8 +490,6 @@ def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSo
     """
     kind = str(raw[_OF_DIFFUSERS])
     notes: list[str] = []
-    if asked.scale is not None:
-        raise ValueError(f"--scale needs a transformers config, got one of diffusers ({kind}). Leave --scale out.")
     diffusers = import_diffusers(asked.model, kind)
     if is_pipeline(raw):
         trained = trained_part(raw, file)

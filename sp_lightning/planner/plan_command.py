@@ -9,42 +9,30 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from sp_lightning.observe.plot import Point, draw_windows, require_matplotlib
 from sp_lightning.planner.answer import Answer, answer
 from sp_lightning.planner.arguments import Question
-from sp_lightning.planner.budget import Budget, best_first, budgets, fields, in_words, sizes
+from sp_lightning.planner.budget import best_first, budgets, fields, in_words
 from sp_lightning.planner.estimate import estimate_model
-from sp_lightning.planner.measured import corrected, with_rates
+from sp_lightning.planner.measured import with_rates
 from sp_lightning.planner.model_source import find_config
 from sp_lightning.planner.remedies import remedies
 from sp_lightning.planner.report import as_fields, as_table, as_text, in_json
-from sp_lightning.planner.trials import lacking
 from sp_lightning.planner.verdict import verdict
 
 
 def run_plan(questions: Sequence[Question]) -> None:
-    """Prints the answers: one in detail, several as a table. With ``--plot``, also draws the windows of the first one to a file.
+    """Prints the answers: one in detail, several as a table.
 
     Raises:
         ValueError, ImportError: a question cannot be answered.
-        SystemExit: with the highest :attr:`~sp_lightning.planner.answer.Answer.status`, or 1 if trials do not fit. A status of 0
-            raises no error.
+        SystemExit: with the highest :attr:`~sp_lightning.planner.answer.Answer.status`. A status of 0 raises no error.
     """
     questions = with_rates(questions)
-    first = questions[0]
-    if first.plot is not None:
-        require_matplotlib()
-        first.plot.parent.mkdir(parents=True, exist_ok=True)
     answers: list[Answer] = []
     with _nothing_else_said(), _no_garbage_collected():
         for line in _lines(questions, answers):
             print(line, flush=True)
-    if first.plot is not None:
-        points = [
-            Point(row.plan.k, row.plan.k_prime, row.device_bytes, row.prediction.seconds) for row in answers[0].rows
-        ]
-        draw_windows(points, first.gpu_memory, first.plot, f"{first.model}, {first.precision}")
-    if status := max(max(each.status, bool(lacking(each))) for each in answers):
+    if status := max(each.status for each in answers):
         raise SystemExit(status)
 
 
@@ -55,7 +43,7 @@ def _lines(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str
     if questions[0].hours is not None:
         yield from _in_hours(questions, answers)
         return
-    found = (_answer(corrected(question, _notify), answers) for question in questions)
+    found = (_answer(question, answers) for question in questions)
     if questions[0].json:
         yield in_json([as_fields(each) for each in found])
     elif len(questions) > 1:
@@ -71,15 +59,13 @@ def _with_remedies(one: Answer) -> str:
 
 
 def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[str]:
-    """Yields the output of ``--hours``: for each model, size and sequence length, the best way to train and its plan.
+    """Yields the output of ``--hours``: for each model and sequence length, the best way to train and its plan.
 
     Appends the answer of each best way to ``answers``. If no way fits, this is the answer to the first question of the group.
     """
     groups: dict[tuple[object, ...], list[Question]] = {}
     for question in questions:
-        key = question.model, question.tokens, question.scale
-        groups.setdefault(key, []).append(corrected(question, _notify))
-    chosen: list[Budget] = []
+        groups.setdefault((question.model, question.tokens), []).append(question)
     found: list[dict[str, object]] = []
     for first, *more in groups.values():
         ways = best_first(way for question in (first, *more) for way in budgets(question, _notify))
@@ -91,11 +77,8 @@ def _in_hours(questions: Sequence[Question], answers: list[Answer]) -> Iterator[
             yield "\n".join([*in_words(ways, first), "", rest, ""])
         else:
             yield _with_remedies(answers[-1])
-        chosen += ways[:1]
     if found:
         yield in_json(found)
-    else:
-        yield from sizes(chosen)
 
 
 def _answer(question: Question, answers: list[Answer]) -> Answer:

@@ -12,7 +12,6 @@ from sp_lightning.plan.units import in_gib, number
 from sp_lightning.planner.answer import Answer, Row, stepped_otherwise
 from sp_lightning.planner.arguments import MODES, SEVERAL, Question, changed, command
 from sp_lightning.planner.estimate import Estimate
-from sp_lightning.planner.trials import best_trials, trials
 from sp_lightning.planner.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
 from sp_lightning.registry import host_kernels
 
@@ -41,7 +40,7 @@ def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
         remedies: the answers to changed questions that fit.
     """
     reasons = _reasons(answer)
-    lines = [*trials(answer), verdict(answer), *_remedies(answer, remedies), ""]
+    lines = [verdict(answer), *_remedies(answer, remedies), ""]
     if answer.question.verbose:
         return "\n".join([*lines, *reasons, "", *_details(answer)])
     asked = answer.question
@@ -56,7 +55,7 @@ def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
     for other in remedies:
         estimate, words = other.estimate, list[str]()
         if other.best is not None:
-            device, host = in_gib(other.best.device_bytes), in_gib(estimate.host.nbytes)
+            device, host = in_gib(other.best.device_bytes), in_gib(other.host.nbytes)
             words.append(f"{device} of GPU memory and {host} of host memory, {speed(other)}")
         if rounds(other.question) and not rounds(answer.question):
             words.append(f"but {ROUNDED}")
@@ -82,8 +81,8 @@ def _reasons(answer: Answer) -> list[str]:
     return [
         _heading(estimate),
         _device(estimate, row),
-        *_host(estimate),
-        _faster(answer) if estimate.host.fits else f"the times are predicted {without_disk}with enough host memory",
+        *_host(answer),
+        _faster(answer) if answer.host.fits else f"the times are predicted {without_disk}with enough host memory",
         _assumed(estimate),
         *_disk(answer),
         *_step(estimate),
@@ -94,8 +93,8 @@ def _reasons(answer: Answer) -> list[str]:
 
 def _details(answer: Answer) -> list[str]:
     estimate, question, row = answer.estimate, answer.question, answer.shown
-    ledger, rates = estimate.host.ledger, estimate.rates
-    known = "measured" if question.measure_host or question.measured.python else "assumed of the host (--measure-host)"
+    ledger, rates = answer.host.ledger, estimate.rates
+    known = "measured" if question.measured.python else "assumed of the host (--rates)"
     lines = [
         row.plan.table(state=ledger.state if ledger else None),
         "",
@@ -108,7 +107,8 @@ def _details(answer: Answer) -> list[str]:
     ]
     if not estimate.why_guessed and not question.predict:
         saved = {mode: f"{in_gib(estimate.work.saved(mode)):>10}" for mode in MODES}
-        saved["offload"] += f", and {in_gib(estimate.work.offloaded)} on the host"
+        offloaded = in_gib(estimate.work.offloaded("offload"))
+        saved["offload"] += f", and {offloaded} on the host"
         lines += ["", "activations=    saved for backward, at most"]
         lines += [f"  {mode:<10} {size}" for mode, size in saved.items()]
     return lines
@@ -133,7 +133,7 @@ def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterat
         plan = answer.shown.plan
         row = [
             _plain(answer) if known else "unknown", fits_here, str(plan.k), str(plan.k_prime),
-            in_gib(answer.shown.device_bytes) if known else "unknown", in_gib(answer.estimate.host.nbytes),
+            in_gib(answer.shown.device_bytes) if known else "unknown", in_gib(answer.host.nbytes),
             *([per_second(answer), f"{answer.shown.waiting:.0%}"] if fits else [too_little(answer)]),
         ]  # fmt: skip
         yield _in_columns([*(str(each[name]) for name in differing), *row], widths)
@@ -196,10 +196,9 @@ def _unit(question: Question) -> str:
     return "batch" if question.generate is None else "token"
 
 
-def _host(estimate: Estimate) -> list[str]:
+def _host(answer: Answer) -> list[str]:
     """Returns a line on the contents of host memory, and with ``--host-memory`` a line on the part that processes use."""
-    question = estimate.question
-    host = estimate.host
+    estimate, question, host = answer.estimate, answer.question, answer.host
     node = ""
     if question.nodes > 1:
         node = " of each node"
@@ -222,7 +221,7 @@ def _host(estimate: Estimate) -> list[str]:
 
 def _disk(answer: Answer) -> list[str]:
     """Returns lines on the contents and traffic of the disk."""
-    estimate, question, placement = answer.estimate, answer.question, answer.estimate.host.placement
+    estimate, question, placement = answer.estimate, answer.question, answer.host.placement
     if question.disk is None:
         return []
     if placement is None:  # the verdict has the host memory that is enough
@@ -240,7 +239,7 @@ def _disk(answer: Answer) -> list[str]:
         f"disk: {in_gib(placement.disk_bytes)} of {what}, of {len(placement.on_disk)} layers, through "
         f"{in_gib(placement.staging)} of host memory; {moved}"
     ]
-    trained = estimate.host.trained
+    trained = answer.host.trained
     assert trained is not None  # None only without a disk
     more = {
         "gradients, which each batch writes and reads once": trained.gradient_bytes,
@@ -429,21 +428,20 @@ def as_fields(answer: Answer) -> dict[str, object]:
         "activations": estimate.activations,
         "activation_bytes": estimate.activation_bytes if known else None,
         "saved_bytes": {mode: work.saved(mode) for mode in MODES} if known else None,
-        "offloaded_bytes": work.offloaded if known else None,
+        "offloaded_bytes": work.offloaded("offload") if known else None,
         "flops": estimate.flops(plan, modes) if known else None,
         "why_no_activations": estimate.why_guessed or None,
         "prompt_seconds": answer.prompt_seconds,
         "plain_bytes": estimate.plain_bytes if known else None,
         "checkpointed_bytes": estimate.checkpointed_bytes if known else None,
-        "host_bytes": estimate.host.nbytes, "host_bytes_while_training": estimate.host.stepping_bytes,
-        "host_parts": dict(estimate.host.parts), "host_fits": estimate.host.fits,
+        "host_bytes": answer.host.nbytes, "host_bytes_while_training": answer.host.stepping_bytes,
+        "host_parts": dict(answer.host.parts), "host_fits": answer.host.fits,
         "disk": _disk(answer) or None,
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],
         "assumed": {"tflops": question.tflops}
         | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},
         "measured": sorted(question.measured.names),
         "windows": [_window(row) for row in answer.rows],
-        "trials": None if (found := best_trials(answer)) is None else {**vars(found), "row": _window(found.row)},
         "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime, **_stay(best)},
         "verdict": verdict(answer),
     }  # fmt: skip

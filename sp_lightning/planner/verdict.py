@@ -59,7 +59,7 @@ def _refused(answer: Answer) -> str:
 
 
 def _refused_by_host(answer: Answer) -> str:
-    question, host = answer.question, answer.estimate.host
+    question, host = answer.question, answer.host
     disk = question.disk is not None
     processes = "the process" if question.devices == 1 else "the processes"
     return (
@@ -73,7 +73,7 @@ def enough_host_memory(answer: Answer) -> int:
     """Returns the least ``--host-memory`` that is enough, in bytes."""
     from sp_lightning.disk.host_budget import limit_for
 
-    question, host = answer.question, answer.estimate.host
+    question, host = answer.question, answer.host
     return limit_for(host.nbytes, question.devices, disk=question.disk is not None)
 
 
@@ -81,7 +81,8 @@ def _refused_by_device(answer: Answer) -> str:
     least, limit = answer.shown.device_bytes, answer.question.gpu_memory or 0
     return (
         f"{_refused(answer)}: at least {in_gib(least)} of GPU memory needed, "
-        f"{in_gib(answer.estimate.activation_bytes)} of it for activations; {_too_little(least, limit)}."
+        f"{in_gib(least - answer.shown.plan.peak_device_bytes)} of it for activations and intermediate results; "
+        f"{_too_little(least, limit)}."
     )
 
 
@@ -118,7 +119,7 @@ def _staying(answer: Answer, best: Row) -> list[str]:
 
     Returns no line without ``--gpu-layers``.
     """
-    question, plan, host = answer.question, best.plan, answer.estimate.host
+    question, plan, host = answer.question, best.plan, best.host
     if not question.gpu_layers:
         return []
     if not plan.stay:
@@ -218,6 +219,5 @@ def beside(estimate: Estimate) -> str:
     if question.compile_blocks:
         text += " and sp_lightning.compile_blocks(model)"
     if question.loss_tokens:
-        keep = ", keep_logits=True" if question.keep_logits else ""
-        text += f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens}{keep})"
+        text += f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens})"
     return text

@@ -7,6 +7,7 @@ yield a few candidates. The one with the shortest predicted batch is chosen.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,7 +99,7 @@ class Balance:
             if index is not None:
                 at = next((forward for forward in following if index in self.visits[forward].layers), at)
             if modes[call.unit] == "offload" and number < len(self.calls) - EXEMPT:
-                moved[at] += call.saved
+                moved[at] += call.moved
             elif modes[call.unit] == "recompute":
                 recomputed[at] += self._seconds(call.unit) if index is None else self.visits[at].seconds
         return [
@@ -118,14 +119,17 @@ class Balance:
     def _cost(self, unit: str) -> dict[Mode, float]:
         """Returns the seconds per freed byte for each mode that frees memory."""
         calls = [call for call in self.calls if call.unit == unit]
-        saved, inputs = sum(call.saved for call in calls), sum(call.inputs for call in calls)
-        up, down = saved / self.rates.upload, saved / self.rates.download
+        saved, inputs, moved = (sum(getattr(call, part) for call in calls) for part in ("saved", "inputs", "moved"))
+        up, down = moved / self.rates.upload, moved / self.rates.download
         if not self.rates.synchronous:
             # Activations are offloaded during the next unit's forward and uploaded during the next unit's backward.
             following = next((b.unit for a, b in pairwise(self.calls) if a.unit == unit and b.unit != unit), unit)
             down = max(0.0, down - self._seconds(following))
             up = max(0.0, up - self._seconds(following, backward=True))
-        return {"recompute": self._seconds(unit) / max(saved - inputs, 1), "offload": (down + up) / max(saved, 1)}
+        return {
+            "recompute": self._seconds(unit) / max(saved - inputs, 1),
+            "offload": (down + up) / moved if moved else math.inf,
+        }
 
     def _seconds(self, unit: str, *, backward: bool = False) -> float:
         """Returns the seconds of a unit's forward or backward.

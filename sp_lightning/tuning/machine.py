@@ -1,9 +1,9 @@
-"""The Python time of a layer call, for predictions before a run: a known value, or measured (``plan --measure-host``)."""
+"""The Python time of a layer call, for predictions before a run: a known value, or measured (the command ``rates``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from time import thread_time
 
 import torch
@@ -19,19 +19,6 @@ _LAYERS, _WIDTH, _FEW, _MANY, _ROUNDS = 12, 8, 1, 8, 30
 HOST_SECONDS = {"training": (6e-5, 3.5e-5), "inference": (6e-5, 1.2e-5)}
 """Seconds of Python for each layer call, and for each weight of the layer, if the model computes on a GPU. Measured on the CPU
 with layers of 2 to 9 weights: tests/results/2026-11-22-host-time-cpu.md. k and k' changed them little."""
-
-
-@cache
-def host_seconds(*, training: bool, measured: bool) -> tuple[float, float]:
-    """Returns the seconds of Python for each layer call, and for each weight.
-
-    Args:
-        training: True if each layer also has a backward.
-        measured: True to measure them on this host, at the first call; otherwise those of :data:`HOST_SECONDS`.
-    """
-    if measured:
-        return measure_host_seconds(training=training)
-    return HOST_SECONDS["training" if training else "inference"]
 
 
 def measure_host_seconds(*, training: bool) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from sp_lightning.engine.tuner import BaseTuner
 from sp_lightning.observe.messages import degrading, say_once
 from sp_lightning.plan.choices import Mode, Modes, Overlap
 from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.plan.units import enough_bytes, human_bytes
 from sp_lightning.plan.window import Window
 from sp_lightning.torch_compat.private import tree_leaves
 from sp_lightning.tuning.choices import choose_window
@@ -125,7 +125,7 @@ class Tuner(BaseTuner):
         self._next = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         if self._activations is not None:
             headroom = self._activations.headroom
-            if self._anew or (headroom is not None and headroom.evicted_bytes):
+            if self._anew or (headroom is not None and (headroom.evicted_bytes or headroom.lacks)):
                 self._begin_balancing(self._activations)
             elif headroom is not None and headroom.used:
                 self._activations.headroom = None
@@ -183,6 +183,7 @@ class Tuner(BaseTuner):
         self._again = self._anew = False
         self._balanced = True
         activations.calls = ()
+        activations.offload.counts_small = True
         window.fill()
         if (smallest := window.smallest()).slot_bytes < streamer.plan.slot_bytes:
             self._resize(smallest)
@@ -271,8 +272,9 @@ class Tuner(BaseTuner):
 
                 self._memory = ActivationMemory(activations.calls, self._next)
                 activations.recompute.in_trial = False
+                activations.offload.counts_small = False
             if activations.headroom is not None:
-                if activations.headroom.evicted_bytes:
+                if activations.headroom.evicted_bytes or activations.headroom.lacks:
                     return  # the peak belongs to no choice of modes
                 kept = activations.headroom.most_kept
         if peak is None:
@@ -330,19 +332,19 @@ class Tuner(BaseTuner):
             said += f"; activations: {self._activations.summary}"
         if said == self._said:
             return
-        self._said = said
+        level, self._said = logging.DEBUG if self._said else logging.INFO, said
         needs = window.needs(plan) + self._more(activations.modes)
         assert window.room is not None
-        self._log.debug(
-            "Superpipeline: %s (%s), the fastest by prediction: %s on the GPU of %s%s.",
+        self._log.log(
+            level, "Superpipeline: %s (%s), the fastest by prediction: %s on the GPU of %s%s.",
             said, why, human_bytes(needs), human_bytes(window.room),
             "" if window.rest else ", weights and gradients only: activations are not counted here",
         )  # fmt: skip
         if self._memory is not None and needs > window.room:
             self._log.warning(
-                "Superpipeline: even what takes least does not fit: %s of %s. %s is what activations take of it. Use a "
-                "smaller batch, or a larger gpu_memory.",
-                human_bytes(needs), human_bytes(window.room), human_bytes(self._memory.peak(activations.modes, self._largest)),
+                "Superpipeline: even the modes with the least memory do not fit: %s needed, %s of it for activations, and %s "
+                'available. Use a smaller batch, or gpu_memory="%s".', human_bytes(needs),
+                human_bytes(self._memory.peak(activations.modes, self._largest)), human_bytes(window.room), enough_bytes(needs),
             )  # fmt: skip
 
     def _all(self, mode: Mode) -> dict[str, Mode]:

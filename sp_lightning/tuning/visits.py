@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from sp_lightning.device.timeline import Interval, Kind
 
-_BYTES = ("upload", "download", "update", "step", "host_memory", "links", "network", "disk")  # rates, bytes/s
 # Simulating this number of visits takes about a second for each choice of k and k'.
 _MOST_VISITS = 2000
 
@@ -78,13 +77,6 @@ class Rates:
     update_upload: float = 0.0
     update_download: float = 0.0
     step: float = math.inf
-
-    def slowed(self, times: float) -> Rates:
-        """Returns the rates of a machine on which everything takes ``times`` as long."""
-        slower = {name: getattr(self, name) / times for name in _BYTES}
-        return replace(
-            self, visit_seconds=times * self.visit_seconds, weight_seconds=times * self.weight_seconds, **slower
-        )
 
 
 def measured(

@@ -258,3 +258,18 @@ def test_a_buffer_that_was_exchanged_stays_as_the_first_one_did() -> None:
         )
         stored.append(ours.trainer.strategy.stats().offloaded_activation_bytes)
     assert stored[0] == stored[1] > 0
+
+
+@pytest.mark.parametrize(("rows_of_a_batch", "freed"), [(64, True), (2, False)])
+def test_small_activations_count_within_the_limit(
+    rows_of_a_batch: int, freed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storages that are not worth a copy were not counted on a CPU: gpu_memory did not limit them, and `plan` disagreed."""
+    monkeypatch.setattr(offload, "WORTH_MOVING", 2**18)
+    batches = [torch.randn(rows_of_a_batch, 16) for _ in range(10)]
+    wide = lambda: Module(
+        nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(12)))
+    )  # noqa: E731
+    strategy = superpipeline(gpu_memory="60KiB", k=1, k_prime=1, layers="net.*")
+    assert_same(fit(wide, batches, strategy), fit(wide, batches))
+    assert ("recompute" in strategy.activations.values()) == freed

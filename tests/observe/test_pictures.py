@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sp_lightning.device.timeline import Interval
-from sp_lightning.observe.plot import Point, draw_timeline, draw_windows, require_matplotlib
+from sp_lightning.observe.plot import draw_timeline, require_matplotlib
 from tests.support.tiers import first
 
 
@@ -57,26 +57,3 @@ def test_a_batch(layers: int, figures: list[Any], tmp_path: Path) -> None:
     seen = [bar for bar in fetches if low <= bar.get_x() and bar.get_x() + bar.get_width() <= high]
     assert seen
     assert all(box(bar).width >= 2 for bar in seen)
-
-
-EQUAL = [
-    Point(k, k_prime, (18 + 0.05 * k + 0.1 * k_prime) * 2**30, 0.9) for k in (1, 2, 4, 8, 16, 32) for k_prime in (1, 2)
-]
-FALLING = [
-    Point(k, k_prime, (2 + 0.4 * k + 0.3 * k_prime) * 2**30, 0.7 - 0.01 * k + 0.1 * k_prime)
-    for k in (1, 2, 4, 8, 16, 32) for k_prime in (1, 2)
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("points", [EQUAL, FALLING, EQUAL[:1]], ids=["equal", "falling", "one"])
-def test_windows(points: list[Point], figures: list[Any], tmp_path: Path) -> None:
-    draw_windows(points, 24 * 2**30, tmp_path / "a.png", "windows")
-    (figure,) = figures
-    (axes,) = figure.axes
-    low, high = axes.get_xlim()
-    assert sum(low <= each <= high for each in axes.get_xticks()) >= 3
-    numbers = {text.get_text() for text in axes.texts}
-    assert numbers == {str(point.k) for point in points} if points is not EQUAL else {"1", "32"} <= numbers
-    for one, other in combinations(axes.texts, 2):
-        assert not box(one).overlaps(box(other)), f"{one.get_text()} and {other.get_text()}"
-    assert "24.0 GiB available" in [text.get_text() for text in axes.get_legend().get_texts()]

@@ -193,13 +193,13 @@ def test_what_a_loss_in_chunks_saves(name: str, logits: int, largest: Saved, mon
 def test_what_is_small_is_counted_and_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is kept or computed again, as what is large; offloaded it stays."""
     work = worked(MODELS["llama"])
-    assert {(call.saved, call.inputs) for call in work.calls} == {(0, 0)}
+    assert {call.moved for call in work.calls} == {0}
     assert work.largest_outside is None
     assert work.alive("offload") == work.activation_bytes
-    assert work.offloaded == 0
+    assert work.offloaded("offload") == 0
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
     large = worked(MODELS["llama"])
-    assert work.small == large.calls
+    assert [call.small for call in work.calls] == [call.moved for call in large.calls]
     assert work.outside == large.outside > 16 * 64 * 4
     for mode in ("keep", "recompute"):
         assert work.saved(mode) == large.saved(mode)
@@ -213,7 +213,7 @@ def test_modes_take_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert work.outside == 256
     assert work.saved("keep") == 6 * 256
     assert work.saved("offload") == 3 * 256  # two layers' and the loss
-    assert work.offloaded == 3 * 256
+    assert work.offloaded("offload") == 3 * 256
     assert work.alive("keep") == work.activation_bytes
     assert work.alive("offload") == work.activation_bytes - 3 * 256
 

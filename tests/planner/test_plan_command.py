@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from sp_lightning.__main__ import main
 from sp_lightning.activations import offload
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.planner.arguments import make_parser
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
 from tests.support.runs import fit, superpipeline
@@ -203,13 +202,6 @@ def test_bad_numbers(option: str, capsys: pytest.CaptureFixture[str]) -> None:
         main(["plan", "resnet50", option])
     assert ended.value.code == 2
     assert f"argument {option.partition('=')[0]}" in capsys.readouterr().err
-
-
-@pytest.mark.rest("it imports matplotlib")
-def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "windows.png"
-    main(["plan", "tests.planner.test_plan_command:Known", "--plot", str(file), "--gpu-memory", "1GiB"])
-    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -620,11 +612,6 @@ def test_an_unknown_option_gets_a_suggestion(option: str, said: str, capsys: pyt
     assert said in message
 
 
-@pytest.mark.parametrize("size", ["24", "24G", "24GiB"])
-def test_a_size_without_a_unit_is_in_gib(size: str) -> None:
-    assert make_parser().parse_args(["plan", "resnet18", "--gpu-memory", size]).gpu_memory == 24 * 2**30
-
-
 def test_help_needs_neither_torch_nor_lightning() -> None:
     code = "import runpy, sys; sys.argv = ['superpipeline', 'plan', '--help']; import sp_lightning.__main__ as it\n"
     code += "try: it.main()\nexcept SystemExit: print(sorted({'torch', 'lightning'} & set(sys.modules)))"
@@ -662,7 +649,7 @@ def test_the_keys_of_an_answer_are_frozen(capsys: pytest.CaptureFixture[str]) ->
         "flops", "generated_tokens", "gpu_layers", "host_bytes", "host_bytes_while_training",
         "host_fits", "host_parts", "layers", "measured", "model", "nodes", "notes",
         "offloaded_bytes", "optimizer_on", "pack_experts", "parameters", "plain_bytes", "precision", "prompt_seconds",
-        "saved_bytes", "tables", "trained_parameters", "training", "trials", "verdict", "why_no_activations", "windows",
+        "saved_bytes", "tables", "trained_parameters", "training", "verdict", "why_no_activations", "windows",
     }  # fmt: skip
 
 

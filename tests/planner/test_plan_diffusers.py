@@ -17,7 +17,6 @@ from sp_lightning.__main__ import main
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.planner.arguments import command
 from sp_lightning.planner.diffusion import LatentInputs, squared_error
-from sp_lightning.planner.measured import _as_reached
 from tests.support.answers import plan, question
 from tests.support.tiers import first
 from tests.support.zoo import DIFFUSION, diffusers
@@ -314,11 +313,6 @@ def test_models_whose_inputs_are_not_known(tmp_path: Path, capsys: pytest.Captur
         ),
         ("flux", ["--image", "32x40"], "Use --image 32x32."),
         ("flux", ["--frames", "9"], "--frames 9: FluxTransformer2DModel takes images. Leave --frames out."),
-        (
-            "flux",
-            ["--scale", "1B"],
-            "--scale needs a transformers config, got one of diffusers (FluxTransformer2DModel)",
-        ),
         ("flux", ["--input", "2", "4"], "--input cannot be used with"),
         ("flux", ["--generate", "4"], "is not a language model of transformers"),
         ("wan", ["--frames", "8"], "takes 1 frame and a multiple of 4. Use --frames 5."),
@@ -343,19 +337,6 @@ def test_images_that_are_not_square(tmp_path: Path, capsys: pytest.CaptureFixtur
     )
     asked = question("resnet18", "--image", "32x64")
     assert command(asked).endswith("plan resnet18 --image 32x64")
-
-
-def test_the_latents_of_a_run_are_not_its_pixels(tmp_path: Path) -> None:
-    """--from would plan an image of 128 × 128, the size of the latents of 1024 × 1024."""
-    (tmp_path / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
-    found: dict[str, Any] = {
-        "k": 1, "k_prime": 1, "accumulate_grad_batches": 1, "precision": "32-true", "activations": "keep",
-        "optimizer_overlap": "off", "optimizer_on": "cpu", "shape": [2, 16, 128, 128],
-    }  # fmt: skip
-    reached = _as_reached(question(str(tmp_path)), found)
-    assert reached["batch_size"] == 2
-    assert "image" not in reached
-    assert _as_reached(question("resnet18"), found)["image"] == 128
 
 
 def test_frames_are_for_videos(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,24 +45,17 @@ def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 @pytest.mark.rest("two plans of a whole model")
 def test_it_takes_less_memory_and_more_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = shape(tmp_path)
-    whole, kept, chunks = (
-        ask(capsys, model, *options)
-        for options in ((), ("--loss-tokens", str(CHUNK), "--keep-logits"), ("--loss-tokens", str(CHUNK)))
-    )
-    # At its peak the whole loss has three tensors in float32, the kept logits two in 16 bits; then there are a few chunks.
-    assert WHOLE < whole["activation_bytes"] - kept["activation_bytes"] < 3 * WHOLE
-    assert WHOLE / 2 < kept["activation_bytes"] - chunks["activation_bytes"] < 1.1 * WHOLE
-    assert kept["flops"] == whole["flops"]
+    whole, chunks = (ask(capsys, model, *options) for options in ((), ("--loss-tokens", str(CHUNK))))
+    # At its peak the whole loss has three tensors in float32; then there are a few chunks.
+    assert 1.5 * WHOLE < whole["activation_bytes"] - chunks["activation_bytes"] < 4.1 * WHOLE
     assert chunks["flops"] - whole["flops"] == 2 * TOKENS * VOCABULARY * 64  # the head's second product
     assert "chunk_loss" not in whole["verdict"]
-    assert f"and sp_lightning.chunk_loss(model, tokens={CHUNK}, keep_logits=True), " in kept["verdict"]
     assert f"and sp_lightning.chunk_loss(model, tokens={CHUNK}), " in chunks["verdict"]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--keep-logits"], "--keep-logits needs --loss-tokens"),
         (["--loss-tokens", "32", "--predict"], "--predict and --generate do not train"),
         (["--loss-tokens", "32", "--generate", "4"], "--predict and --generate do not train"),
         (["--loss-tokens", "0"], "must be an integer of at least 1, got 0"),

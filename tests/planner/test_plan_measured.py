@@ -1,4 +1,4 @@
-"""The parts of ``plan --hours``, ``--rates`` and ``--from`` by themselves, without a run, and mostly without a plan."""
+"""The parts of ``plan --hours`` and ``--rates`` by themselves, without a run, and mostly without a plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from sp_lightning.device.device import Device
 from sp_lightning.observe.reached import Reached
 from sp_lightning.planner import measured, rates
 from sp_lightning.planner.answer import Answer, answer
-from sp_lightning.planner.arguments import Measured, command
+from sp_lightning.planner.arguments import command
 from sp_lightning.planner.budget import Budget, _accumulated, _epochs, _ways, in_words, trainer_call
 from sp_lightning.planner.estimate import estimate_model
 from sp_lightning.planner.remedies import _steps
-from sp_lightning.planner.scaling import _embedded, refuse_another_size
 from tests.support.answers import question
 
 
@@ -126,12 +125,6 @@ def test_a_drive_that_was_measured_is_no_drive_that_was_asked_for(tmp_path: Path
     assert with_rates(tmp_path, "--disk", "7GB/s").disk == 7e9
 
 
-def test_the_host_is_measured_anew_if_that_is_asked_for(tmp_path: Path) -> None:
-    assert with_rates(tmp_path).measured.python == (3e-5, 2e-6)
-    assert with_rates(tmp_path, "--predict").measured.python == (1e-5, 1e-6)
-    assert with_rates(tmp_path, "--measure-host").measured.python is None
-
-
 @pytest.mark.parametrize(("processor", "cores"), [("Abacus", 8), ("Abacus", 4), ("Slide rule", 8)])
 def test_a_machine_is_its_processor_and_its_cores(
     processor: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,63 +186,6 @@ def test_memory_that_is_not_locked_is_no_measure_of_a_link() -> None:
 
 # ---------------------------------------------------------------------- what a run has reached
 
-REPORT: dict[str, Any] = {
-    "kind": "report", "seconds": 1.0, "batches": 8, "model": "Small", "devices": 1, "parameters": 288, "trained": 288,
-    "k": 2, "k_prime": 1, "accumulate_grad_batches": 1, "precision": "32-true", "activations": "keep",
-    "optimizer_overlap": "backward",
-    "optimizer_on": "cpu", "shape": [4, 16],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("option", "found", "why"),
-    [
-        ("--from", {**REPORT, "seconds": 0}, "not a file of report .ZeroDivisionError"),
-        ("--from", RATES, "not a file of report .ValueError: its kind is 'rates'"),
-        ("--rates", REPORT, "not a file of rates .ValueError: its kind is 'report'"),
-    ],
-)
-def test_why_a_file_is_none_is_said(option: str, found: dict[str, Any], why: str, tmp_path: Path) -> None:
-    file = tmp_path / "file.json"
-    file.write_text(json.dumps(found))
-    asked = question(SMALL, option, str(file))
-    with pytest.raises(ValueError, match=why):
-        measured.corrected(measured.with_rates([asked])[0], print)
-
-
-def test_a_run_that_updated_in_backward_has_not_clipped() -> None:
-    asked = question(SMALL, "--gradient-clip", "norm")
-    assert measured._as_reached(asked, REPORT)["gradient_clip"] is None
-    assert "gradient_clip" not in measured._as_reached(asked, {**REPORT, "optimizer_overlap": "off"})
-
-
-CONFIG = str(Path(__file__).parents[2] / "examples" / "shapes" / "llama-3-8b.json")
-
-
-@pytest.mark.parametrize(
-    ("model", "shape", "asked"),
-    [
-        (CONFIG, [4, 16], {"batch_size": 4, "tokens": 16}),
-        ("resnet18", [4, 3, 32, 32], {"batch_size": 4, "image": 32}),
-        (CONFIG, [4], {"batch_size": 4}),
-        (CONFIG, [], {}),
-        (SMALL, [4, 16], {}),  # its batch is its own
-        (f"{SMALL} --input 2 16", [4, 16], {"input": [4, 16]}),
-        (f"{SMALL} --input 2 16", [], {}),
-    ],
-)
-def test_a_batch_is_as_large_as_the_run_had_it(model: str, shape: list[int], asked: dict[str, Any]) -> None:
-    found = measured._as_reached(question(*model.split()), {**REPORT, "shape": shape})
-    assert {name: found[name] for name in ("batch_size", "tokens", "image", "input") if name in found} == asked
-
-
-@pytest.mark.parametrize("slow", ["--tflops 1e-9", "--device-bandwidth 1e-6", "--pcie 1e-6", "--host-bandwidth 1e-6"])
-def test_whatever_binds_is_slower(slow: str) -> None:
-    found = answered("--k", "1", "--k-prime", "1", *slow.split())
-    asked = found.question.but(measured=Measured(slower=2))
-    after = answer(replace(found.estimate, question=asked)).shown.prediction.seconds
-    assert after == pytest.approx(2 * found.shown.prediction.seconds)
-
 
 def test_accumulated_batches_without_any_between_steps_are_no_report() -> None:
     reached = Reached()
@@ -278,15 +214,6 @@ def test_the_shape_of_a_batch(batch: Any, shape: list[int]) -> None:
 # ---------------------------------------------------------------------- sizes
 
 
-def test_a_size_is_that_which_was_asked_for_or_refused() -> None:
-    module = nn.Linear(10, 10, bias=False)
-    for wanted in (80, 100, 133):
-        refuse_another_size(module, wanted)
-    for wanted in (79, 134):
-        with pytest.raises(ValueError, match=f"--scale {wanted}: .* this family has 100 parameters"):
-            refuse_another_size(module, wanted)
-
-
 class Embedded(nn.Module):
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
@@ -296,9 +223,3 @@ class Embedded(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.head
-
-
-def test_a_head_counts_as_an_embedding_and_once_if_it_is_one() -> None:
-    assert _embedded(Embedded(tied=False)) == 80
-    assert _embedded(Embedded(tied=True)) == 40
-    assert _embedded(nn.Embedding(10, 4)) == 40

@@ -1,8 +1,7 @@
-"""What the engine takes of the host is measured, and the planner uses it."""
+"""Python's time for each layer call is measured."""
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.tuning import machine
-from sp_lightning.tuning.machine import HOST_SECONDS, host_seconds, measure_host_seconds
-from tests.support.answers import plan
+from sp_lightning.tuning.machine import measure_host_seconds
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -39,28 +37,3 @@ def test_as_many_steps_run_with_the_engine_as_without_it(training: bool, monkeyp
     assert next(clock) == 2 * 2 * 2 * machine._ROUNDS
     assert begin.call_count == 2 * machine._ROUNDS
     assert torch.get_num_threads() == threads
-
-
-def test_the_planner_takes_what_was_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import sp_lightning.planner.estimate  # noqa: F401  (the test is left out if the planner lacks a capability)
-
-    asked: list[bool] = []
-
-    def measure(*, training: bool) -> tuple[float, float]:
-        asked.append(training)
-        return 2 * HOST_SECONDS["inference"][0], 2 * HOST_SECONDS["inference"][1]
-
-    host_seconds.cache_clear()
-    monkeypatch.setattr(machine, "measure_host_seconds", measure)
-    model = ("squeezenet1_1", "--predict", "--k", "1", "--k-prime", "1")
-    assumed, measured = (_host(plan(capsys, *model, *more)) for more in ((), ("--measure-host",)))
-    assert measured == pytest.approx(2 * assumed)
-    assert asked == [False]  # once, for many windows
-    host_seconds.cache_clear()
-
-
-def _host(answer: dict[str, Any]) -> float:
-    seconds: float = answer["windows"][0]["busy_seconds"]["host"]
-    return seconds
