@@ -1,4 +1,4 @@
-"""Measures the speed of a run for ``plan --from``: the time of its batches, and the machine that it ran on."""
+"""Measures the speed of a run for its report: the time of its batches, and the machine that it ran on."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ The command ``plan`` uses these files in this order:
 - ``arguments``: parses the arguments into a ``Question``. It does not import torch, so that ``--help`` is fast.
 - ``plan_command``: answers each question and prints the answers.
 - ``model_source``: builds a model without memory (``fake``). ``images`` and ``diffusion`` build the inputs of vision and
-  diffusion models; ``adapters`` implements ``--lora``, and ``scaling`` implements ``--scale``.
+  diffusion models; ``adapters`` implements ``--lora``.
 - ``estimate``: runs a batch without values (``dry_run``, ``known_values``), and computes the host memory (``host``).
-- ``answer``: predicts each window of a range; ``trials`` predicts several trainings at once; ``budget`` implements ``--hours``.
+- ``answer``: predicts each window of a range; ``budget`` implements ``--hours``.
 - ``remedies``: if plain Lightning does not fit, finds changes of the question with which the model fits. ``verdict`` and
   ``report`` format the answer.
 
-``rates`` measures a machine; ``measured`` reads the file with its rates and the reports of runs. ``commands`` has ``convert`` and
+``rates`` measures a machine; ``measured`` reads the file with its rates. ``commands`` has ``convert`` and
 Lightning's CLI.
 """

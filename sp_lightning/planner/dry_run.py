@@ -538,7 +538,7 @@ def _kind(module: nn.Module) -> tuple[Any, ...]:
     """Returns the properties of a block on which its costs depend: equal blocks have equal ones, except their numbers."""
     return tuple(
         (
-            name, type(each), len(each._forward_hooks),
+            name, type(each),
             *((key, value) for key, value in vars(each).items() if type(value) in _NUMBERS and not _POSITION.search(key)),
             *((key, p.shape, p.dtype, p.requires_grad, type(p)) for key, p in each._parameters.items() if p is not None),
             *((key, b.shape, b.dtype) for key, b in each._buffers.items() if b is not None),

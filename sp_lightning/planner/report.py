@@ -289,6 +289,8 @@ def _assumed(estimate: Estimate) -> str:
         line += "; elementwise operations of compiled blocks take a third of the time (--compile-blocks)"
     if step is not None and not step.on_device and step.seconds is None and (package := host_kernels().missing):
         line += f"; updates in one pass, which needs pip install {package} (without it, 1.6 times as long)"
+    if question.gpu_memory is None:
+        line += "; no --gpu-memory: any amount is there"
     if question.devices > 1:
         line += f"; {question.links / 1e9:g} GB/s from each device to the others (--links)"
     if question.nodes > 1:

@@ -54,8 +54,6 @@ class SuperpipelineCallback(Callback):
         metrics: log these metrics to the trainer's loggers, as ``superpipeline/NAME``: True for ``waited`` and ``window``,
             ``"all"``, or a list of names. The guide on logging has a table of them.
         report: file (JSON) for the measured speed and the settings of the run, written at the end of training.
-            ``python -m sp_lightning plan --from FILE`` compares its prediction with the measured speed, and corrects the
-            prediction.
         verbose: show the plan, the ledger and the reasons of decisions, which are otherwise logged at DEBUG only. Log a line
             about time and memory every ``every_n_steps`` steps.
 

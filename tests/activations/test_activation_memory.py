@@ -267,9 +267,12 @@ def test_small_activations_count_within_the_limit(
     """Storages that are not worth a copy were not counted on a CPU: gpu_memory did not limit them, and `plan` disagreed."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 2**18)
     batches = [torch.randn(rows_of_a_batch, 16) for _ in range(10)]
-    wide = lambda: Module(
-        nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(12)))
-    )  # noqa: E731
+
+    def wide() -> Module:
+        return Module(
+            nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(12)))
+        )
+
     strategy = superpipeline(gpu_memory="60KiB", k=1, k_prime=1, layers="net.*")
     assert_same(fit(wide, batches, strategy), fit(wide, batches))
     assert ("recompute" in strategy.activations.values()) == freed
