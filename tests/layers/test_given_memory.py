@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -12,6 +16,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.layers.write_guard import guard_of
 from tests.support.bare import bare
 from tests.support.engine import streamer_of
 from tests.support.models import Block, Module, Stack, vectors
@@ -367,3 +373,37 @@ def test_auto_offloads_activations_of_layers_that_are_written_in_between() -> No
     strategy = superpipeline(k=2, k_prime=1, activations="auto", gpu_memory="64KiB")
     assert_same(fit(make, vectors(), strategy), fit(make, vectors()))
     assert "recompute" not in strategy.activations.values()
+
+
+# ---------------------------------------------------------------------- states that no option forces
+
+UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {
+    "an update is under way": lambda writes, layer, slot: (layer.owner, "update", Future()),
+    "the CPU's was written": lambda writes, layer, slot: (StreamedLayer, "outdated", True),
+    "the slot has to be filled again": lambda writes, layer, slot: (slot, "stale", True),
+    "the slot's views may write it": lambda writes, layer, slot: (guard_of(layer), "digests", object()),
+    "writes are looked for": lambda writes, layer, slot: (writes, "_watch", object()),
+    "only rows are uploaded": lambda writes, layer, slot: (layer, "planned", replace(layer.planned, rows=(0,))),
+    "a table": lambda writes, layer, slot: (layer, "kind", Kind.TABLE),
+    "residents": lambda writes, layer, slot: (layer, "kind", Kind.RESIDENTS),
+    "the weight was handed out": lambda writes, layer, slot: (guard_of(layer), "viewed", {0}),
+    "it has another dtype": lambda writes, layer, slot: (guard_of(layer), "retyped", {0: torch.ones(1)}),
+}
+
+
+@pytest.mark.parametrize("why", UNKNOWN)
+def test_a_weight_is_not_compared_with_a_slot_that_may_have_other_values_than_the_host(why: str) -> None:
+    """Then it is written back, as before. Equal to the slot, it would be taken for the host's."""
+    found: list[set[int]] = []
+
+    def ask(m: At) -> None:
+        writes = streamer_of(m.trainer.strategy)._writes
+        slot = next(each for each in writes._slots.all if each.layer is not None)
+        given = {0: writes._slots.views(slot.layer, slot)[0].clone()}
+        found.append(writes._alike(slot, given))
+        owner, name, value = UNKNOWN[why](writes, slot.layer, slot)
+        with mock.patch.object(owner, name, value):
+            found.append(writes._alike(slot, given))
+
+    fit(lambda: At(after_forward=ask), vectors(1), superpipeline(k=1))
+    assert found == [{0}, set()]
