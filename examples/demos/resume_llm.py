@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     trainer.fit(module, batches(options.steps - first_part, seed=2), validation, ckpt_path=checkpoint)
     peak, allocated = max(peak, strategy.stats().peak_device_bytes), max(allocated, cuda_peak(trainer))
     val_loss = float(trainer.callback_metrics["val_loss"])
-    resumed_step = resumed.losses[0].step - 1
+    resumed_step, plan = resumed.losses[0].step - 1, strategy.plan  # generation has a plan of its own
     after = sample(trainer, module)
     say(f"\nAfter training:\n{indent(after)}\n")
     if trainer.is_global_zero:
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         steps=trainer.global_step,
         resumed_step=resumed_step,
         peak_device_bytes=peak,
-        planned_device_bytes=strategy.plan.peak_device_bytes,
+        planned_device_bytes=plan.peak_device_bytes,
         plain_device_bytes=plain_training_bytes(module),
         tokens_per_second=tokens * steps_per_second(console.losses, resumed.losses),
         before=before,
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         model=folder,
     )
     plain = plain_steps_per_second(options, module, batches(PLAIN_STEPS + 1, seed=3))
-    report(result, strategy.plan, console.losses[-1], resumed.losses[0], allocated, plain * tokens)
+    report(result, plan, console.losses[-1], resumed.losses[0], allocated, plain * tokens)
     return result
 
 
