@@ -37,7 +37,7 @@ TAKE: dict[str, Any] = {
 }
 
 
-def scale(kept: Any, kind: str) -> None:
+def scale(kept: Any, kind: str) -> Any:
     with torch.no_grad():
         for each in kept:
             if kind == "numpy":

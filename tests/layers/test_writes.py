@@ -85,7 +85,7 @@ class Row(NamedTuple):
         options: options of the trainer; ``val`` has batches of validation.
     """
 
-    make: Callable[[], Module]
+    make: Callable[..., Module]
     errors: Mapping[str, str] = {}
     modes: tuple[str, ...] = tuple(MODES)
     options: Mapping[str, Any] = {}

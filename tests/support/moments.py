@@ -116,7 +116,7 @@ class At(EitherOptimization):
 # ---------------------------------------------------------------------- ways to write a weight
 
 
-def rebind(p: Any) -> None:
+def rebind(p: Any) -> Any:
     p.data = 0.5 * p.data
 
 
