@@ -89,6 +89,8 @@ def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None = N
             and name not in ("seed", "workers", "aux", "temperature", "gradient_clip")
         ):
             parser.error(f"--{name.replace('_', '-')} {value}: expected a number above 0")
+    if getattr(options, "optimizer_overlap", "") == "backward" and options.gradient_clip:
+        parser.error("--optimizer-overlap backward: clipping needs all gradients first. Add --gradient-clip 0")
     if (getattr(options, "ema", None) or 0) >= 1:
         parser.error(f"--ema {options.ema}: expected a decay between 0 and 1. For example: --ema 0.999")
     model = options.model
@@ -124,7 +126,10 @@ def read_jsonl(file: Path, example: str, option: str = "--data") -> Iterator[tup
         raise ValueError(
             f"{option} {file}: {'found a folder' if file.is_dir() else 'not found'}. Expected a .jsonl file"
         )
-    for number, line in enumerate(file.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
+    text = file.read_text(encoding="utf-8").rstrip("\n")
+    if not text.strip():
+        raise ValueError(f"{option} {file}: the file is empty. {example}")
+    for number, line in enumerate(text.split("\n"), 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:

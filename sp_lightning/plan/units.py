@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from numbers import Integral, Real
 
 
 def human_bytes(nbytes: float) -> str:
@@ -71,9 +72,9 @@ def parse_bytes(option: str, size: object) -> int:
         ValueError: the size is zero, negative, a share, a number with an unknown unit, or 10,000 or more with a fraction.
     """
     wanted = 'a size: GiB as a number (24), or with a unit ("24GiB", "24GB", "512MiB")'
-    if isinstance(size, bool) or not isinstance(size, str | int | float):
+    if isinstance(size, bool) or not isinstance(size, str | Real):  # NumPy's numbers, too
         raise TypeError(f"{option} takes {wanted}, found {size!r}.")
-    text = f"{size:f}" if isinstance(size, float) else str(size)  # YAML reads 1e9 as a float
+    text = str(size) if isinstance(size, str | Integral) else f"{float(size):f}"  # YAML reads 1e9 as a float
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(iB?|B)?|(B))?\s*", text, re.IGNORECASE)
     if match is None or len(match[1]) > 20 or not float(match[1]):
         raise ValueError(f'{option} takes {wanted}, found {size!r}. For example {option}="8GiB".')

@@ -101,7 +101,10 @@ def _size(text: str) -> int:
     try:
         return parse_bytes("it", text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size. For example 24GiB, 24GB or 24 (GiB)") from error
+        share = " A share has no meaning here, because free memory is not known." if "%" in text else ""
+        raise argparse.ArgumentTypeError(
+            str(error).replace("it takes", "expected").replace("it=", "") + share
+        ) from error
 
 
 def _rate(text: str) -> float:

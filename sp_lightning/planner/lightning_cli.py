@@ -51,4 +51,9 @@ def in_one_line(message: str) -> str:
     parts = re.split(r"^ *- ", tried.partition("Given value type:")[0], flags=re.MULTILINE)
     reasons = [" ".join(part.split()) for part in parts if part.strip() and not part.startswith("Expected a ")]
     key = [line for line in head.splitlines()[:1] if "key" in line]  # absent from an error of a class itself
-    return " ".join([*key, *reasons] if reasons else message.split())
+    hint = (
+        ['In YAML, off, on, yes and no are true or false: write "off" in quotes.']
+        if "Got value: False" in message
+        else []
+    )
+    return " ".join([*key, *reasons] if reasons else [*message.split(), *hint])

@@ -155,6 +155,7 @@ WRONG = [
     ("--steps 0", "--steps 0: expected a number above 0"),
     ("--lora -1", "--lora -1: expected a number above 0"),
     ("--model /no/such/model", "--model /no/such/model: not found"),
+    ("--optimizer-overlap backward", "Add --gradient-clip 0"),
     ("--strategy ddp_cpu", "invalid choice: 'ddp_cpu'"),
     ("--output llama.json", "--output llama.json: expected a folder, got a file"),
     ("--resume no.ckpt", "--resume no.ckpt: not found"),

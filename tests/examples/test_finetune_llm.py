@@ -164,6 +164,7 @@ def test_the_saved_tokenizer_has_the_chat_template(folder: Path, tokenizer: Any)
         ("--data empty", "--data empty: found no .jsonl"),
         ("--data columns.jsonl", 'row 2: found the columns instruction, output. Expected "messages"'),
         ("--data broken.jsonl", "line 2: not JSON"),
+        ("--data nothing.jsonl", "the file is empty"),
         ("--data silent.jsonl", "row 1: found no message of the role assistant"),
         ("--data short.txt", "Expected at least 2 rows, or one of more than --length 16 tokens"),
         ("--length 65", "reads at most 64 tokens. For example: --length 64"),
@@ -177,6 +178,7 @@ def test_errors_in_the_data_are_reported_before_any_work(
     write_rows(Path("columns.jsonl"), [{"text": "fine"}, {"instruction": "Add.", "output": "4"}])
     write_rows(Path("broken.jsonl"), [{"text": "fine"}, '{"text": '])
     write_rows(Path("silent.jsonl"), [{"messages": CHAT[:2]}])
+    Path("nothing.jsonl").write_text("\n")
     Path("short.txt").write_text("too short")
     with pytest.raises(SystemExit) as stop:
         run("llm", "run", *arguments.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from sp_lightning.plan.options import checked_budget
@@ -30,7 +31,10 @@ def test_a_size_is_written_as_it_was_read(nbytes: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("size", "nbytes"),
-    [(size, 24 * 2**30) for size in (24, 24.0, "24", "24.0", "24GiB", "24 gib", "24Gi", "24G")]
+    [
+        (size, 24 * 2**30)
+        for size in (24, 24.0, np.int64(24), np.float32(24), "24", "24.0", "24GiB", "24 gib", "24Gi", "24G")
+    ]
     + [("24GB", 24 * 10**9), (1.5, 3 * 2**29), ("1.5", 3 * 2**29), ("512MiB", 2**29), (9999, 9999 * 2**30)]
     + [(10_000, 10_000), (1e9, 10**9), ("8000000000", 8 * 10**9)],
 )

@@ -660,7 +660,8 @@ def test_the_keys_of_an_answer_are_frozen(capsys: pytest.CaptureFixture[str]) ->
         (["check", "json"], "'json' is a module. Expected json:Name"),
         (["rates", "--disk", "/no/such/folder"], "--disk /no/such/folder: not a folder"),
         (["rates", "--seconds", "abc"], "must be a number above 0, got abc"),
-        (["plan", "resnet18", "--gpu-memory", "much"], "'much' is not a size. For example 24GiB"),
+        (["plan", "resnet18", "--gpu-memory", "much"], "expected a size: GiB as a number (24)"),
+        (["plan", "resnet18", "--gpu-memory", "80%"], "A share has no meaning here"),
     ],
 )
 def test_what_is_wrong_is_said_with_what_was_expected(
