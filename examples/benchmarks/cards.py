@@ -214,6 +214,7 @@ Read this to see what fits on a card of 16, 24 or 80 GB, and how fast a step is.
 **Predicted by [`plan`](memory.md#does-it-fit), not measured**, to two digits: {date}, commit {commit}, `{COMMAND}`.
 
 - Language models: one sequence of 4,096 tokens per step (four on 80 GB), AdamW, gradient checkpointing.
+- *GPU memory*: of the fastest window that fits. With `k=1` it is less, for example 11 GiB for 8B.
 - *Share of plain*: seconds of plain Lightning ÷ these seconds, as if the card had enough memory for plain Lightning.
 - `bf16-true` loses small updates ([bytes per parameter](memory.md#bytes-per-parameter)).
 - Clipped runs of all weights wait for optimizer steps. [`accumulate_grad_batches`](llm.md#pitfalls) makes these rarer.
