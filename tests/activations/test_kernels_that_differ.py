@@ -16,8 +16,16 @@ from sp_lightning.activations import recompute
 from sp_lightning.activations.fingerprints import SavedRun, only_rounding_differs, whole
 from sp_lightning.activations.recompute import FirstRun, Unrepeatable
 from sp_lightning.torch_compat.private import current_graph_task
-from tests.support.kernels import CountsSaved, RunsKernel, new_memory
-from tests.support.models import Module, Stack, twice, vectors
+from tests.support.kernels import (
+    CountsSaved,
+    NoiseAlone,
+    RunsKernel,
+    Writes,
+    from_third_batch,
+    new_memory,
+    with_one,
+)
+from tests.support.models import Module, twice, vectors
 from tests.support.repeated_block import Block
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -82,15 +90,6 @@ def auto(make: Any, batch: int = 2) -> Any:
     with simulated(capacity=26_000, unrepeatable=True):
         ours = fit(make, BATCHES, superpipeline(k=1, k_prime=1, activations="auto"), callbacks=[noted])
     return ours, noted.modes
-
-
-def with_one(block: Callable[[], nn.Module]) -> Any:
-    def make() -> Module:
-        stack = Stack()
-        stack.blocks[2] = block()
-        return Module(stack)
-
-    return make
 
 
 def test_memory_that_a_kernel_has_not_written_is_not_compared() -> None:
@@ -164,13 +163,6 @@ class Unlike(Block):
         return torch.tanh(self.inner(x)) * (1.001 if current_graph_task() == -1 else 1)
 
 
-class Writes(Block):
-    def factor(self, x: Tensor) -> Any:
-        with torch.no_grad():
-            self.inner.bias.mul_(0.9)
-        return torch.tanh(self.inner(x))
-
-
 class WritesAnother(Block):
     net: list[Any]
 
@@ -187,23 +179,6 @@ class Trains(Block):
         if current_graph_task() == -1:
             self.inner(x.detach()).square().mean().backward()
         return torch.tanh(self.inner(x))
-
-
-def from_third_batch(block: Any) -> Callable[[], Module]:
-    """Makes modules with a block whose quirk the trial in the second batch has not seen."""
-
-    class Later(block):
-        begun = False
-
-        def factor(self, x: Tensor) -> Any:
-            return super().factor(x) if self.begun else torch.tanh(self.inner(x))
-
-    class Begins(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            later: Any = self.net.blocks[2]  # type: ignore[index, union-attr]
-            later.begun, later.net = batch_idx >= 2, [self.net]
-
-    return lambda: Begins(with_one(Later)().net)
 
 
 @pytest.mark.parametrize("block", first([LastBits, AddsByIndex], LastBits, why="another kernel is the same"))
@@ -237,19 +212,6 @@ def test_a_forward_may_begin_to_write_after_the_trial(block: type[nn.Module], ca
 
 
 # ---------------------------------------------------------------------- further runs fail
-
-
-class NoiseAlone(Block):
-    """Reads an iterator, and leaves no memory unwritten."""
-
-    least = 2**-12
-
-    def factor(self, x: Tensor) -> Any:
-        return torch.tanh(self.inner(x)) * (1 + next(_numbers) % 4 * self.least)
-
-
-class LastBitsAlone(NoiseAlone):
-    least = 2**-22
 
 
 @pytest.mark.parametrize("fails", first([torch.OutOfMemoryError, RuntimeError], RuntimeError, why="caught together"))

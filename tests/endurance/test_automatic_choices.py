@@ -21,10 +21,10 @@ import torch._dynamo
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.model.compile import compile_blocks
-from tests.activations.test_kernels_that_differ import LastBitsAlone, Writes, from_third_batch, with_one
 from tests.support import stacked
 from tests.support.crowded import crowded
 from tests.support.emulated_gpu import gpu_device, plain_gpu
+from tests.support.kernels import LastBitsAlone, Writes, from_third_batch, with_one
 from tests.support.like_gpu import BATCHES, OPTIMIZERS, Stepped
 from tests.support.models import Block, Module
 from tests.support.runs import assert_same, fit

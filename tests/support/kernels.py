@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tests.support.models import Module, Stack
 from tests.support.repeated_block import Block
+
+_numbers = itertools.count()
 
 
 def new_memory() -> Tensor:
@@ -62,3 +66,49 @@ class CountsSaved(Block):
 
     def factor(self, x: Tensor) -> Any:
         return Scales.apply(torch.tanh(self.inner(x)), self.inner.bias)
+
+
+class Writes(Block):
+    def factor(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.inner.bias.mul_(0.9)
+        return torch.tanh(self.inner(x))
+
+
+class NoiseAlone(Block):
+    """Reads an iterator, and leaves no memory unwritten."""
+
+    least = 2**-12
+
+    def factor(self, x: Tensor) -> Any:
+        return torch.tanh(self.inner(x)) * (1 + next(_numbers) % 4 * self.least)
+
+
+class LastBitsAlone(NoiseAlone):
+    least = 2**-22
+
+
+def with_one(block: Callable[[], nn.Module]) -> Any:
+    def make() -> Module:
+        stack = Stack()
+        stack.blocks[2] = block()
+        return Module(stack)
+
+    return make
+
+
+def from_third_batch(block: Any) -> Callable[[], Module]:
+    """Makes modules with a block whose quirk the trial in the second batch has not seen."""
+
+    class Later(block):
+        begun = False
+
+        def factor(self, x: Tensor) -> Any:
+            return super().factor(x) if self.begun else torch.tanh(self.inner(x))
+
+    class Begins(Module):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            later: Any = self.net.blocks[2]  # type: ignore[index, union-attr]
+            later.begun, later.net = batch_idx >= 2, [self.net]
+
+    return lambda: Begins(with_one(Later)().net)
