@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from examples.demos import cram_llm, hours
-from examples.demos.hours import Clock, UntilTime, ends_of_parts, read_note, triangle
+from examples.demos.hours import ends_of_parts, read_note
 from examples.demos.language import causal_config, small_llama
 from examples.demos.planned import ask_plan
 from examples.demos.pseudo import delink, share_block
@@ -91,91 +90,10 @@ def test_a_run_ends_in_its_time_annealed_at_any_speed(tick: float, cram: Callabl
     AutoModelForCausalLM.from_pretrained(result.checkpoint.parents[1] / "model")
 
 
-def test_the_learning_rate_follows_time_and_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = Ticks(tick=0.0)
-    monkeypatch.setattr(hours, "now", ticks)
-    clock = Clock()
-    clock.allot(100 / (1 - hours.AFTER))
-    clock.ready, clock.closing = 10.0, 10.0
-    module = cram_llm.Crammed(nn.Linear(1, 1), SimpleNamespace(lr=0.5, warmup=0.25), clock)  # type: ignore[arg-type]
-    made = module.configure_optimizers()
-    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
-    rates = {}
-    for seconds in (10, 20, 20, 30, 60, 90, 99):
-        ticks.time = 1000.0 + seconds
-        optimizer.step()
-        scheduler.step()
-        rates[seconds] = optimizer.param_groups[0]["lr"]
-    assert rates == pytest.approx({10: 0.0, 20: 0.25, 30: 0.5, 60: 0.25, 90: 0.0, 99: 0.0})
-    assert made["lr_scheduler"]["interval"] == "step"
-    assert [triangle(share, 0.5) for share in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.5, 1.0, 0.0]
-    ticks.time = 1005.0
-    assert clock.share() == 0.0, "before training"
-    ticks.time, clock.closing = 1011.0, 95.0
-    assert clock.share() == 1.0, "nothing is left for it"
-
-
-def test_a_part_ends_before_the_step_that_would_be_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = Ticks(tick=0.0)
-    monkeypatch.setattr(hours, "now", ticks)
-    clock = Clock()
-    clock.allot(100 / (1 - hours.AFTER))
-    batches = UntilTime(torch.arange(6)[:, None], clock, [0.5, 1.0], batch=2, accumulate=2, seed=0)
-    next(iter(batches))  # Lightning makes an iterator, fetches a batch and drops both
-    parts = []
-    for _ in range(2):
-        rows = []
-        for batch in batches:
-            rows.append(batch.flatten().tolist())
-            ticks.time += 4
-        parts.append(rows)
-        ticks.time += 10
-    # A step takes 8 s: six end by 50 s, and by 58 s would end seven. What ends a part took 10 s, so 90 are left in all.
-    assert [len(rows) for rows in parts] == [12, 6]
-    assert clock.closing == 10
-    assert [sorted(itertools.chain(*parts[0][at : at + 3])) for at in (0, 3, 6)] == [[*range(6)]] * 3
-    assert parts[0][:3] != parts[0][3:6]
-    again = UntilTime(batches.rows, clock, [0.5, 1.0], batch=2, accumulate=2, seed=0, part=2, number=3)
-    assert list(again) == []
-    assert [again._rows_of(number).flatten().tolist() for number in range(12)] == parts[0]
-
-
-def test_a_step_that_was_disturbed_alone_ends_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = Ticks(tick=0.0)
-    monkeypatch.setattr(hours, "now", ticks)
-    clock = Clock()
-    clock.allot(100 / (1 - hours.AFTER))
-    for _ in UntilTime(torch.arange(6)[:, None], clock, [1.0], batch=2, accumulate=1, seed=0):
-        ticks.time += 24 if 1060 <= ticks.time < 1064 else 4
-    assert ticks.time == 1096, "one more takes 4 s, as most did, and would end when time does"
-
-
 def test_parts_are_quarters_and_the_end_of_the_first_phase() -> None:
     assert [ends_of_parts(phase, 0.5) for phase in ("pseudo", "real")] == [[0.25, 0.5], [0.75, 1.0]]
     assert [ends_of_parts(phase, 0.3) for phase in ("pseudo", "real")] == [[0.25, 0.3], [0.5, 0.75, 1.0]]
     assert ends_of_parts("real", 0.0) == [0.25, 0.5, 0.75, 1.0]
-
-
-@pytest.mark.parametrize("closing", [0, 18])
-def test_a_part_that_is_all_ends_in_time_and_is_the_end(
-    closing: int, cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What its end takes is known from the validation before it. Where that is nothing, seconds are left, but no step."""
-    ticks, step = Ticks(tick=0.0), cram_llm.Crammed.training_step
-
-    def validate(module: cram_llm.Crammed) -> None:
-        ticks.time += closing
-
-    def train(module: cram_llm.Crammed, *batch: Any) -> Any:
-        ticks.time += 4.5
-        return step(module, *batch)
-
-    monkeypatch.setattr(hours, "PARTS", 1)
-    monkeypatch.setattr(cram_llm.Crammed, "on_validation_start", validate)
-    monkeypatch.setattr(cram_llm.Crammed, "training_step", train)
-    result = cram(ticks=ticks)
-    assert result.seconds == 117, "one step more takes 9 s"
-    assert read_note(result.checkpoint)["is_over"]
 
 
 def test_a_step_that_takes_all_that_is_left_is_not_finished(
@@ -326,26 +244,6 @@ def test_a_loss_that_changed_is_a_defect(cram: Callable[..., cram_llm.Result], m
 # ---------------------------------------------------------------------- the picture
 
 
-def test_the_losses_of_several_runs_are_drawn(
-    cram: Callable[..., cram_llm.Result], whole: cram_llm.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    drawn: list[dict[str, Any]] = []
-
-    def draw(file: Path, curves: dict[str, Any], *, seconds: float) -> None:
-        hours.draw_curves(file, curves, seconds=seconds)
-        drawn.append(curves)
-
-    monkeypatch.setattr(cram_llm, "draw_curves", draw)
-    monkeypatch.chdir(whole.checkpoint.parent)
-    picture = tmp_path / "curves.png"
-    result = cram("--plot", str(picture), "--beside", "last.ckpt", ticks=Ticks(tick=2.0))
-    (curves,) = drawn
-    losses = {name: [entry.loss for entry in entries] for name, entries in curves.items()}
-    assert losses == {"run": result.losses, "whole": whole.losses}
-    assert 5_000 < picture.stat().st_size < 100_000
-
-
 # ---------------------------------------------------------------------- the plan
 
 
@@ -382,45 +280,6 @@ def test_set_up_may_not_take_all_of_the_time(
     with pytest.raises(SystemExit):
         cram(ticks=Ticks(tick=SECONDS))
     assert f"of {SECONDS}.0 s. Give more --hours, or a --plan" in capsys.readouterr().err
-
-
-def test_nothing_is_planned_where_all_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: Any, **__: Any) -> None:
-        raise Killed
-
-    made: list[set[torch.dtype]] = []
-
-    class Noted(cram_llm.Crammed):
-        def __init__(self, model: Any, *more: Any) -> None:
-            made.append({parameter.dtype for parameter in model.parameters()})
-            super().__init__(model, *more)
-
-    monkeypatch.setattr(cram_llm, "Crammed", Noted)
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(hours, "now", Ticks(tick=2.0))
-    text, rates = tmp_path / "text.txt", tmp_path / "rates.json"
-    text.write_text(read_text(None)[:20_000])
-    rates.write_text("{}")
-    given = [
-        "--batch-size",
-        "2",
-        "--accumulate-grad-batches",
-        "2",
-        "--precision",
-        "bf16-true",
-        "--k",
-        "1",
-        "--activations",
-        "recompute",
-    ]
-    arguments = ["--hours", HOURS, "--text", str(text), *SMALL, *given, "--output", str(tmp_path / "run")]
-    result = cram_llm.main(arguments)
-    planned = read_note(result.checkpoint)["planned"]
-    assert planned["strategy"] == {"k": 1, "activations": "recompute"}
-    assert (planned["batch"], planned["accumulate"], planned["precision"]) == (2, 2, "bf16-true")
-    assert made == [{torch.bfloat16}], "from the beginning, so that it takes half of the memory"
-    with pytest.raises(Killed):
-        cram_llm.main([*arguments, "--rates", str(rates)])
 
 
 @pytest.mark.rest("a subprocess that imports torch and looks for the fastest way")

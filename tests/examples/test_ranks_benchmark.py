@@ -39,8 +39,3 @@ def test_pages_that_processes_share_count_once() -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert together < 1.5 * alone
-
-
-def test_each_number_of_devices_has_its_ways() -> None:
-    assert [way for way in ranks.WAYS if ranks.suits(way, 1)] == ["plain", "superpipeline", "superpipeline-meta"]
-    assert [way for way in ranks.WAYS if ranks.suits(way, 2)] == list(ranks.WAYS)[1:]

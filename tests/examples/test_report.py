@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from examples.benchmarks import (
-    meter,
     report,
     rows,
 )
@@ -80,11 +79,6 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     shown = text[text.index("## Ceilings") : text.index("## Larger")]
     assert all(f"({each.name})" in shown for each in drawn)
     assert "train llm 3B, bf16-mixed, 8192 tokens" in shown
-
-
-def test_a_peak_is_no_counter() -> None:
-    counted = [{"fetched": 1, "peak_device_bytes": 9}, {"fetched": 3, "peak_device_bytes": 9}]
-    assert meter.deltas(counted) == [{"fetched": 2}]
 
 
 @pytest.mark.parametrize(("change", "message"), [({"commit": "other"}, "2 commits"), ({"machine": {}}, "2 machines")])

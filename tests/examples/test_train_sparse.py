@@ -18,7 +18,7 @@ from torch import Tensor
 from examples.demos import train_sparse
 from examples.demos.language import CausalLM, small_llama
 from examples.demos.recipe import make_trainer
-from examples.demos.train_sparse import DECAY, DENSITY, SUPERSET, Masked, SparseLM, TopKast
+from examples.demos.train_sparse import SparseLM, TopKast
 from sp_lightning import SuperpipelineStrategy
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated
@@ -152,51 +152,6 @@ def test_a_run_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path: Path)
 
 
 # ---------------------------------------------------------------------- the method
-
-
-@pytest.mark.parametrize("strategy", ["auto", "superpipeline"])
-def test_forward_has_the_largest_weights_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-
-    def watch(module: TopKast, inputs: tuple[Tensor], used: Tensor) -> None:
-        nonlocal calls
-        (weight,) = inputs
-        assert used.count_nonzero() == int(DENSITY * used.numel())
-        assert torch.equal(used[used != 0], weight[used != 0])
-        assert used[used != 0].abs().min() > weight[used == 0].abs().max()
-        calls += 1
-
-    def watched() -> SparseLM:
-        module = small()
-        for each in sparse_weights(module):
-            each.register_forward_hook(watch)
-        return module
-
-    monkeypatch.setattr(train_sparse, "EVERY", 1)  # between two choices, weights outgrow others
-    fit(watched, BATCHES, strategy)
-    assert calls == 2 * 7 * len(BATCHES)
-
-
-@pytest.mark.parametrize("strategy", ["auto", "superpipeline"])
-def test_gradients_are_zero_outside_the_superset_alone(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_sparse, "EVERY", 100)  # the levels are those of the first step
-    run = fit(small, BATCHES, strategy)
-    for name, level in levels(run.state).items():
-        assert (level > 0).sum() == int(SUPERSET * level.numel())
-        for step in run.gradients:
-            gradient = step[name.replace(".0.level", ".original")]
-            assert gradient is not None
-            assert not gradient[level == 0].any()
-            assert gradient[level == 1].all()
-            assert gradient[level == 2].all()
-
-
-def test_the_regulariser_pulls_the_rest_of_the_superset_harder() -> None:
-    weight, level = torch.randn(6, 5, requires_grad=True), torch.arange(30, dtype=torch.uint8).view(6, 5) % 3
-    Masked.apply(weight, level).backward(torch.zeros(6, 5))  # type: ignore[no-untyped-call]
-    assert weight.grad is not None
-    strength = torch.tensor([0, DECAY / DENSITY, DECAY])[level.long()]
-    assert torch.equal(weight.grad, strength * weight.detach())
 
 
 @pytest.mark.parametrize("strategy", ["auto", "superpipeline"])

@@ -43,16 +43,6 @@ def test_kernels_of_all_trials_do_not_wait_for_the_layers_of_one() -> None:
     assert three.gain >= 2.3, "2.15 if turns do not change where a forward has nothing left to fetch"
 
 
-@pytest.mark.rest("other numbers of trials")
-def test_trials_on_a_device_of_clocks_are_as_many_times_as_fast_until_computation_binds() -> None:
-    (two,) = clocked_trials.measure(8, [2], workload=SMALL)
-    assert clocked_trials.LEAST * 2 <= two.gain < two.bound
-    adapters = 2 / SMALL.hidden  # of matrices whose smaller side has so many, with rank 1
-    assert two.share <= clocked_trials.MOST_BYTES / 2 + adapters
-    (four,) = clocked_trials.measure(0.5, [4], workload=SMALL)
-    assert four.gain < four.bound < 1.5, "computation binds"
-
-
 def test_a_trial_that_comes_to_other_losses_on_the_device_of_clocks_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -209,17 +209,3 @@ def test_the_shape_of_a_batch(batch: Any, shape: list[int]) -> None:
     for step in (2, 3):
         reached.batch_ended(step, batch, step)
     assert reached.as_dict(1)["shape"] == shape
-
-
-# ---------------------------------------------------------------------- sizes
-
-
-class Embedded(nn.Module):
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.tokens, self.inner, self.head = nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10)
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
