@@ -478,7 +478,10 @@ def prepare(options: Any, precision: str = "bf16-mixed") -> None:
 def settings(options: Any) -> dict[str, Any]:
     """Arguments of the trainer that change numbers, also for ``measure``."""
     names = ("accelerator", "precision", "accumulate_grad_batches")
-    return {**{name: getattr(options, name, 1) for name in names}, "gradient_clip_val": options.gradient_clip or None}
+    return {
+        **{name: getattr(options, name, 1) for name in names},
+        "gradient_clip_val": getattr(options, "gradient_clip", None) or None,
+    }
 
 
 def measure(options: Any, make_module: Any, data: Any, **more: Any) -> Any:

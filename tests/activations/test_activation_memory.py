@@ -209,9 +209,9 @@ def test_a_host_without_room_recomputes(
     recomputed: list[str] = []
     run = Recompute.run
 
-    def noted(self: Recompute, unit: str, *args: Any) -> Any:
+    def noted(self: Recompute, unit: str, *args: Any, **options: Any) -> Any:
         recomputed.append(unit)
-        return run(self, unit, *args)
+        return run(self, unit, *args, **options)
 
     monkeypatch.setattr(Recompute, "run", noted)
     ours, _ = train_saving(counts, "offload")
