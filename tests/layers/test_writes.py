@@ -445,7 +445,10 @@ ROWS |= {
     "transposed between batches": Row(lambda: At(on_train_batch_start=in_batch(0, transposes))),
     "called, then written, after a batch": Row(lambda: At(on_train_batch_end=calls_then_writes)),
     "copied": Row(Copies, modes=("k=1", "k=8", "offload", "mixed", "simulated")),
-    "a norm's old memory is kept": Row(lambda: At(Convolutions, on_before_zero_grad=keeps_old_memory)),
+    "a norm's old memory is kept": Row(
+        lambda: At(Convolutions, on_before_zero_grad=keeps_old_memory),  # between forward and backward
+        {"recompute": r"'norm\.weight' of 'net\.2' has been modified"},
+    ),
     "between two backwards": Row(Sharpness, modes=(*MODES, "debug_writes")),
     "moved for a second backward": Row(Adversarial),
     **{f"the optimizer's {how}": Row(lambda how=how: OptimizerWrites(how)) for how in ("hook", "optimizer", "pre-hook")},
