@@ -217,7 +217,9 @@ def test_a_host_without_room_recomputes(
     ours, _ = train_saving(counts, "offload")
     assert_same(ours, fit(lambda: saving(counts), rows()))
     assert seen[0].ring.peak_bytes <= room
-    assert recomputed == 2 * [f"net.blocks.{index}" for index in range(room // Saves.SIZE, 6)]  # in two of three batches
+    assert recomputed == 2 * [
+        f"net.blocks.{index}" for index in range(room // Saves.SIZE, 6)
+    ]  # in two of three batches
     assert len([each for each in said if "the CPU has no room for the activations of 'net.blocks." in each]) == 1
 
 
