@@ -149,7 +149,7 @@ class Takes(pl.Callback):
 
 
 @pytest.mark.usefixtures("slow_fetches")
-@pytest.mark.parametrize("budget", [None, 24 * LAYER, 1.0])
+@pytest.mark.parametrize("budget", [None, 24 * LAYER, "100%"])
 def test_what_others_take_in_the_first_batch_is_not_there_for_the_window(budget: Any) -> None:
     """Free memory was read before libraries had loaded their kernels: the window was chosen for more than there was."""
     batches = rows(*[4] * 6)
