@@ -1,4 +1,4 @@
-"""Recipes and demonstrations. Recipes import what is beside them, in a package as in a file that is started."""
+"""Recipes and demonstrations. Recipes import `common` from their own folder, also when tests import them from this package."""
 
 import sys
 from pathlib import Path

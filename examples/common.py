@@ -210,10 +210,10 @@ def _chat_parts(messages: list[dict[str, str]], tokenizer: Any) -> list[tuple[st
 def pack(rows: Iterable[dict[str, Any]], tokenizer: Any, length: int) -> tuple[Any, Any]:
     """Windows of ``length`` tokens for validation (one row in 20, at most 64 windows) and for training.
 
-    Rows are joined and cut into windows; the last window is filled up. Of a row that is longer than a window, each part of a
-    window's length counts as a row. Position ids start from 0 at each row. From them, transformers makes attention masks that
-    keep rows apart: a token attends only to its own row. (Layers that are not attention, as in Mamba, may mix rows.) A row
-    that is cut continues in the next window from position 0, without its first part.
+    Rows are joined and cut into windows; the last window is filled up. A row that is longer than a window counts as several
+    rows, one for each window that it fills. Position ids start from 0 at each row. From them, transformers makes attention
+    masks that keep rows apart: a token attends only to its own row. (Layers that are not attention, as in Mamba, may mix
+    rows.) A row that is cut continues in the next window from position 0, without its first part.
     """
     pieces: list[tuple[list[int], list[int], bool]] = []
     for number, row in enumerate(rows, 1):
@@ -521,8 +521,9 @@ def check_resume(options: Any, module: Any) -> None:
     trained = sum(len(group["params"]) for group in checkpoint["optimizer_states"][0]["param_groups"])
     same = saved == {name: value.shape for name, value in module.state_dict().items()}
     if not same or trained != sum(p.requires_grad for p in module.parameters()):
+        other = next(f"--{name.replace('_', '-')}" for name in ("head_only", "full", "lora") if name in options)
         options.error(
-            f"--resume {options.resume}: a checkpoint of another model or of a run with other options (such as --lora). "
+            f"--resume {options.resume}: a checkpoint of another model or of a run with other options ({other}). "
             "Expected last.ckpt of a run with the same options"
         )
 

@@ -332,11 +332,11 @@ class Tuner(BaseTuner):
             said += f"; activations: {self._activations.summary}"
         if said == self._said:
             return
-        level, self._said = logging.DEBUG if self._said else logging.INFO, said
+        self._said = said
         needs = window.needs(plan) + self._more(activations.modes)
         assert window.room is not None
-        self._log.log(
-            level, "Superpipeline: %s (%s), the fastest by prediction: %s on the GPU of %s%s.",
+        self._log.debug(
+            "Superpipeline: %s (%s), the fastest by prediction: %s on the GPU of %s%s.",
             said, why, human_bytes(needs), human_bytes(window.room),
             "" if window.rest else ", weights and gradients only: activations are not counted here",
         )  # fmt: skip

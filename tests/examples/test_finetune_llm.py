@@ -72,7 +72,7 @@ def test_packed_rows_do_not_see_each_other(tokenizer: Any) -> None:
 
 
 def test_a_window_without_labels_is_left_out(tokenizer: Any) -> None:
-    """A part of a row that is only prompt is no row for validation."""
+    """Validation takes no window that has only the prompt of a row."""
     rows = [{"prompt": "word " * 40, "completion": "yes " * 10}] * 2
     held_out, training = common.pack(rows, tokenizer, 8)
     assert len(held_out) == 1
