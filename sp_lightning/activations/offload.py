@@ -321,9 +321,8 @@ class Offload:
         device.access(source, Stream.COMPUTE, write=True)
         # Compute has waited for the last copy from this buffer, so this copy to the buffer follows the last copy.
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
-        begun = device.mark(Stream.DOWNLOAD)
-        device.copy([storage.on_host], [source], Stream.DOWNLOAD, why=Wait.REUSE_AFTER_STORE)
-        device.note("store", call.row, begun, Stream.DOWNLOAD, source.nbytes)
+        with device.timed("store", call.row, Stream.DOWNLOAD, source.nbytes):
+            device.copy([storage.on_host], [source], Stream.DOWNLOAD, why=Wait.REUSE_AFTER_STORE)
         storage.stored = buffer.last = device.record(Stream.DOWNLOAD)
         if not self._in_flight:  # a backward inside this call has ended and flushed
             self._in_flight.append([])
@@ -433,9 +432,8 @@ class Offload:
         # follow these copies.
         device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
         for storage, memory in zip(missing, memories, strict=True):
-            begun = device.mark(Stream.UPLOAD)
-            device.copy([memory], [storage.on_host], Stream.UPLOAD, why=Wait.USE_AFTER_RETURN)
-            device.note("return", storage.row, begun, Stream.UPLOAD, storage.nbytes)
+            with device.timed("return", storage.row, Stream.UPLOAD, storage.nbytes):
+                device.copy([memory], [storage.on_host], Stream.UPLOAD, why=Wait.USE_AFTER_RETURN)
             storage.arrived = storage.buffer.last = device.record(Stream.UPLOAD)
             self.uploaded_bytes += storage.nbytes
         self._returned += missing

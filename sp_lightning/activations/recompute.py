@@ -63,6 +63,7 @@ from sp_lightning.activations.once_only import explained, known_cause
 from sp_lightning.activations.policy import some
 from sp_lightning.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.device.accelerator import generator_states, set_generator_states
+from sp_lightning.device.device import profiled
 from sp_lightning.engine.activations import ActivationSetup
 from sp_lightning.engine.saved_objects import plain_has_no_hooks
 from sp_lightning.observe.messages import degrading
@@ -337,7 +338,8 @@ class Recompute:
     def _rerun(self, unit: str, inputs: Any) -> Iterator[None]:
         """A context for the second run of a unit's forward. It drops ``self.log``: the first run has logged."""
         quiet = in_place_of(self._setup.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
-        with self._setup.rerun(self._setup.layers_of[unit], inputs), quiet:
+        again = self._setup.rerun(self._setup.layers_of[unit], inputs)
+        with profiled(f"recomputation: {unit}"), again, quiet:
             yield
 
     def _watch_outside(self, unit: str) -> Callable[[], str | None]:

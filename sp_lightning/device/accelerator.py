@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.device.device import Device, Stream, Wait, profiled
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.device.timeline import Timeline
 from sp_lightning.torch_compat.modes import no_inference_mode
@@ -129,9 +129,11 @@ class Accelerator(Device):
             return
         # event.synchronize() alone would spin on a core, which the CPU's optimizer steps need. torch.Event ignores blocking=True.
         pause = _LEAST_PAUSE
-        while not event.query():
-            sleep(pause)
-            pause = min(2 * pause, _MOST_PAUSE)
+        if not event.query():
+            with profiled(f"host waits: {why.value}"):
+                while not event.query():
+                    sleep(pause)
+                    pause = min(2 * pause, _MOST_PAUSE)
         event.synchronize()
 
     def has_happened(self, event: torch.Event | None) -> bool:

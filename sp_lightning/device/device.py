@@ -19,19 +19,20 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from sp_lightning.device.background_thread import BackgroundThread
 from sp_lightning.device.layout import PAGE, whole_pages
-from sp_lightning.device.timeline import Kind, Timeline
+from sp_lightning.device.timeline import LABELS, Kind, Timeline, name_of
 from sp_lightning.torch_compat.modes import no_inference_mode
-from sp_lightning.torch_compat.private import copy_each
+from sp_lightning.torch_compat.private import copy_each, profiler_runs
 
 KERNEL_THREADS = 2
 """Cores that background work leaves free: one for the main thread, which launches the kernels of forward, and one for autograd's
@@ -107,11 +108,50 @@ class Wait(enum.Enum):
     UNPIN_AFTER_COPY = "host memory is unpinned only after the last copy from or to it"
 
 
+class _Timed:
+    """See :meth:`Device.timed`. ``nbytes`` may be set inside the context."""
+
+    def __init__(self, device: Device, kind: Kind, layer: int | None, stream: Stream, nbytes: int) -> None:
+        self._device, self._kind, self._layer, self._stream, self.nbytes = device, kind, layer, stream, nbytes
+
+    def __enter__(self) -> Self:
+        self._range = record_function(f"{LABELS[self._kind]}: {name_of(self._layer, self._device.layer_names)}")
+        self._begun = self._device.mark(self._stream)
+        self._range.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._range.__exit__(*error)
+        self._device.note(self._kind, self._layer, self._begun, self._stream, self.nbytes)
+
+
+class _Untimed(_Timed):
+    """Does nothing: no timeline and no profiler records."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+_UNTIMED = _Untimed()
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """Returns a context that is a range of torch's profiler, if one records."""
+    return record_function(name) if profiler_runs() else nullcontext()
+
+
 class Device:
     """A device whose copies are synchronous: the CPU.
 
     Attributes:
         timelines: the timelines to which :meth:`note` adds intervals.
+        layer_names: the layers' names, by their index.
         background_threads: threads of an operator in the background. None: all threads of this process; with an accelerator,
             :data:`KERNEL_THREADS` fewer.
         steps: True if background work runs optimizer steps on the device.
@@ -134,6 +174,7 @@ class Device:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
         self.timelines: list[Timeline] = []
+        self.layer_names: Sequence[str] = ()
         self.background_threads: int | None = None
         self.steps = False
         self.held = 0
@@ -272,9 +313,11 @@ class Device:
             BaseException: the error that the work raised.
         """
         start = perf_counter()
-        if self._background is not None and not work.done():
-            self._background.urge(work)
         try:
+            if self._background is not None and not work.done():
+                self._background.urge(work)
+                with profiled(f"host waits: {why.value}"):
+                    wait([work])
             work.result()
         finally:
             self._stalled[why] += perf_counter() - start
@@ -300,6 +343,15 @@ class Device:
             now = self.mark(stream)
             for timeline in self.timelines:
                 timeline.add(kind, layer, begun, now, nbytes)
+
+    def timed(self, kind: Kind, layer: int | None, stream: Stream, nbytes: int = 0) -> AbstractContextManager[_Timed]:
+        """Returns a context: what is issued to ``stream`` in it is an interval of the timelines, and a range of torch's profiler.
+
+        The range shows when the host issues the work. Its name is that of the kind and the layer.
+        """
+        if not self.timelines and not profiler_runs():
+            return _UNTIMED
+        return _Timed(self, kind, layer, stream, nbytes)
 
     def make_timeline(self) -> Timeline:
         """Returns a timeline for this device. The caller adds it to :attr:`timelines`. The host waits for the device."""

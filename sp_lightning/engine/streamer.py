@@ -113,6 +113,7 @@ class Streamer:
         self._staging = Staging(device, pin=pin)
         self._layers = make_layers(self.found, plan, device, self._staging, *placement.blocks(device, plan), pin=pin)
         *self._moving, self._resident_layer = self._layers
+        device.layer_names = [layer.name for layer in self._moving]
         self._watch = WeightWatch([layer.block for layer in self._layers]) if debug_writes else None
         self._device_storages: set[int] = set()
         self._embeddings = row_finder().make_rows(self.found, self._layers, device, log, pin=pin)

@@ -201,9 +201,7 @@ class StepsOnDevice(LayerStepper):
             state_targets, state_sources = held.for_upload(memory[begin:nbytes])
             targets += state_targets
             sources += state_sources
-        begun = device.mark(Stream.UPLOAD)
-        device.copy(targets, [each.detach() for each in sources], Stream.UPLOAD)
-        self._state.note("bring", layer, begun, Stream.UPLOAD, sources)
+        self._state.copy("bring", layer, targets, [each.detach() for each in sources], Stream.UPLOAD)
         device.wait(Stream.STEP, device.record(Stream.UPLOAD), Wait.STEP_AFTER_BRING)
         device.access(memory[:nbytes], Stream.STEP, write=True)
         for event in {id(each): each for each in computed if each is not None}.values():
@@ -303,9 +301,7 @@ class StepsOnDevice(LayerStepper):
         constants = ids_of_constants(states[0], constants_of(key[1]))
         device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.STEP, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
-        begun = device.mark(Stream.DOWNLOAD)
-        device.copy(targets, sources, Stream.DOWNLOAD)
-        self._state.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
+        self._state.copy("take", layer.index, targets, sources, Stream.DOWNLOAD)
         slot.downloaded = layer.landed = device.record(Stream.DOWNLOAD)
         slot.results, layer.step_results, layer.stepped = sources, made, device.record(Stream.STEP)
         self._fresh.append(layer)

@@ -44,19 +44,20 @@ class StateExchange:
         """See :attr:`LayerStepper.moved_bytes`."""
         return self._moved[Stream.UPLOAD], self._moved[Stream.DOWNLOAD]
 
-    def note(self, kind: Kind, layer: int, begun: Any, stream: Stream, copied: Iterable[Tensor]) -> None:
-        """Records copies in the counters and in the timeline.
+    def copy(
+        self, kind: Kind, layer: int, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream
+    ) -> None:
+        """Issues copies, and counts their bytes.
 
         Args:
             kind: the kind of the interval in the timeline.
             layer: the index of the layer.
-            begun: the mark at which the copies began.
-            stream: the stream of the copies, which has no later ones.
-            copied: the copied tensors.
+            targets, sources, stream: as in :meth:`Device.copy`.
         """
-        nbytes = sum(each.nbytes for each in copied)
+        nbytes = sum(each.nbytes for each in sources)
         self._moved[stream] += nbytes
-        self._device.note(kind, layer, begun, stream, nbytes)
+        with self._device.timed(kind, layer, stream, nbytes):
+            self._device.copy(targets, sources, stream)
 
     # ------------------------------------------------------------------ to the GPU
 

@@ -184,9 +184,7 @@ class StayingLayers:
         self._parts[layer] = {}
         sources = [p.detach() for p in (*owned, *masters)]
         device.wait(Stream.UPLOAD, device.record(Stream.STEP), Wait.FETCH_AFTER_USE)
-        begun = device.mark(Stream.UPLOAD)
-        device.copy(list(found.targets.values()), sources, Stream.UPLOAD)
-        self._state.note("bring", layer.index, begun, Stream.UPLOAD, sources)
+        self._state.copy("bring", layer.index, list(found.targets.values()), sources, Stream.UPLOAD)
         self._arrive(sources, found.memory, slot.memory)
         for p in masters:
             found.casts[id(p)].copy_(found.targets[id(p)])
@@ -228,9 +226,7 @@ class StayingLayers:
         if held is not None:
             memory = device.upload_target(held.nbytes, Stream.STEP)
             targets, sources = held.for_upload(memory)
-            begun = device.mark(Stream.UPLOAD)
-            device.copy(targets, sources, Stream.UPLOAD)
-            self._state.note("bring", layer.index, begun, Stream.UPLOAD, sources)
+            self._state.copy("bring", layer.index, targets, sources, Stream.UPLOAD)
             self._arrive(sources, memory)
             layer.stepped = device.record(Stream.STEP)  # a step may follow, or none, or an error
             uploaded = {id(each): part(memory, span).data for each, span in zip(held.tensors, held.spans, strict=True)}
@@ -350,9 +346,7 @@ class StayingLayers:
         targets, sources = map(list, zip(*copies, strict=True))
         device.wait(Stream.DOWNLOAD, layer.stepped, Wait.TAKE_AFTER_STEP)
         device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.TAKE_AFTER_USE)
-        begun = device.mark(Stream.DOWNLOAD)
-        device.copy(targets, sources, Stream.DOWNLOAD)
-        self._state.note("take", layer.index, begun, Stream.DOWNLOAD, sources)
+        self._state.copy("take", layer.index, targets, sources, Stream.DOWNLOAD)
         device.synchronize(device.record(Stream.DOWNLOAD), Wait.READ_AFTER_TAKE)
         layer.casts.mark_current()
         layer.newer_than_host = False

@@ -71,11 +71,9 @@ class GradientSink(Generic[W]):
             alive: the device tensors to keep until compute has waited for the copies.
             what: the value of the transfer.
         """
-        begun = self.device.mark(Stream.DOWNLOAD)
-        self.device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
         nbytes = sum(map(_nbytes, sources))
-        if begun is not None:
-            self.device.note("drain", layer, begun, Stream.DOWNLOAD, nbytes)
+        with self.device.timed("drain", layer, Stream.DOWNLOAD, nbytes):
+            self.device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
         self.offloaded_bytes += nbytes
         self._flying.append((what, alive, self.device.record(Stream.DOWNLOAD)))
         self.retire(self.in_flight - 1)

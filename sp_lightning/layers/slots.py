@@ -190,10 +190,8 @@ class Slots:
             step_results, layer.step_results = layer.step_results, ()
             self._empty_slot(slot, layer)
             self._wait_before_copy(layer, slot, staged, from_step=bool(step_results))
-            begun = self._device.mark(Stream.UPLOAD) if self._device.timelines else None
-            nbytes = self._copy(layer, slot, source, step_results)
-            if begun is not None:
-                self._device.note("fetch", layer.index, begun, Stream.UPLOAD, nbytes)
+            with self._device.timed("fetch", layer.index, Stream.UPLOAD) as timed:
+                timed.nbytes = nbytes = self._copy(layer, slot, source, step_results)
             slot.layer, slot.stale, layer.slot = layer, False, slot
             if layer.guard is not None and layer.guard.views:  # the layer stays HELD while views exist
                 self.forget_dropped(layer, slot)

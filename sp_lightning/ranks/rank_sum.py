@@ -83,18 +83,16 @@ def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool
     nbytes = aligned(-(-total_bytes(tuple(spans.values())) // ranks.size))
     sent, received = (device.empty(nbytes * ranks.size) for _ in range(2))
     device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
-    begun = device.mark(Stream.REDUCE)
     what = f"the gradients of {family.owner.name!r}"
     with device.on(Stream.REDUCE), no_inference_mode(), torch.no_grad():
-        _pack(device, family, spans, sent)
-        ranks.exchange(received, sent, what)
-        runs, memory = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
+        with device.timed("reduce", family.owner.index, Stream.REDUCE, sent.nbytes):
+            _pack(device, family, spans, sent)
+            ranks.exchange(received, sent, what)
+            runs, memory = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
         used = [sent, received, memory]
-        device.note("reduce", family.owner.index, begun, Stream.REDUCE, sent.nbytes)
         if ranks.nodes > 1:
-            begun = device.mark(Stream.REDUCE)
-            used += [*_over_nodes(device, ranks, runs, memory, what), *(run.total for run in runs)]
-            device.note("network", family.owner.index, begun, Stream.REDUCE, memory.nbytes)
+            with device.timed("network", family.owner.index, Stream.REDUCE, memory.nbytes):
+                used += [*_over_nodes(device, ranks, runs, memory, what), *(run.total for run in runs)]
     return list(_parts(spans, runs)), used
 
 

@@ -95,6 +95,11 @@ def forward_mode_level() -> int:
     return forward_ad._current_level
 
 
+def profiler_runs() -> bool:
+    """Returns True while a profiler of torch records. ``record_function`` would cost microseconds also without a profiler."""
+    return autograd.profiler._is_profiler_enabled
+
+
 # ------------------------------------------------------------------------------------------------ transforms and modes
 
 interpreter_stack: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack

@@ -121,12 +121,11 @@ class BackgroundUpdates:
                     for block in blocks:
                         block.memory.use()
                         self._device.access(block.weights, Stream.UPDATE, write=True)
-                    begun = self._device.mark(Stream.UPDATE)
+                    timed = self._device.timed("update", layer.index, Stream.UPDATE, blocks[0].planned.gradient_bytes)
                     _this_thread.updates = True
-                    with torch.DisableTorchFunctionSubclass(), torch.no_grad():
+                    with timed, torch.DisableTorchFunctionSubclass(), torch.no_grad():
                         work()
                     updated.append(layer.name)
-                    self._device.note("update", layer.index, begun, Stream.UPDATE, blocks[0].planned.gradient_bytes)
             except BaseException as error:
                 error.add_note(
                     f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import time
 from collections import Counter
 from dataclasses import fields
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.device.device import Device, Stream
+from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.timeline import Interval, Timeline
 from sp_lightning.model.find import find_layers
 from sp_lightning.observe import stats as observed
@@ -311,3 +312,22 @@ def test_masters_have_names_of_their_own(tmp_path: Path) -> None:
     )  # fmt: skip
     names = {each["name"] for each in json.loads(file.read_text())["traceEvents"] if each.get("cat") == "forward"}
     assert {"net.head", "net.head, float32"} <= names or any(name.endswith(", float32") for name in names)
+
+
+def test_ranges_in_torchs_profiler() -> None:
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, activations="recompute", optimizer_overlap="forward")
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(experimental_config=everywhere) as profiler:
+        layers = fit(lambda: llama(layers=2), tokens(), strategy, recorded="losses").trainer.strategy.plan.layers
+    found = {each.name for each in profiler.events() if re.match(r"[a-z ]+: ", each.name)}
+    kinds = ["gradient offloading", "optimizer step", "upload"]
+    named = {f"{kind}: {layer.name}" for kind in kinds for layer in layers}
+    waits = {f"host waits: {wait.value}" for wait in Wait}
+    assert named <= found
+    assert found & waits
+    assert "recomputation" in {each.split(": ")[0] for each in found}
+
+
+def test_no_ranges_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_lightning.device.device._Timed.__init__", pytest.fail)
+    fit(lambda: llama(layers=2), tokens(), SuperpipelineStrategy(k=1, k_prime=1), recorded="losses")
