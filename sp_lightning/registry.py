@@ -1,9 +1,12 @@
-"""Imports the capabilities. This is the only file of the core that names their folders.
+"""Imports the capabilities. This is the only file that names their folders.
 
 A capability is a folder without which the core works. When an option needs a capability, a function of this file imports the
 folder, and returns its implementation of an interface of the core. The core has a default for each interface. The ``__init__``
 of the capability describes what the capability adds, its interface, and its cost when it is not used. Nothing is imported from a
 capability before it is needed.
+
+Only the strategy (``trainer``), the command and capabilities import this file. They hand the parts below what they got from it.
+What the whole process uses (:func:`row_finder`, :func:`host_kernels`) is given to the core once, by :func:`install`.
 
 If a folder is missing, one of three things happens. Each function below says which:
 
@@ -130,6 +133,15 @@ def public(name: str) -> Any:
     """
     with needed_for(f"sp_lightning.{name}", can_leave_out=False):
         return getattr(import_module(f"sp_lightning.{PUBLIC[name]}"), name)
+
+
+def install() -> None:
+    """Gives the core the functions that resolve what the whole process uses. Importing the package calls this."""
+    from sp_lightning.device import host_kernels as kernels_of_core
+    from sp_lightning.model import rows
+
+    rows.install(row_finder)
+    kernels_of_core.install(host_kernels)
 
 
 @cache

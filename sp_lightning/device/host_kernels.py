@@ -51,7 +51,7 @@ class Operands:
 class HostKernels:
     """Kernels for the CPU. This default has none: torch's operators compute the same results with more passes over memory.
 
-    :func:`~sp_lightning.registry.host_kernels` returns the kernels of this installation.
+    :func:`host_kernels` returns the kernels of this installation.
     """
 
     @property
@@ -86,3 +86,17 @@ class HostKernels:
             By the ``id`` of each gradient that a kernel can read, its norm: a float32 tensor without dimensions.
         """
         return {}
+
+
+_make: Callable[[], HostKernels] = HostKernels
+
+
+def install(make: Callable[[], HostKernels]) -> None:
+    """Sets the function that returns the kernels of this installation."""
+    global _make
+    _make = make
+
+
+def host_kernels() -> HostKernels:
+    """Returns the kernels of this installation for updates and norms on the CPU."""
+    return _make()

@@ -34,9 +34,9 @@ from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.model.found import Found
+from sp_lightning.model.rows import row_finder
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan
-from sp_lightning.registry import row_finder
 from sp_lightning.store.block_memory import Staging
 from sp_lightning.torch_compat.patched import unwatch, watch
 from sp_lightning.torch_compat.private import compiled_graphs

@@ -6,7 +6,7 @@ a batch looks up. Experts that are separate modules are layers of the core. Stac
 dequantises, ``mxfp4`` loads them from files; both work with every strategy.
 
 **Where it enters.** ``pack_experts`` and ``load_mxfp4`` are public functions. There is no option:
-:func:`~sp_lightning.registry.row_finder` returns the
+:func:`~sp_lightning.model.rows.row_finder` returns the
 :class:`~sp_lightning.model.rows.RowFinder` of ``finder``. The search for layers asks the finder which modules have rows. When the
 engine has made the layers of these modules, the finder replaces their :class:`~sp_lightning.layers.layer.AllRows`. Other layers
 keep ``AllRows``.

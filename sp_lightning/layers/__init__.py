@@ -19,7 +19,7 @@
 By default a layer is uploaded whole. If a :class:`~sp_lightning.model.rows.RowFinder` has replaced the layer's ``rows``, single
 rows may be uploaded.
 
-This package gets host blocks (``store``) and a plan. It may import ``store``, ``observe``, ``plan``, ``model``, ``device``,
-``torch_compat`` and ``registry``. It imports nothing of the engine, and calls the engine only through the protocol
-``EngineCallbacks`` and the base class ``BlockSource``.
+This package gets host blocks (``store``) and a plan. It may import ``store``, ``observe``, ``plan``, ``model``, ``device``
+and ``torch_compat``. It imports nothing of the engine, and calls the engine only through the protocol ``EngineCallbacks`` and
+the base class ``BlockSource``.
 """

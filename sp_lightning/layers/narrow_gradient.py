@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from sp_lightning.device.host_kernels import host_kernels
 from sp_lightning.layers.freed_gradient import resets_gradients
 from sp_lightning.layers.roles import ParameterRole, leave, take
-from sp_lightning.registry import host_kernels
 from sp_lightning.torch_compat.metadata import METADATA
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import no_torch_functions, subclasses_are_asked, tree_leaves

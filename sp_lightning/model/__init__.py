@@ -9,5 +9,5 @@
 - ``wrapped`` takes tensor subclasses apart into plain tensors and rebuilds them. ``without_values`` gives values to tensors
   on the meta device, and ``weight_files`` reads these values from files.
 
-Files in this folder may import ``registry``, ``torch_compat`` and ``device``.
+Files in this folder may import ``torch_compat`` and ``device``.
 """

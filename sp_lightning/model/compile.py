@@ -9,8 +9,7 @@ from torch import nn
 
 from sp_lightning.model.blocks import are_experts, experts_in, holds_blocks
 from sp_lightning.model.found import join_names
-from sp_lightning.model.rows import RowFinder
-from sp_lightning.registry import row_finder
+from sp_lightning.model.rows import RowFinder, row_finder
 from sp_lightning.torch_compat.private import is_compiled
 
 

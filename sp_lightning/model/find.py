@@ -44,10 +44,9 @@ from sp_lightning.model.found import (
     tensor_bytes,
 )
 from sp_lightning.model.patterns import LayerChoice, chosen_layers, chosen_residents
-from sp_lightning.model.rows import RowFinder
+from sp_lightning.model.rows import RowFinder, row_finder
 from sp_lightning.model.without_values import refuse_without_values
 from sp_lightning.model.wrapped import parts
-from sp_lightning.registry import row_finder
 from sp_lightning.torch_compat.private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
 
 # Small units stay on the device. Three rules limit them:

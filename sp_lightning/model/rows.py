@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,8 +15,8 @@ from sp_lightning.model.found import Found, Layer, Place, Unit
 class RowFinder:
     """Finds modules of which a batch uses only some rows. This default finds none, so every layer is uploaded whole.
 
-    :func:`~sp_lightning.registry.row_finder` returns the finder of this installation. ``find_layers`` calls the finder to learn
-    which modules have rows. The engine calls :meth:`make_rows` after it has made the layers.
+    :func:`row_finder` returns the finder of this installation. ``find_layers`` calls the finder to learn which modules have
+    rows. The engine calls :meth:`make_rows` after it has made the layers.
     """
 
     def stacked(self, module: nn.Module) -> int:
@@ -82,3 +82,17 @@ class RowFinder:
             The embedding modules of :attr:`Found.tables`, each with its layer as the only element of a tuple.
         """
         return {}
+
+
+_make: Callable[[], RowFinder] = RowFinder
+
+
+def install(make: Callable[[], RowFinder]) -> None:
+    """Sets the function that returns the finder of this installation."""
+    global _make
+    _make = make
+
+
+def row_finder() -> RowFinder:
+    """Returns the finder of this installation."""
+    return _make()

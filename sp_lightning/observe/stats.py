@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from sp_lightning.device.host_kernels import host_kernels
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
-from sp_lightning.registry import host_kernels
 
 _SMALL_SHARE = 0.05
 _SHORT = 1.0

@@ -26,10 +26,10 @@ from torch.utils.flop_counter import flop_registry
 from sp_lightning.activations.offload import count_once, is_small
 from sp_lightning.activations.policy import Call, offloaded_bytes, peak_bytes
 from sp_lightning.model.found import Found
+from sp_lightning.model.rows import row_finder
 from sp_lightning.model.wrapped import parts
 from sp_lightning.plan.choices import Mode, Modes
 from sp_lightning.plan.units import in_gib
-from sp_lightning.registry import row_finder
 from sp_lightning.torch_compat.private import (
     TorchDispatchMode,
     cpu_attention_backward_operator,

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from sp_lightning.activations.policy import summary
+from sp_lightning.device.host_kernels import host_kernels
 from sp_lightning.observe.stats import WAITED, remedy
 from sp_lightning.plan.units import in_gib, number
 from sp_lightning.planner.answer import Answer, Row, stepped_otherwise
 from sp_lightning.planner.arguments import MODES, SEVERAL, Question, changed, command
 from sp_lightning.planner.estimate import Estimate
 from sp_lightning.planner.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
-from sp_lightning.registry import host_kernels
 
 _MOST_REASONS = 10
 _DAY = 24 * 60 * 60

@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.device.host_kernels import HALVES, Operands
+from sp_lightning.device.host_kernels import HALVES, Operands, host_kernels
 from sp_lightning.layers.narrow_gradient import Change, Factor, NarrowGradient, narrow_and_changes
-from sp_lightning.registry import host_kernels
 from sp_lightning.torch_compat.private import FUSED_STEPS, second_level_cache
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.device.host_kernels import host_kernels
 from sp_lightning.layers.narrow_gradient import Factor, change, is_narrow, stored, unwidened, widen_if_changed
-from sp_lightning.registry import host_kernels
 from sp_lightning.torch_compat.private import scaler_device
 
 Found = dict[torch.device, Tensor]

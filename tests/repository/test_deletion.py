@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sp_lightning import registry
+from sp_lightning.device.host_kernels import host_kernels
+from sp_lightning.model.rows import row_finder
 from sp_lightning.registry import CAPABILITIES, MissingCapabilityError, needed_for
 from tests.repository import deletion
 
@@ -22,6 +25,11 @@ def test_the_core_works_without(folder: str, tmp_path: Path) -> None:
 def test_every_capability_has_a_folder_and_a_program() -> None:
     assert set(deletion.ASKED_FOR) == set(CAPABILITIES)
     assert all((deletion.ROOT / "sp_lightning" / folder / "__init__.py").exists() for folder in CAPABILITIES)
+
+
+def test_the_core_has_what_the_registry_resolves() -> None:
+    assert host_kernels() is registry.host_kernels()
+    assert row_finder() is registry.row_finder()
 
 
 def test_other_missing_modules_are_not_taken_for_a_capability() -> None:
