@@ -340,7 +340,15 @@ class Recompute:
         quiet = in_place_of(self._setup.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
         again = self._setup.rerun(self._setup.layers_of[unit], inputs)
         with profiled(f"recomputation: {unit}"), again, quiet:
-            yield
+            try:
+                yield
+            except Exception as error:
+                if not isinstance(error, Unrepeatable):
+                    error.add_note(
+                        f"This was raised when the forward of {unit!r} ran again in backward, to recompute its activations. "
+                        'SuperpipelineStrategy(activations="offload") runs each forward once.'
+                    )
+                raise
 
     def _watch_outside(self, unit: str) -> Callable[[], str | None]:
         """Returns a function that looks for later writes of weights outside a unit, and for gradients from nested backwards.

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from sp_lightning.activations import once_only
 from sp_lightning.activations.offload import Offload
 from sp_lightning.activations.recompute import Unrepeatable
+from sp_lightning.torch_compat.private import current_graph_task
 from tests.support.models import Module, Stack, twice, vectors
 from tests.support.repeated_block import Block
 from tests.support.runs import assert_same, fit, superpipeline
@@ -70,6 +71,19 @@ def test_writes_that_cannot_be_undone_are_refused(block: type[nn.Module], said: 
         fit(twice(block), vectors(), superpipeline(activations="recompute"))
     for mode in ("keep", "offload"):
         fit(twice(block), vectors(1), superpipeline(activations=mode))  # as on plain Lightning
+
+
+class RaisesInBackward(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if current_graph_task() != -1:
+            raise LookupError("one value per batch")
+        return super().forward(x)
+
+
+def test_an_error_of_the_second_run_says_so() -> None:
+    with pytest.raises(LookupError, match="one value per batch") as raised:
+        fit(twice(RaisesInBackward), vectors(), superpipeline(activations="recompute"))
+    assert "'net.blocks.1' ran again in backward" in raised.value.__notes__[0]
 
 
 def compiled(source: str) -> Any:
