@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.layers.gradient_sink import GradientSink
-from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.registry import is_installed
+from tests.support.engine import Slots
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, settled, simulated

@@ -266,7 +266,7 @@ RUN_TWICE: dict[str, Any] = {
     "options": {"k": 1, "k_prime": 1}, "of_gpu": False, "device": partial(simulated, capacity=26_000),
 }  # fmt: skip
 TORN = "These weights are not those of any whole step"
-SLOT = "sp_lightning.layers.slots.Slots"
+SLOT = "tests.support.engine.Slots"
 STAYING = "sp_lightning.gpu_steps.staying.StayingLayers"
 THERE_STEP = "sp_lightning.gpu_steps.on_device.StepsOnDevice"
 NEW_OPTIMIZER = "the trainer gets an optimizer that the GPU cannot step"

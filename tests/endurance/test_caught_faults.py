@@ -19,18 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.engine.access import Access
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.step import Step
 from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.residents import Residents
-from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.swap import ParameterSwap
-from sp_lightning.layers.uploads import Uploads
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.torch_compat.private import top_saved_tensors_hooks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from tests.support.engine import streamer_of
+from tests.support.engine import Access, Slots, Uploads, streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated

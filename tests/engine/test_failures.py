@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
 from sp_lightning.engine import backward as engine_backward
-from sp_lightning.engine.access import Access
 from sp_lightning.engine.layerwise import LayerwiseStep
 from sp_lightning.engine.saved_tensors import packs
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers import swap
 from sp_lightning.updates import background
-from tests.support.engine import streamer_of
+from tests.support.engine import Access, streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 

@@ -16,13 +16,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from sp_lightning.engine.access import Access
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers import roles
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.layers.swap import ByThread
 from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.elsewhere import backward_elsewhere
+from tests.support.engine import Access
 from tests.support.models import Module, vectors
 from tests.support.readers import LOOKS, MAY_FAIL, Watched, elsewhere, reading
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, superpipeline, trainer_for

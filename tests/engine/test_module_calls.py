@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from sp_lightning.engine.module_calls import listen
 from sp_lightning.layers.layer import AllRows
+from tests.support.engine import listen
 
 
 class Listens:

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from sp_lightning.engine.module_calls import ModuleCalls, listen
 from sp_lightning.torch_compat import around_calls
-from tests.support.engine import streamer_of
+from tests.support.engine import ModuleCalls, listen, streamer_of
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.starts import start

@@ -12,11 +12,11 @@ import torch
 
 from sp_lightning.device.device import Device
 from sp_lightning.experts.expert_cache import ExpertCache
-from sp_lightning.layers.slots import Slots
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.plan.window import Window
 from tests.support import stacked
+from tests.support.engine import Slots
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import poison, simulated
 from tests.support.stacked import EXPERTS, Routers

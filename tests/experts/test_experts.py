@@ -11,10 +11,10 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from sp_lightning.device.timeline import Interval
-from sp_lightning.layers.slots import Slots
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 from sp_lightning.tuning.visits import measured
+from tests.support.engine import Slots
 from tests.support.experts import CASES, EXPERTS, Mixture, Routed
 from tests.support.models import Block, Module, vectors
 from tests.support.runs import Batches, assert_equal, assert_same, fit, loader, superpipeline, trainer_for

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.gpu_steps.away import _NEED_NO_VALUES
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.slots import Slots
 from sp_lightning.updates.background import BackgroundUpdates
+from tests.support.engine import Slots
 from tests.support.models import vectors
 from tests.support.nets import Does
 from tests.support.on_device import Stepped, on_device

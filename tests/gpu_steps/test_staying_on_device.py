@@ -20,8 +20,8 @@ from sp_lightning.gpu_steps.on_device import FRESH
 from sp_lightning.gpu_steps.twins import for_fetch
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
-from sp_lightning.layers.slots import Slots
 from sp_lightning.layers.write_guard import guard_of
+from tests.support.engine import Slots
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.normed import NormedStack
 from tests.support.on_device import Stepped, on_device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sp_lightning.layers.prefetch import Trace
+from tests.support.engine import Trace
 
 
 def upcoming(trace: Trace) -> list[int]:

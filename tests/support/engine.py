@@ -1,4 +1,7 @@
-"""The engine without Lightning: a module streamed over any device, and a record of what happens when."""
+"""The engine without Lightning: a module streamed over any device, and a record of what happens when.
+
+Tests import the engine's classes that they patch from here, so that a move of a class changes one file of tests.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ from torch import nn
 
 from sp_lightning.device.device import Device
 from sp_lightning.engine.access import Access
+from sp_lightning.engine.module_calls import ModuleCalls as ModuleCalls
 from sp_lightning.engine.module_calls import Visits
+from sp_lightning.engine.module_calls import listen as listen
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.layers.prefetch import Trace as Trace
 from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.uploads import Uploads as Uploads
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 
