@@ -141,29 +141,21 @@ class HostBudget:
 MACHINE = HostBudget()
 
 
-def spare_bytes(needed: dict[str, int], budget: HostBudget = MACHINE) -> int | None:
-    """Returns the bytes that activations may take beside the needed bytes; None if the system does not report free memory.
-
-    Args:
-        needed: the bytes that are needed in addition to the process's present memory, by their use.
-        budget: the limit.
-    """
-    room = budget.room()
-    return None if room is None else all_but_an_eighth(room - sum(needed.values()))
-
-
 def all_but_an_eighth(free: int) -> int:
     """Returns the part of free memory that activations may take. An eighth is left to other processes."""
     return max(0, free) * 7 // 8
 
 
-def check_host(needed: dict[str, int], remedy: str, budget: HostBudget = MACHINE) -> None:
+def check_host(needed: dict[str, int], remedy: str, budget: HostBudget = MACHINE) -> int | None:
     """Raises an error before the system would kill the process for its memory.
 
     Args:
         needed: the bytes that are needed in addition to the process's present memory, by their use.
         remedy: a sentence for the user.
         budget: the limit.
+
+    Returns:
+        The bytes that activations may take beside the needed bytes; None if the system does not report free memory.
 
     Raises:
         MemoryError: more is needed than is available.
@@ -175,3 +167,4 @@ def check_host(needed: dict[str, int], remedy: str, budget: HostBudget = MACHINE
     if room is not None and total > room:
         parts = ", ".join(f"{human_bytes(nbytes)} {what}" for what, nbytes in needed.items() if nbytes)
         raise MemoryError(f"{budget.too_little(total, room, parts)} {remedy}")
+    return None if room is None else all_but_an_eighth(room - total)

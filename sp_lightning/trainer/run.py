@@ -43,7 +43,7 @@ from sp_lightning.observe.messages import (
 from sp_lightning.observe.recompiles import Recompiles
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.choices import Mode
-from sp_lightning.plan.host_memory import HostBudget, check_host, spare_bytes
+from sp_lightning.plan.host_memory import HostBudget, check_host
 from sp_lightning.plan.plan import Plan, cap_remarks
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.plan.window import Window, about_others
@@ -395,9 +395,7 @@ class Run:
         Raises:
             MemoryError: the host does not have that much memory.
         """
-        budget = self._host_budget()
-        check_host(needed, less_host_memory(self._options.optimizer_overlap), budget)
-        spare = spare_bytes(needed, budget)
+        spare = check_host(needed, less_host_memory(self._options.optimizer_overlap), self._host_budget())
         # Each process of the node offloads its own activations, so they divide the rest.
         self._host_room = None if spare is None else spare // self.group.size
         self.engine.activations.limit_host_memory(self._host_room)

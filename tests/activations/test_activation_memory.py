@@ -204,7 +204,7 @@ def test_a_host_without_room_recomputes(
 ) -> None:
     """The first batch, whose sizes nobody knows, keeps what does not fit; later ones compute it again."""
     monkeypatch.setattr(offload, "WORTH_MOVING", Saves.SIZE)
-    monkeypatch.setattr("sp_lightning.trainer.run.spare_bytes", lambda *_: room)
+    monkeypatch.setattr("sp_lightning.trainer.run.check_host", lambda *_: room)
     counts: list[int] = [1] * 8
     recomputed: list[str] = []
     run = Recompute.run

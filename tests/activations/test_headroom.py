@@ -294,7 +294,7 @@ def test_units_that_cannot_be_recomputed_are_offloaded_without_an_error(
     kept = train(ROOM_FOR_ALL, unrepeatable, batches, activations="keep")[1].peak
     capacity = kept * 7 // 8
     if host_room is not None:
-        monkeypatch.setattr("sp_lightning.trainer.run.spare_bytes", lambda *_: host_room)
+        monkeypatch.setattr("sp_lightning.trainer.run.check_host", lambda *_: host_room)
         capacity = kept
     ours, device = train(capacity, unrepeatable, batches, callbacks=[modes])
     assert_same(ours, fit(unrepeatable, batches))

@@ -13,7 +13,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.disk import host_budget
 from sp_lightning.disk.host_budget import LimitedMemory
 from sp_lightning.plan import host_memory
-from sp_lightning.plan.host_memory import spare_bytes
+from sp_lightning.plan.host_memory import check_host
 from sp_lightning.plan.units import parse_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
@@ -77,9 +77,9 @@ def test_activations_get_what_the_cap_leaves(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(host_memory, "resident_bytes", lambda: GIB)
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 64 * GIB)
     budget = LimitedMemory(3 * GIB + 96 * 2**20)
-    assert spare_bytes({"gradients": GIB}, budget) == GIB * 7 // 8
+    assert check_host({"gradients": GIB}, "Use less.", budget) == GIB * 7 // 8
     budget.count_others(lambda own, _: [own, GIB])
-    assert spare_bytes({"gradients": GIB}, budget) == 0
+    assert check_host({"gradients": GIB}, "Use less.", budget) == 0
 
 
 @pytest.mark.parametrize("disk", [False, True])
