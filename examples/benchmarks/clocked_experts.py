@@ -36,7 +36,7 @@ from examples.benchmarks.clocked_steps import Clocked
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.ring import Slots
 from sp_lightning.planner.answer import Row, answer
 from sp_lightning.planner.arguments import make_parser, read, separate
 from sp_lightning.planner.estimate import estimate_model

@@ -28,7 +28,7 @@ from sp_lightning.comparison.record import Entry, Record, flatten, held
 from sp_lightning.comparison.reference import StepsOnHost
 from sp_lightning.comparison.subject import NotRunError, RunInputs, Subject, without_files
 from sp_lightning.device.accelerator import device_for
-from sp_lightning.layers.slots import poisoned
+from sp_lightning.layers.ring import poisoned
 from sp_lightning.layers.writes import digest
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan

@@ -16,7 +16,7 @@ from sp_lightning.disk.state_placement import AccessPredictor
 from sp_lightning.disk.weights_in_files import FileBlock
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.slots import Slots, Staged
+from sp_lightning.layers.ring import Slots, Staged
 from sp_lightning.updates.background import BackgroundUpdates
 
 WINDOW = 3

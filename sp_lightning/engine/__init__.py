@@ -114,7 +114,7 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 **Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine through two interfaces only:
 
 - device parameters through :class:`~sp_lightning.layers.parameter_group.EngineCallbacks`, which ``Access`` implements;
-- residents and the prefetch, which need layers' bytes on the host, through :class:`~sp_lightning.layers.slots.BlockSource`,
+- residents and the prefetch, which need layers' bytes on the host, through :class:`~sp_lightning.layers.ring.BlockSource`,
   which ``HostSource`` implements.
 
 The capability ``activations`` gets ``Access.rerun`` for forwards that run again. The engine imports nothing of Lightning.

@@ -33,7 +33,7 @@ from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.device_parameter import DeviceParameter, hides_stand_ins
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.residents import Residents
-from sp_lightning.layers.slots import BlockSource, Staged
+from sp_lightning.layers.ring import BlockSource, Staged
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.torch_compat.modes import held

@@ -12,7 +12,7 @@ import torch
 
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.layers.layer import AllRows, Kind, StreamedLayer
-from sp_lightning.layers.slots import BlockSource, Slots, Staged
+from sp_lightning.layers.ring import BlockSource, Slots, Staged
 from sp_lightning.layers.write_back import keep_saved
 from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.store.block import HostBlock

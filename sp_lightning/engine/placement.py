@@ -19,7 +19,7 @@ from sp_lightning.engine.turns import Turns
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.uploads import Uploads
+from sp_lightning.layers.ring import Uploads
 from sp_lightning.model.found import Layer
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan, PlannedLayer

@@ -4,7 +4,7 @@ The states and transitions are in :mod:`~sp_lightning.layers.states`. Two interf
 host memory:
 
 - :class:`~sp_lightning.layers.bound_weights.SlotUsers` attaches device parameters to slots, and detaches them.
-- :class:`~sp_lightning.layers.slots.BlockSource` provides the bytes on the host that a transfer reads.
+- :class:`~sp_lightning.layers.ring.BlockSource` provides the bytes on the host that a transfer reads.
 
 So the planner's simulator can run this very class with a simulated device that only counts time. The caller holds the engine's
 lock.
@@ -20,7 +20,7 @@ from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Slot, StreamedLayer
 from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.residents import Residents
-from sp_lightning.layers.slots import BlockSource, Slots
+from sp_lightning.layers.ring import BlockSource, Slots
 from sp_lightning.layers.states import IN_USE, RESTING
 from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.plan.plan import Plan

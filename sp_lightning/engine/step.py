@@ -13,7 +13,7 @@ from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.residency import Residency
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.residents import Residents
-from sp_lightning.layers.slots import BlockSource
+from sp_lightning.layers.ring import BlockSource
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty

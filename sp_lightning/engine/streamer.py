@@ -29,7 +29,7 @@ from sp_lightning.layers.compiled_calls import CompiledCalls, compiled_calls
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.residents import Residents
-from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.ring import Slots
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.writes import WeightWatch
@@ -456,7 +456,7 @@ class Streamer:
                 self.updates.close,
                 self._swap.to_host,
                 self._disconnect,
-                self._slots.close,
+                self._slots.free,
                 self.activations.close,
                 self._residents.close,
                 self.updates.stepper.close,

@@ -21,7 +21,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import aligned, part, strided
 from sp_lightning.layers.layer import AllRows, StreamedLayer
-from sp_lightning.layers.slots import Staged
+from sp_lightning.layers.ring import Staged
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.torch_compat.private import (
     gradient_hooks,

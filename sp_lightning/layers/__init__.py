@@ -2,8 +2,8 @@
 
 - ``states``: the six states of a layer, and the table of transitions. Its diagram is in :mod:`sp_lightning.engine`.
 - ``layer``: :class:`~sp_lightning.layers.layer.StreamedLayer`, all data of the engine about one layer, and ``Slot``.
-- ``slots``: the device memory, and the transfers into it from a :class:`~sp_lightning.layers.slots.BlockSource`. ``prefetch``
-  chooses the next transfer, ``uploads`` issues the copies.
+- ``ring``: the device memory, and the transfers into it from a :class:`~sp_lightning.layers.ring.BlockSource`. ``prefetch``
+  chooses the next transfer.
 - ``parameter_group``, ``device_parameter``: the device parameters, which modules hold in a step. ``swap`` puts them into the
   modules. ``buffers`` copies averages and masks of weights to the device and back. ``bound_weights`` makes device parameters
   views of slots, or stand-ins. ``roles``: classes that host parameters have for some time. Code that uses a host parameter runs

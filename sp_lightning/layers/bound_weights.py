@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sp_lightning.layers.device_parameter import same_place
 from sp_lightning.layers.layer import Slot, StreamedLayer
-from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.ring import Slots
 from sp_lightning.layers.states import RESTING
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty, guard_of

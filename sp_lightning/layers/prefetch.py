@@ -23,7 +23,7 @@ from operator import attrgetter, itemgetter
 from typing import Generic, TypeVar
 
 from sp_lightning.layers.layer import NOTHING, Slot, StreamedLayer
-from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.ring import Slots
 from sp_lightning.plan.plan import Plan, schedule
 
 L = TypeVar("L", bound=Hashable)

@@ -18,7 +18,7 @@ from sp_lightning.device.lease import shared
 from sp_lightning.layers.casts import SavedValues, are_saved, keep_saved_values
 from sp_lightning.layers.device_parameter import same_place
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
-from sp_lightning.layers.slots import Slots
+from sp_lightning.layers.ring import Slots
 from sp_lightning.layers.states import HELD
 from sp_lightning.layers.write_guard import drop_if_empty, guard_of
 from sp_lightning.layers.writes import ExchangedMemory, StaleViews, ViewDigests, WeightWatch

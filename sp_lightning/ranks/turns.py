@@ -17,7 +17,7 @@ from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.slots import Staged
+from sp_lightning.layers.ring import Staged
 from sp_lightning.ranks.block_memory import SharedBlockMemory, merge
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.reduced_gradients import ReducedGradients
@@ -160,7 +160,7 @@ class RankTurns(Turns):
 
 
 class SharedSource(HostSource):
-    """The :class:`~sp_lightning.layers.slots.BlockSource` of several ranks.
+    """The :class:`~sp_lightning.layers.ring.BlockSource` of several ranks.
 
     The primary keeps the casts in shared memory up to date. If this rank's user code has written to a layer since the last
     update, the layer is uploaded from this rank's private view, with casts of its own. Private pages are not page-locked.

@@ -22,7 +22,7 @@ from sp_lightning.device.host_memory import PinnedMemory
 from sp_lightning.device.layout import PAGE, aligned, bytes_of, view, whole_pages
 from sp_lightning.device.pages import create, written_pages
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.uploads import Uploads
+from sp_lightning.layers.ring import Uploads
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory

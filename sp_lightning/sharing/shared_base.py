@@ -21,7 +21,7 @@ from sp_lightning.device.accelerator import device_for
 from sp_lightning.device.device import Device
 from sp_lightning.device.pages import supported
 from sp_lightning.engine.placement import Placement
-from sp_lightning.layers.uploads import Uploads
+from sp_lightning.layers.ring import Uploads
 from sp_lightning.model.found import Found, Layer
 from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.sharing.common import ON_DEVICE, SharedLayers, SharedUploads, TrialBlock

@@ -22,8 +22,7 @@ from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Kind as LayerKind
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.prefetch import Prefetch
-from sp_lightning.layers.slots import BlockSource, Slots, Staged
-from sp_lightning.layers.uploads import Uploads
+from sp_lightning.layers.ring import BlockSource, Slots, Staged, Uploads
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tuning.clocks import ClockDevice, HostBytes
 from sp_lightning.tuning.visits import RESOURCES, Prediction, Rates, Visit

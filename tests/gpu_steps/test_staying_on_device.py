@@ -244,7 +244,7 @@ def test_what_a_fetch_reads_on_the_device_is_alive_until_steps_have_waited(
     make: Callable[[], Stepped], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is fetched last and in vain is there until the run ends, and then the host waits."""
-    let_go, fetch, free = Slots._release_sources, Slots.fetch, Slots._free
+    let_go, fetch, free = Slots._release_sources, Slots.fetch, Slots.free
     seen, read, at_end = list[tuple[int, Wait]](), list[int](), list[int]()
 
     def noting(self: Slots, slot: Slot) -> None:
@@ -262,7 +262,7 @@ def test_what_a_fetch_reads_on_the_device_is_alive_until_steps_have_waited(
 
     monkeypatch.setattr(Slots, "_release_sources", noting)
     monkeypatch.setattr(Slots, "fetch", counting)
-    monkeypatch.setattr(Slots, "_free", ending)
+    monkeypatch.setattr(Slots, "free", ending)
     fetched(make)
     assert sum(alive for alive, _ in seen) + sum(at_end) == sum(read) > 0
     assert {wait for _, wait in seen} == {Wait.STEP_AFTER_FETCH}

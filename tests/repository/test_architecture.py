@@ -80,8 +80,8 @@ def test_the_import_check_can_fail() -> None:
         "sp_lightning.engine.streamer.Streamer"
     ]
     assert offences("engine.step", "def f():\n    from sp_lightning import registry") == ["sp_lightning.registry"]
-    assert offences("layers.slots", "import lightning.pytorch as pl") == ["lightning.pytorch"]
-    assert offences("layers.slots", "from sp_lightning.store.block import HostBlock") == []
+    assert offences("layers.ring", "import lightning.pytorch as pl") == ["lightning.pytorch"]
+    assert offences("layers.ring", "from sp_lightning.store.block import HostBlock") == []
 
 
 LIGHTNINGS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")

@@ -23,8 +23,8 @@ from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.layers.prefetch import Trace as Trace
-from sp_lightning.layers.slots import Slots
-from sp_lightning.layers.uploads import Uploads as Uploads
+from sp_lightning.layers.ring import Slots
+from sp_lightning.layers.ring import Uploads as Uploads
 from sp_lightning.model.find import find_layers
 from sp_lightning.plan.plan import make_plan
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.layout import part
-from sp_lightning.layers import slots, writes
+from sp_lightning.layers import ring, writes
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.writes import digest
@@ -80,7 +80,7 @@ def poisoned() -> Iterator[None]:
         return digest(tensor)
 
     with (
-        slots.poisoned(),
+        ring.poisoned(),
         mock.patch.object(ParameterSwap, "to_device", hide),
         mock.patch.object(ParameterSwap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),

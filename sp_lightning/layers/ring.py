@@ -1,4 +1,4 @@
-"""Slots: device memory for layers, and the transfers that fill it.
+"""Ring: the slots for layers in device memory, and the transfers that fill them.
 
 The slots of one size are a *ring*, which the plan gives to the layers of that size. :mod:`~sp_lightning.layers.states` says which
 layer may be in a slot, and when.
@@ -22,7 +22,6 @@ from sp_lightning.device.layout import Span, part
 from sp_lightning.device.lease import Lease
 from sp_lightning.layers.layer import AllRows, Slot, StreamedLayer
 from sp_lightning.layers.states import FETCHED, HELD, HOST, UNPACKED
-from sp_lightning.layers.uploads import Uploads
 from sp_lightning.layers.write_guard import guard_of
 from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.modes import no_dispatch_modes, no_inference_mode
@@ -66,6 +65,30 @@ class BlockSource:
         """Marks the device's copies of these layers as out of date, because host weights may have been written unnoticed."""
 
 
+class Uploads:
+    """Copies layers from host memory into slots. A subclass may copy them from elsewhere.
+
+    Args:
+        device: issues the copies.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def send(self, layer: StreamedLayer, target: Tensor, source: Tensor) -> None:
+        """Issues the upload of a layer. The upload stream already waits for the slot's last use, and for the layer's bytes.
+
+        Args:
+            layer: the layer.
+            target: the memory of the layer's slot, flat ``uint8``.
+            source: the layer's bytes in host memory, of the same size.
+        """
+        self.device.copy((target,), (source,), Stream.UPLOAD)
+
+    def before_use(self, layer: StreamedLayer) -> None:
+        """Called before compute uses a layer that was fetched."""
+
+
 class Slots:
     """All slots of a plan.
 
@@ -73,19 +96,17 @@ class Slots:
         plan: has the number and size of the slots of each ring.
         layers: all layers that may be in a slot, in any order.
         device: allocates slots and copies into them.
-        uploads: copies layers into slots; None: from host memory.
+        uploads: copies layers into slots.
     """
 
     poisons = False
     """True if a slot is filled with NaN when no call uses it and no tensor views it; see :func:`poisoned`."""
 
-    def __init__(
-        self, plan: Plan, layers: Sequence[StreamedLayer], device: Device, uploads: Uploads | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, layers: Sequence[StreamedLayer], device: Device, uploads: Uploads) -> None:
         self._plan = plan
         self._layers = layers
         self._device = device
-        self._uploads = uploads or Uploads(device)
+        self._uploads = uploads
         layouts: dict[Hashable, int] = {}
         for layer in layers:  # layers of one layout share their views of a slot
             alike = tuple((span.offset, span.shape, span.stride, span.dtype) for span in layer.spans)
@@ -391,7 +412,7 @@ class Slots:
         A slot that is still viewed stays as an extra slot until its views are dropped.
         """
         held = [slot for slot in self.all if not slot.overwritable]
-        self._free(held)
+        self.free(held)
         self._plan = plan
         for layer in self._layers:
             layer.planned = plan.moving[layer.index]  # the layout is the same, but the ring may differ
@@ -400,11 +421,7 @@ class Slots:
             self._add(slot)
         self._make_planned()
 
-    def close(self) -> None:
-        """Frees all slots for good."""
-        self._free()
-
-    def _free(self, held: Sequence[Slot] = ()) -> None:
+    def free(self, held: Sequence[Slot] = ()) -> None:
         """Frees all slots, and the memory of rows. Evicts the layers in slots, except layers in the slots ``held``."""
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
         for slot in self.all:
