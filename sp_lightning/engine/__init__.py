@@ -7,7 +7,7 @@ parameter*). A device parameter without memory is a *stand-in*.
 **Who decides what.**
 
 - The engine decides *when* a layer is copied, and to which free slot. It follows the *trace*: the order in which the last batch
-  used the layers, in forward and backward (``layers.prefetch.Trace``). The first batch uses the plan's order, reversed for
+  used the layers, in forward and backward (``schedule.Trace``). The first batch uses the plan's order, reversed for
   backward.
 - A frozen :class:`~sp_lightning.plan.plan.Plan` decides *what* is copied, and which ring of slots a layer uses. A
   ``plan.window.Window`` chooses its k and k', and ``tuning.tuner`` changes them between batches.
@@ -74,8 +74,8 @@ transition. Every test checks the table::
 capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tuner``):
 
 =======================  ============================================================================================
-``residency``            The schedule: which layers are fetched, locked, attached and released (1) (2). The planner's simulator
-                         runs this very class with a simulated device that only counts time.
+``schedule``             Which layers are fetched, locked, attached and released (1) (2), and in which order. The planner's
+                         simulator runs these very classes with a simulated device that only counts time.
 ``layers.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
 ``layers.compiled_calls`` Gives modules that ``torch.compile`` compiles casts and whole wrapped weights during their calls.
 ``layers.write_back``    Copies weights to the host that user code has written on the device.

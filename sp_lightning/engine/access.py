@@ -26,8 +26,8 @@ from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import tied
 from sp_lightning.engine.module_calls import Visits
-from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
+from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step
 from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.device_parameter import DeviceParameter, hides_stand_ins

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.activations import Activations
-from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.layers.device_parameter import Untouched, tensor_grad
 from sp_lightning.layers.gradient_sink import GradientSink, Wanted

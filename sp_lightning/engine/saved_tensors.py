@@ -23,8 +23,8 @@ from sp_lightning.device.device import Device
 from sp_lightning.device.lease import SavedView, SavedViews
 from sp_lightning.engine.activations import Activations, SavedActivation
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.residency import Residency
 from sp_lightning.engine.saved_objects import hooks_in_place_of_none
+from sp_lightning.engine.schedule import Residency
 from sp_lightning.layers.casts import SavedValues
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.layers.layer import Kind, Rows, StreamedLayer

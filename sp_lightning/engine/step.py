@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sp_lightning.device.device import Device
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.activations import Activations
-from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.schedule import Residency
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.ring import BlockSource

@@ -19,21 +19,20 @@ from sp_lightning.engine.assembly import make_layers, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.module_calls import ModuleCalls, listen
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
-from sp_lightning.engine.residency import Peak, Residency
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
+from sp_lightning.engine.schedule import Prefetch, Residency
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
 from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.layers.compiled_calls import CompiledCalls, compiled_calls
 from sp_lightning.layers.layer import Kind, StreamedLayer
-from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.ring import Slots
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.writes import WeightWatch
-from sp_lightning.model.found import Found
+from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.model.rows import row_finder
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan
@@ -130,9 +129,12 @@ class Streamer:
         if plan.steps_on_device or plan.stay:
             self._use_stepper(plan)
         self._gradients.keep_for_step = plan.steps_on_device
-        self._peak = Peak(self.found, self._slots, self._residents, self._gradients, self.updates.stepper)
+        self._peak_bytes = 0
+        self._staying = self.found.staying[0]
+        # Parameters of modules that are on the device as a whole. The engine is not notified of their gradients.
+        self._aside = [parameter for _, module in self.found.aside for parameter in module.parameters()]
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
-        self._residency = Residency(self._slots, prefetch, self._source, self._bound_weights, self._peak.note)
+        self._residency = Residency(self._slots, prefetch, self._source, self._bound_weights, self._note_memory)
 
     def _use_stepper(self, plan: Plan) -> None:
         assert self._make_stepper is not None  # it is None only if no plan of the run steps layers on the GPU
@@ -195,7 +197,7 @@ class Streamer:
             gradients=self._gradients,
             activations=self.activations,
             updates=self.updates,
-            note_memory=self._peak.note,
+            note_memory=self._note_memory,
             step=self._step,
         )
         self.turns = placement.turns(self._lock, layers, self._source, self._step)
@@ -372,11 +374,11 @@ class Streamer:
             self.updates.stepper.forget_slots(self._moving)
             self.plan = plan
             self._gradients.in_flight = plan.k_prime + 1
-            self._residency.resize(plan)
+            self._residency.prefetch.follow(plan)
+            self._slots.resize(plan)
             if plan.stay and not self.updates.stepper.steps_some:
                 self._use_stepper(plan)
-                self._peak.stepper = self.updates.stepper
-            self._peak.note()
+            self._note_memory()
 
     def recount(self, plan: Plan) -> None:
         """Takes a plan of the same layers and slots that counts other gradients, because layers were unfrozen."""
@@ -407,11 +409,19 @@ class Streamer:
     @property
     def weight_bytes(self) -> int:
         """Bytes of device memory that weights and buffers take now."""
-        return self._peak.weight_bytes
+        return self._slots.device_bytes + self._residents.nbytes + self._staying + self.updates.stepper.nbytes
+
+    def _note_memory(self) -> None:
+        """Updates the peak of device memory: weights, and gradients. Called whenever memory use may have grown."""
+        now = self.weight_bytes + self._gradients.device_bytes
+        if self._aside:  # nearly always empty, and this is called several times per layer
+            now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
+        if now > self._peak_bytes:
+            self._peak_bytes = now
 
     def stats(self) -> Stats:
         """Returns the present counters."""
-        self._peak.note()
+        self._note_memory()
         stalled = self.device.stall_seconds
         offloaded, uploaded_again = self.activations.moved_bytes
         rows = [layer.rows for layer in self._moving]
@@ -426,7 +436,7 @@ class Streamer:
             extra_slots=self._slots.extra_slots,
             step_upload_bytes=uploaded,
             step_download_bytes=downloaded,
-            peak_device_bytes=self._peak.most,
+            peak_device_bytes=self._peak_bytes,
             peak_allocated_bytes=self.device.most_bytes(),
             offloaded_activation_bytes=offloaded,
             uploaded_activation_bytes=uploaded_again,

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.layers.device_parameter import Untouched

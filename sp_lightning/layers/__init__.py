@@ -2,8 +2,7 @@
 
 - ``states``: the six states of a layer, and the table of transitions. Its diagram is in :mod:`sp_lightning.engine`.
 - ``layer``: :class:`~sp_lightning.layers.layer.StreamedLayer`, all data of the engine about one layer, and ``Slot``.
-- ``ring``: the device memory, and the transfers into it from a :class:`~sp_lightning.layers.ring.BlockSource`. ``prefetch``
-  chooses the next transfer.
+- ``ring``: the device memory, and the transfers into it from a :class:`~sp_lightning.layers.ring.BlockSource`.
 - ``parameter_group``, ``device_parameter``: the device parameters, which modules hold in a step. ``swap`` puts them into the
   modules. ``buffers`` copies averages and masks of weights to the device and back. ``bound_weights`` makes device parameters
   views of slots, or stand-ins. ``roles``: classes that host parameters have for some time. Code that uses a host parameter runs

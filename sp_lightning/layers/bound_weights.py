@@ -17,7 +17,7 @@ from sp_lightning.torch_compat.modes import no_inference_mode
 
 
 class SlotUsers:
-    """The interface that :class:`~sp_lightning.engine.residency.Residency` calls when a layer changes its state.
+    """The interface that :class:`~sp_lightning.engine.schedule.Residency` calls when a layer changes its state.
 
     The methods of this class do nothing with modules. A simulation, which has no modules, uses this class itself.
 

@@ -1,6 +1,6 @@
 """Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
 
-The classes that stream the model, :class:`~sp_lightning.engine.residency.Residency` and
+The classes that stream the model, :class:`~sp_lightning.engine.schedule.Residency` and
 :class:`~sp_lightning.layers.gradient_sink.GradientSink`, decide which layer is uploaded when and into which slot, and when
 gradients are offloaded. Only the device is replaced: it copies nothing and predicts the time of each copy. The prediction
 therefore follows the engine as it is, not a model of it.
@@ -16,12 +16,11 @@ from typing import Any, Literal
 from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.timeline import Kind
 from sp_lightning.engine.assembly import kinds
-from sp_lightning.engine.residency import Residency
+from sp_lightning.engine.schedule import Prefetch, Residency
 from sp_lightning.layers.bound_weights import SlotUsers
 from sp_lightning.layers.gradient_sink import GradientSink
 from sp_lightning.layers.layer import Kind as LayerKind
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.prefetch import Prefetch
 from sp_lightning.layers.ring import BlockSource, Slots, Staged, Uploads
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tuning.clocks import ClockDevice, HostBytes

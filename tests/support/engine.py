@@ -19,10 +19,10 @@ from sp_lightning.engine.access import Access
 from sp_lightning.engine.module_calls import ModuleCalls as ModuleCalls
 from sp_lightning.engine.module_calls import Visits
 from sp_lightning.engine.module_calls import listen as listen
+from sp_lightning.engine.schedule import Trace as Trace
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
-from sp_lightning.layers.prefetch import Trace as Trace
 from sp_lightning.layers.ring import Slots
 from sp_lightning.layers.ring import Uploads as Uploads
 from sp_lightning.model.find import find_layers
