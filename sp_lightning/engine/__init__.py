@@ -34,7 +34,7 @@ parameter*). A device parameter without memory is a *stand-in*.
 2   Residency.require          Locks a layer's slot. The compute stream waits for the transfer (``USE_AFTER_FETCH``). The host
                                does not wait for it.
 3   BoundWeights.attach        Makes the device parameters, which modules hold, views of the slot.
-4   Access.leave               Ends the use of the layers, because the module call has returned.
+4   Calls.leave                Ends the use of the layers, because the module call has returned.
 5   BoundWeights.release       First copies weights that were written on the device to the host. Then makes the device parameters
                                stand-ins again, and records when the slot may be overwritten.
 6   SavedTensors._bring        Returns a view of the layer's slot, because autograd unpacks a saved weight. If necessary, the
@@ -85,8 +85,8 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 ``backward``             Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9).
 ``saved_objects``        Gives the backward of a custom ``torch.autograd.Function`` the parameters and tensors that it saved.
 ``saved_tensors``        Packs each weight that autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
-``module_calls``         Calls :class:`~sp_lightning.engine.access.Access` before and after each module call.
-``access``               All requests for a layer: a module call (4), a use of a weight elsewhere, a look-up of rows.
+``access``               All other requests for a layer: a use of a weight outside of module calls, a look-up of rows.
+``calls``                A module is called: its layers are locked and attached before, and released after (4).
 ``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;
                          ``clipping`` measures gradient norms during backward.
 ``assembly``, ``streamer``  Build the parts. :class:`~sp_lightning.engine.streamer.Streamer` passes each call of ``trainer`` to
@@ -117,7 +117,7 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 - residents and the prefetch, which need layers' bytes on the host, through :class:`~sp_lightning.layers.ring.BlockSource`,
   which ``HostSource`` implements.
 
-The capability ``activations`` gets ``Access.rerun`` for forwards that run again. The engine imports nothing of Lightning.
+The capability ``activations`` gets ``Calls.rerun`` for forwards that run again. The engine imports nothing of Lightning.
 
 **Waits.** Every wait of a stream or of the host has a name in :class:`~sp_lightning.device.device.Wait`. The value of the name
 says what the wait guarantees. ``tests/device/test_waits.py`` leaves out each wait and shows that a run then fails. Three waits of
@@ -178,7 +178,7 @@ A wrong guess of the prefetch costs an upload, never a result.
 
 **Errors.** After an error every layer is in one of the six states, because each transition is completed or undone:
 
-- User code raises in forward: each module call still ends (``ModuleCalls``).
+- User code raises in forward: each module call still ends (``calls.ModuleCall``).
 
   - If the step itself catches the error, the step continues. The next module call releases the layers of the failed call.
   - Otherwise ``trainer`` calls ``Streamer.abort``, which releases all layers, drops gradients in flight and marks all copies as

@@ -1,48 +1,39 @@
-"""Access: all requests for a layer at the moment when its weights are needed. There are four cases:
+"""Access: all requests for a layer outside of module calls, at the moment when its weights are needed:
 
-- a module is called (:meth:`Access.enter`, :meth:`Access.leave`, called by :mod:`sp_lightning.engine.module_calls`),
-- autograd unpacks a weight that it saved (:mod:`sp_lightning.engine.saved_tensors`),
-- another operation computes with a stand-in (:meth:`Access.operation_on`, called by the stand-in's class),
-- a batch looks up rows of a table (:meth:`Access.reading_rows`).
+- an operation computes with a stand-in (:meth:`Access.operation_on`, called by the stand-in's class),
+- a batch looks up rows of a table (:meth:`Access.reading_rows`),
+- user code reads or writes weights on the host, or gives them other memory.
 
 A wrong guess of the prefetch costs a fetch and never a result.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, LateError, OwnThreads
+from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, OwnThreads
 from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.host_source import tied
-from sp_lightning.engine.module_calls import Visits
-from sp_lightning.engine.saved_tensors import RunningCalls, SavedTensors, packs
+from sp_lightning.engine.saved_tensors import RunningCalls, packs
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step
 from sp_lightning.layers.bound_weights import BoundWeights
-from sp_lightning.layers.device_parameter import DeviceParameter, hides_stand_ins
-from sp_lightning.layers.layer import Kind, StreamedLayer
+from sp_lightning.layers.device_parameter import DeviceParameter
+from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.ring import BlockSource, Staged
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.torch_compat.modes import held
 from sp_lightning.torch_compat.patched import elsewhere, scope
-from sp_lightning.torch_compat.private import (
-    DIFFERENTIATING,
-    interpreter_stack,
-    tree_leaves,
-)
 from sp_lightning.updates.background import BackgroundUpdates
 
 
@@ -53,8 +44,6 @@ class Access:
     Attributes:
         lock: the engine's lock.
         threads: the threads that belong to the run.
-        layers: all layers.
-        saved_tensors: the saved-tensor hooks.
         fast_paths: the modules of torch that leave a fast path in evaluation if uses of their weights are noticed.
         calls: the calls of modules that are running.
     """
@@ -62,7 +51,6 @@ class Access:
     lock: threading.RLock
     threads: OwnThreads
     device: Device
-    layers: Sequence[StreamedLayer]
     residency: Residency
     bound_weights: BoundWeights
     residents: Residents
@@ -73,180 +61,16 @@ class Access:
     updates: BackgroundUpdates
     step: Step
     backward: Backward
-    saved_tensors: SavedTensors
     fast_paths: Sequence[nn.Module]
 
     def __post_init__(self) -> None:
-        moving = [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS]
-        self._streams = bool(moving)  # False if the module has only residents, which need no packing
-        self._casts = any(layer.masters is not None for layer in moving)
-        self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
-        self.gradient_arrived = (
-            self.backward.gradient_arrived
-        )  # called directly, because it is called for each gradient
+        self.gradient_arrived = self.backward.gradient_arrived  # called for each gradient
         self.gradients_complete = self.backward.complete
         self.calls = RunningCalls()
         self._scope = scope.get()
         self._closed = False
 
-    # ------------------------------------------------------------------ a module is called
-
-    def enter(self, visits: Visits, inputs: Any) -> Visits:
-        """Locks and attaches the layers of a module before its call, and activates the saved-tensor hooks.
-
-        Outside a step the call is a short step of its own: :meth:`leave` ends it. A thread outside the run becomes a helper.
-
-        Args:
-            visits: the layers that the module uses.
-            inputs: the arguments of the call.
-
-        Returns:
-            The layers for :meth:`leave`: none for a table whose rows are looked up; also the masters if other code may read them.
-
-        Raises:
-            RuntimeError: the call is traced or transformed; or another thread makes the call, and no forward runs in which the
-                thread could be a helper.
-        """
-        if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
-            visits = ()  # the look-up itself fetches the rows that it needs
-        if torch.jit.is_tracing() or interpreter_stack():
-            self._refuse_transforms_and_traces(visits)
-        # If torch asks other code before the stand-ins, that code may read a master, which has memory only while it is attached.
-        if self._casts and hides_stand_ins(inputs):
-            visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
-        step = self.step
-        if visits and (make_room := self.activations.make_room) is not None:
-            make_room(visits, inputs)
-        with held(self.lock):
-            helps = self.threads.beside
-            if helps:
-                self._admit(visits)
-            outside = self._outside()
-            try:
-                if outside:
-                    step.begin_outside()
-                step.activate(in_backward=bool(self.backward.tasks))
-                self.residents.group.sync_requires_grad()
-                self.residency.begin_call(visits, backward=bool(self.backward.tasks))
-            except BaseException:  # user code may catch the error, so undo everything: no call has begun
-                if outside:
-                    step.end(writes_follow=True)
-                if helps:
-                    self.threads.end()
-                raise
-            packs_any = self._streams or self.activations.packs
-            self.calls.begin(self.saved_tensors.hooks if packs_any else None, helps=helps)
-            for layer in visits:
-                if layer.running_calls == 1:  # this call is the outermost one that uses the layer
-                    layer.parameters.count_references()
-        return visits
-
-    def _outside(self) -> bool:
-        """Returns True if no step, backward or module call runs."""
-        return not (self.step.running or self.backward.tasks or self.calls.depth)
-
-    def _admit(self, visits: Visits) -> None:
-        """Admits this thread as a helper in the running forward. The thread is outside the run and calls a module.
-
-        Every use of a weight is noticed from then on; see :meth:`_share`.
-
-        Args:
-            visits: the layers of the module; the error names the first one.
-
-        Raises:
-            RuntimeError: no forward runs, or the thread was a helper of a forward that has ended.
-        """
-        self.threads.refuse_late()
-        if not (self.threads.here.depth or self._may_help()):
-            raise RuntimeError(CALLED_ELSEWHERE.format(name=repr(visits[0].name) if visits else "A module"))
-        self._share()
-        self.threads.begin()
-
-    def _may_help(self) -> bool:
-        """Returns True if a thread outside the run may become a helper now: a forward runs, and no backward."""
-        return (self.step.admits or self.calls.depth > 0) and not self.backward.tasks
-
-    def leave(self, visits: Visits, output: Any) -> None:
-        """Releases the layers of a module whose call has returned or raised, and prefetches other layers.
-
-        Also adds hooks to the outputs that notice the backward of the call. Ends the short step of a call outside a step.
-
-        Raises:
-            LateError: a helper made the call, and the forward has ended before the call.
-        """
-        with held(self.lock):
-            helps = self.threads.here.depth > 0
-            if helps:
-                late = self.threads.late
-                self.threads.end()
-                if late:  # the helper's layers are released by the end of the step, which resets `running_calls`
-                    self.calls.end(helps=True)
-                    if sys.exception() is None:
-                        raise LateError
-                    return
-            try:
-                if torch.is_grad_enabled() and visits:
-                    self._watch(visits, output)
-                if self.step.shown:
-                    self.step.renew_shown()
-                # The frames of an exception hold the weights as long as the exception is handled. So the layers are
-                # released later. This is common: checkpoints end their recompute by an exception.
-                self.residency.end_call(visits, release=sys.exception() is None)  # (4)
-            finally:  # releasing a layer copies writes back, which may raise
-                self.calls.end(helps=helps)
-                outside = self._outside()
-                if outside:
-                    self.step.end(writes_follow=True)
-            if visits and not outside:
-                self.residency.fetch_ahead()
-
-    @contextmanager
-    def rerun(self, visits: Visits, inputs: Any) -> Iterator[None]:
-        """A context for a forward that runs again in backward, for which no module is called.
-
-        Args:
-            visits: the layers that the forward uses.
-            inputs: its positional arguments.
-        """
-        self.backward.join()
-        entered = self.enter(visits, inputs)
-        try:
-            yield
-        finally:
-            self.leave(entered, None)
-
-    def _watch(self, visits: Visits, output: Any) -> None:
-        """Adds a hook to the outputs of a module call. Autograd calls the hook when the backward of the call begins."""
-        pre_backward = self.backward.awaited(self._pre_backward, tuple(visits))
-        for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(pre_backward)
-
-    def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
-        """Releases layers whose backward is over, and issues the transfer of their gradients.
-
-        Hook on the outputs of a module call: the backward of the module's layers, ``visits``, begins. So the backward of later
-        layers is over.
-        """
-        with held(self.lock):
-            self.backward.join()
-            self.step.activate(in_backward=True)
-            self.residency.pre_backward(visits)
-        self.backward.make_room(visits)
-
     # ------------------------------------------------------------------ weights are used outside module calls
-
-    @contextmanager
-    def user_code(self) -> Iterator[None]:
-        """A context for the user code of a step. Saved tensors are packed in it, so that the graph holds no slot.
-
-        Afterwards no call of this thread counts as running.
-        """
-        with self.saved_tensors.hooks() if self._streams else nullcontext():
-            try:
-                yield
-            finally:
-                self.calls.reset()  # Ctrl-C may have interrupted the end of a call
 
     def saves_raw(self) -> bool:
         """Returns True if autograd would now save tensors as they are: the engine's saved-tensor hooks are not active."""
@@ -489,6 +313,27 @@ class Access:
         finally:
             self.threads.end()
 
+    def admit(self, visits: Sequence[StreamedLayer]) -> None:
+        """Admits this thread as a helper in the running forward. The thread is outside the run and calls a module.
+
+        Every use of a weight is noticed from then on; see :meth:`_share`.
+
+        Args:
+            visits: the layers of the module; the error names the first one.
+
+        Raises:
+            RuntimeError: no forward runs, or the thread was a helper of a forward that has ended.
+        """
+        self.threads.refuse_late()
+        if not (self.threads.here.depth or self._may_help()):
+            raise RuntimeError(CALLED_ELSEWHERE.format(name=repr(visits[0].name) if visits else "A module"))
+        self._share()
+        self.threads.begin()
+
+    def _may_help(self) -> bool:
+        """Returns True if a thread outside the run may become a helper now: a forward runs, and no backward."""
+        return (self.step.admits or self.calls.depth > 0) and not self.backward.tasks
+
     def _share(self) -> None:
         """Notices every use of a weight until the step ends, because a second thread uses weights.
 
@@ -520,19 +365,3 @@ class Access:
             self.device.access(value, Stream.COMPUTE, write=False)
             with torch.inference_mode():
                 return value.clone()
-
-    def _refuse_transforms_and_traces(self, visits: Visits) -> None:
-        """Raises a RuntimeError if the call is traced (``torch.jit``) or differentiated by ``torch.func``."""
-        if torch.jit.is_tracing():
-            raise RuntimeError(
-                "torch.jit.trace was called during a run: a trace would hold memory through which other layers pass. Trace the "
-                "module before or after the run; in loggers, TensorBoardLogger(log_graph=False)."
-            )
-        stack = interpreter_stack()
-        if stack and self._first is not None and any(level.key() in DIFFERENTIATING for level in stack):
-            name = (visits[0] if visits else self._first).name
-            raise RuntimeError(
-                f"torch.func.grad (or vjp, jacrev, jvp) reached the streamed layer {name!r}: these transforms keep weights "
-                f"where they cannot be streamed. Use torch.autograd.grad(..., create_graph=True), or keep the layer on "
-                f"the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
-            )

@@ -102,7 +102,7 @@ class RunningCalls:
     def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None, *, helps: bool = False) -> None:
         """Counts a call. If it builds a graph and its thread has no active saved-tensor hooks, activates hooks until it ends.
 
-        In the main thread of a step, :meth:`Access.user_code` has activated the hooks already. Calls outside a step, in other
+        In the main thread of a step, :meth:`Calls.user_code` has activated the hooks already. Calls outside a step, in other
         threads, and in forwards that run again in backward build graphs as well.
 
         Args:

@@ -17,7 +17,7 @@ from sp_lightning.engine.access import Access
 from sp_lightning.engine.activations import ActivationSetup, KeepAll, MakeActivations
 from sp_lightning.engine.assembly import make_layers, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.module_calls import ModuleCalls, listen
+from sp_lightning.engine.calls import Calls, ModuleCall, listen
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.schedule import Prefetch, Residency
@@ -154,7 +154,7 @@ class Streamer:
             device=self.device,
             pin=self._pin,
             device_storages=self._device_storages,
-            rerun=lambda layers, inputs: self._access.rerun(layers, inputs),
+            rerun=lambda layers, inputs: self._calls.rerun(layers, inputs),
             layer_at=lambda address: self._access.layer_at(address),
             given_by_nested=lambda: self._backward.given_by_nested(),
             log=log,
@@ -229,7 +229,6 @@ class Streamer:
             lock=self._lock,
             threads=self.threads,
             device=self.device,
-            layers=self._layers,
             residency=self._residency,
             bound_weights=self._bound_weights,
             residents=self._residents,
@@ -240,10 +239,21 @@ class Streamer:
             updates=self.updates,
             step=self._step,
             backward=self._backward,
-            saved_tensors=saved_tensors,
             fast_paths=[each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)],
         )
-        self._calls: list[ModuleCalls] = []
+        self._calls = Calls(
+            lock=self._lock,
+            threads=self.threads,
+            layers=self._layers,
+            residency=self._residency,
+            residents=self._residents,
+            activations=self.activations,
+            step=self._step,
+            backward=self._backward,
+            saved_tensors=saved_tensors,
+            access=self._access,
+        )
+        self._module_calls: list[ModuleCall] = []
         self._graphs_before = compiled_graphs()
         self._compiled: list[CompiledCalls] = []
 
@@ -255,7 +265,7 @@ class Streamer:
         # Before `listen`, whose functions then run around these functions: casts are on the device when a compiled module gets
         # them.
         self._compiled = compiled_calls(self._module, self._layers)
-        self._calls = listen(self._access, visits | self._embeddings, self.found.units, self.activations.run)
+        self._module_calls = listen(self._calls, visits | self._embeddings, self.found.units, self.activations.run)
 
     # ------------------------------------------------------------------ a step
 
@@ -287,7 +297,7 @@ class Streamer:
 
     def saving(self) -> AbstractContextManager[None]:
         """A context for user code that builds a graph: saved weights are packed, so that the graph holds no slot."""
-        return self._access.user_code()
+        return self._calls.user_code()
 
     def await_backward(self, *, seen: bool = False) -> None:
         """Makes the step end with the next backward; see :meth:`Step.await_backward`."""
@@ -482,7 +492,7 @@ class Streamer:
         self._closed = True
         self._backward.close()
         self._access.close()
-        for calls in self._calls:
+        for calls in self._module_calls:
             calls.remove()
         for compiled in self._compiled:
             compiled.remove()

@@ -27,7 +27,7 @@ from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.torch_compat.private import top_saved_tensors_hooks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from tests.support.engine import Access, Slots, Uploads, streamer_of
+from tests.support.engine import Calls, Slots, Uploads, streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -300,11 +300,11 @@ class Interrupted(Module):
     """Catches Ctrl-C just when a call of a module between two steps has begun."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        with mock.patch.object(Access, "enter", self.enter), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Calls, "enter", self.enter), pytest.raises(KeyboardInterrupt):
             self.net(batch)
 
     @staticmethod
-    def enter(*_: Any, begin: Any = Access.enter) -> Any:
+    def enter(*_: Any, begin: Any = Calls.enter) -> Any:
         begin(*_)
         raise KeyboardInterrupt
 

@@ -25,7 +25,7 @@ from sp_lightning.engine.saved_tensors import packs
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers import swap
 from sp_lightning.updates import background
-from tests.support.engine import Access, streamer_of
+from tests.support.engine import Calls, streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
@@ -322,16 +322,16 @@ class CallsBetween(Module):
 
 
 def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    leave = Access.leave
+    leave = Calls.leave
     struck: list[bool] = []
 
-    def interrupted(self: Access, *args: Any) -> None:
+    def interrupted(self: Calls, *args: Any) -> None:
         if not self.step.running and packs() and not struck:
             struck.append(True)
             raise KeyboardInterrupt
         leave(self, *args)
 
-    monkeypatch.setattr(Access, "leave", interrupted)
+    monkeypatch.setattr(Calls, "leave", interrupted)
     with pytest.raises(SystemExit):
         trainer_for(superpipeline(k=1)).fit(CallsBetween(Stack()), loader(vectors(2)))
     assert struck

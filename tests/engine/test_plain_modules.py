@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from sp_lightning.torch_compat import around_calls
-from tests.support.engine import ModuleCalls, listen, streamer_of
+from tests.support.engine import ModuleCall, listen, streamer_of
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.starts import start
@@ -438,7 +438,7 @@ def test_two_engines_may_know_one_module() -> None:
 def test_an_engine_that_is_dropped_is_forgotten() -> None:
     """A run that ended without a word kept its model for as long as the process."""
     net, calls = Block(), list[str]()
-    made: list[ModuleCalls] = listen(Notes(calls), {net: ()})
+    made: list[ModuleCall] = listen(Notes(calls), {net: ()})
     assert nn.Module.__call__ is not CALL
     net_is_there = weakref.ref(net)
     del made, net

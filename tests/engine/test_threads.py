@@ -128,7 +128,7 @@ def test_no_gradient_is_lost_while_another_thread_makes_room(monkeypatch: pytest
             return arrived(self, layer, Interrupted(index) if layer is last else index, gradient)
 
         monkeypatch.setattr(
-            Interrupted, "elsewhere", lambda _: streamer._access._pre_backward((first,), x), raising=False
+            Interrupted, "elsewhere", lambda _: streamer._calls._pre_backward((first,), x), raising=False
         )
         monkeypatch.setattr(Gradients, "arrived", arrives)
         step(streamer, lambda: net(x).sum().backward())
@@ -156,7 +156,7 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
             with monkeypatch.context() as late:
                 late.setattr(engine_backward, "current_graph_task", failed.pop)
                 with pytest.raises(RuntimeError, match="Call backward in one thread at a time"):
-                    streamer._access._pre_backward(streamer._layers[:1], x)
+                    streamer._calls._pre_backward(streamer._layers[:1], x)
             assert not streamer._backward.tasks
 
         step(streamer, run)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.engine.access import Access
-from sp_lightning.engine.module_calls import ModuleCalls as ModuleCalls
-from sp_lightning.engine.module_calls import Visits
-from sp_lightning.engine.module_calls import listen as listen
+from sp_lightning.engine.access import Access as Access
+from sp_lightning.engine.calls import Calls, Visits
+from sp_lightning.engine.calls import ModuleCall as ModuleCall
+from sp_lightning.engine.calls import listen as listen
 from sp_lightning.engine.schedule import Trace as Trace
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers.gradients import Gradients
@@ -74,7 +74,7 @@ def events() -> Iterator[list[str]]:
     """What happens to which layer, in order: one word and the layer's index, ``R`` for the residents."""
     happened: list[str] = []
     fetch, use, release = Slots.fetch, Slots.lock, Slots.release
-    drain, apply, hold = Gradients.drain, Gradients._apply, Access.enter
+    drain, apply, hold = Gradients.drain, Gradients._apply, Calls.enter
 
     def name(layer: StreamedLayer) -> str:
         return "R" if layer.kind is Kind.RESIDENTS else str(layer.index)
@@ -91,7 +91,7 @@ def events() -> Iterator[list[str]]:
         happened.append(f"release {layer.index}")
         return release(self, layer, slot)
 
-    def note_enter(self: Access, visits: Visits, inputs: Any) -> Visits:
+    def note_enter(self: Calls, visits: Visits, inputs: Any) -> Visits:
         visits = hold(self, visits, inputs)
         happened.extend(f"forward {layer.index}" for layer in visits)
         return visits
@@ -110,7 +110,7 @@ def events() -> Iterator[list[str]]:
         mock.patch.object(Slots, "fetch", note_fetch),
         mock.patch.object(Slots, "lock", note_use),
         mock.patch.object(Slots, "release", note_release),
-        mock.patch.object(Access, "enter", note_enter),
+        mock.patch.object(Calls, "enter", note_enter),
         mock.patch.object(Gradients, "drain", note_drain),
         mock.patch.object(Gradients, "_apply", note_apply),
     ):
