@@ -85,7 +85,7 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 ``backward``             Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9).
 ``saved_objects``        Gives the backward of a custom ``torch.autograd.Function`` the parameters and tensors that it saved.
 ``saved_tensors``        Packs each weight that autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
-``access``               All other requests for a layer: a use of a weight outside of module calls, a look-up of rows.
+``uses``                 All other requests for a layer: a use of a weight outside of module calls, a look-up of rows.
 ``calls``                A module is called: its layers are locked and attached before, and released after (4).
 ``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;
                          ``clipping`` measures gradient norms during backward.
@@ -113,7 +113,7 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 
 **Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine through two interfaces only:
 
-- device parameters through :class:`~sp_lightning.layers.parameter_group.EngineCallbacks`, which ``Access`` implements;
+- device parameters through :class:`~sp_lightning.layers.parameter_group.EngineCallbacks`, which ``Uses`` implements;
 - residents and the prefetch, which need layers' bytes on the host, through :class:`~sp_lightning.layers.ring.BlockSource`,
   which ``HostSource`` implements.
 
@@ -130,7 +130,7 @@ the diagram:
 
   - ``HostSource.synchronize``: before optimizer steps, and before user code that may write weights.
   - ``Updating.before_early_update``: before an update in backward.
-  - ``Access.host_is_used``: before user code uses a captured host parameter in a step.
+  - ``Uses.host_is_used``: before user code uses a captured host parameter in a step.
   - ``WriteBack.take_back_replaced``: before weights that user code has given other memory are copied back.
 
 **Threads.** The engine's lock (``Streamer._lock``) guards the engine's data. It is not held while user code runs.

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.own_threads import LateError, OwnThreads
-from sp_lightning.engine.access import Access
 from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.saved_tensors import SavedTensors
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step
+from sp_lightning.engine.uses import Uses
 from sp_lightning.layers.device_parameter import hides_stand_ins
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.residents import Residents
@@ -42,7 +42,7 @@ class Calls:
         lock: the engine's lock.
         threads: the threads that belong to the run.
         layers: all layers.
-        access: admits calls of other threads.
+        uses: admits calls of other threads.
         saved_tensors: the saved-tensor hooks.
     """
 
@@ -55,14 +55,14 @@ class Calls:
     step: Step
     backward: Backward
     saved_tensors: SavedTensors
-    access: Access
+    uses: Uses
 
     def __post_init__(self) -> None:
         moving = [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS]
         self._streams = bool(moving)  # False if the module has only residents, which need no packing
         self._casts = any(layer.masters is not None for layer in moving)
         self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
-        self._running = self.access.calls
+        self._running = self.uses.calls
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
         """Locks and attaches the layers of a module before its call, and activates the saved-tensor hooks.
@@ -93,7 +93,7 @@ class Calls:
         with held(self.lock):
             helps = threading.get_ident() != self.threads.main and self.threads.beside
             if helps:
-                self.access.admit(visits)
+                self.uses.admit(visits)
             outside = self._outside()
             try:
                 if outside:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from sp_lightning.device.closing import close_all
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.own_threads import OwnThreads
-from sp_lightning.engine.access import Access
 from sp_lightning.engine.activations import ActivationSetup, KeepAll, MakeActivations
 from sp_lightning.engine.assembly import make_layers, stand_ins_for_wrapped
 from sp_lightning.engine.backward import Backward
@@ -23,6 +22,7 @@ from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.schedule import Prefetch, Residency
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating
+from sp_lightning.engine.uses import Uses
 from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.layers.compiled_calls import CompiledCalls, compiled_calls
@@ -97,7 +97,7 @@ class Streamer:
         self.activations = make_activations(self._activation_setup(visits, log))
         self._gradients.check = self.activations.check
         self._build_step(averages, placement)
-        self._build_access()
+        self._build_calls()
         try:
             self._connect(visits)
         except BaseException:
@@ -143,7 +143,7 @@ class Streamer:
     def _activation_setup(
         self, visits: dict[nn.Module, tuple[StreamedLayer, ...]], log: logging.Logger | None
     ) -> ActivationSetup:
-        """Collects the parts that modes of activations use. Functions look up parts that are made later: backward and access."""
+        """Collects the parts that modes of activations use. Functions look up parts that are made later."""
         units, rows = self.found.units, {layer.name: layer.index for layer in self._layers if layer.kind is Kind.BLOCK}
         return ActivationSetup(
             self._module,
@@ -155,7 +155,7 @@ class Streamer:
             pin=self._pin,
             device_storages=self._device_storages,
             rerun=lambda layers, inputs: self._calls.rerun(layers, inputs),
-            layer_at=lambda address: self._access.layer_at(address),
+            layer_at=lambda address: self._uses.layer_at(address),
             given_by_nested=lambda: self._backward.given_by_nested(),
             log=log,
         )
@@ -215,7 +215,7 @@ class Streamer:
             turns=self.turns,
         )
 
-    def _build_access(self) -> None:
+    def _build_calls(self) -> None:
         """Builds the parts that receive requests for layers."""
         saved_tensors = SavedTensors(
             lock=self._lock,
@@ -225,7 +225,7 @@ class Streamer:
             activations=self.activations,
             backward=self._backward,
         )
-        self._access = Access(
+        self._uses = Uses(
             lock=self._lock,
             threads=self.threads,
             device=self.device,
@@ -251,7 +251,7 @@ class Streamer:
             step=self._step,
             backward=self._backward,
             saved_tensors=saved_tensors,
-            access=self._access,
+            uses=self._uses,
         )
         self._module_calls: list[ModuleCall] = []
         self._graphs_before = compiled_graphs()
@@ -260,7 +260,7 @@ class Streamer:
     def _connect(self, visits: dict[nn.Module, tuple[StreamedLayer, ...]]) -> None:
         """Connects modules, autograd and device parameters to the engine."""
         for layer in self._layers:
-            layer.parameters.connect(layer, self._access)
+            layer.parameters.connect(layer, self._uses)
         watch(self._backward)
         # Before `listen`, whose functions then run around these functions: casts are on the device when a compiled module gets
         # them.
@@ -334,7 +334,7 @@ class Streamer:
         """Ends all updates and, if the step is ``over``, the step. Marks all copies on the device as out of date."""
         self.updates.recover()
         if over:
-            self._access.calls.reset()
+            self._uses.calls.reset()
             self._backward.abandon()
             self._step.end(compare=False)  # an error is being raised already
         self._step.invalidate()
@@ -402,7 +402,7 @@ class Streamer:
         Raises:
             RuntimeError: see :meth:`RunningCalls.refuse_interrupted`.
         """
-        self._access.calls.refuse_interrupted()
+        self._uses.calls.refuse_interrupted()
         watch(self._backward)  # other code may have restored the function that `watch` patches
         return self._swap.changed()
 
@@ -491,7 +491,7 @@ class Streamer:
         """Refuses later uses of device parameters and graphs of this run, and removes the hooks on module calls."""
         self._closed = True
         self._backward.close()
-        self._access.close()
+        self._uses.close()
         for calls in self._module_calls:
             calls.remove()
         for compiled in self._compiled:

@@ -39,7 +39,7 @@ from sp_lightning.torch_compat.private import gradient_hooks
 
 
 class EngineCallbacks(Protocol):
-    """The calls of device parameters into the engine. :class:`~sp_lightning.engine.access.Access` implements them.
+    """The calls of device parameters into the engine. :class:`~sp_lightning.engine.uses.Uses` implements them.
 
     A ``layer`` is a :class:`~sp_lightning.layers.layer.StreamedLayer`.
     """

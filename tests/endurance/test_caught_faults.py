@@ -182,7 +182,7 @@ NAMES = [
 def state_of(module: Catches) -> dict[str, Any]:
     """What a caught fault must leave as it was."""
     streamer = streamer_of(module.trainer.strategy)
-    running, activations = streamer._access.calls, streamer.activations
+    running, activations = streamer._uses.calls, streamer.activations
     offload = getattr(activations, "offload", None)
     return {
         "a step runs": streamer._step.running,

@@ -22,7 +22,7 @@ from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.layers.swap import ByThread
 from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.elsewhere import backward_elsewhere
-from tests.support.engine import Access
+from tests.support.engine import Uses
 from tests.support.models import Module, vectors
 from tests.support.readers import LOOKS, MAY_FAIL, Watched, elsewhere, reading
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, superpipeline, trainer_for
@@ -229,7 +229,7 @@ def test_a_device_parameter_that_another_thread_was_given(monkeypatch: pytest.Mo
             self.seen.append(elsewhere(lambda: [(p.detach().clone(), p.data.clone()) for p in kept]))
             return super().loss(batch)
 
-    only_in_this_thread(monkeypatch, Access, "operation_on")
+    only_in_this_thread(monkeypatch, Uses, "operation_on")
     ours, plain = run(Given, "small window"), run(Given, None)
     assert_same(ours, plain)
     assert_equal([[each[:2] for each in seen] for seen in ours.module.seen], [

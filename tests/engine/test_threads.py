@@ -171,7 +171,7 @@ def test_another_runs_thread_waits_for_no_lock_of_this_one() -> None:
 
             def look() -> None:
                 scope.set("another run")
-                with streamer._access.helping() as helps:
+                with streamer._uses.helping() as helps:
                     helped.append(helps)
 
             other = threading.Thread(target=look, daemon=True)

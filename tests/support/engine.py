@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from sp_lightning.device.device import Device
-from sp_lightning.engine.access import Access as Access
 from sp_lightning.engine.calls import Calls, Visits
 from sp_lightning.engine.calls import ModuleCall as ModuleCall
 from sp_lightning.engine.calls import listen as listen
 from sp_lightning.engine.schedule import Trace as Trace
 from sp_lightning.engine.streamer import Streamer
+from sp_lightning.engine.uses import Uses as Uses
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.layers.ring import Slots

@@ -1,7 +1,7 @@
-"""Access: all requests for a layer outside of module calls, at the moment when its weights are needed:
+"""Uses: all requests for a layer outside of module calls, at the moment when its weights are needed:
 
-- an operation computes with a stand-in (:meth:`Access.operation_on`, called by the stand-in's class),
-- a batch looks up rows of a table (:meth:`Access.reading_rows`),
+- an operation computes with a stand-in (:meth:`Uses.operation_on`, called by the stand-in's class),
+- a batch looks up rows of a table (:meth:`Uses.reading_rows`),
 - user code reads or writes weights on the host, or gives them other memory.
 
 A wrong guess of the prefetch costs a fetch and never a result.
@@ -38,7 +38,7 @@ from sp_lightning.updates.background import BackgroundUpdates
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Access:
+class Uses:
     """Fetches and attaches layers on request. It is the ``EngineCallbacks`` of device parameters.
 
     Attributes:
@@ -274,7 +274,7 @@ class Access:
     # ------------------------------------------------------------------ threads, hooks, refusals
 
     def close(self) -> None:
-        """Ends access at the end of the run. Later uses of device parameters raise an error."""
+        """Called at the end of the run. Later uses of device parameters raise an error."""
         self._closed = True
 
     def at_host(self) -> bool:
