@@ -102,7 +102,7 @@ class Backward:
 
     def at_host(self) -> bool:
         """Returns True if no step, call or backward runs, so that modules hold host parameters. False after the run."""
-        return not (self.step.running or self.step.on_device or self.tasks or self._closed)
+        return not (self.step.running or self.step.swap.on_device or self.tasks or self._closed)
 
     # ------------------------------------------------------------------ it begins
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -62,10 +62,6 @@ class Placement:
     def allocate(self, device: Device, plan: Plan) -> Allocate:
         """Returns the function that allocates host memory for the plan's layers. It is called in the order of the layers."""
         return partial(BlockMemory, device)
-
-    def blocks(self, device: Device, plan: Plan) -> tuple[Allocate, Callable[..., HostBlock]]:
-        """Returns the functions that allocate host memory and make blocks."""
-        return self.allocate(device, plan), self.block
 
     def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
         """Makes the host block of a layer, with the arguments of :class:`~sp_lightning.store.block.HostBlock`."""

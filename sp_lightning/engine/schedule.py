@@ -174,8 +174,6 @@ class Prefetch:
         """Replaces the plan by another plan of the same layers. Later transfers are chosen for the new plan."""
         self._plan = plan
         self.rings = [index for index, ring in enumerate(plan.rings) if ring.slots]
-        self._wanted_in = [partial(self._wanted, ring) for ring in range(len(plan.rings))]
-        self._unwanted_in = [partial(self._unwanted, ring) for ring in range(len(plan.rings))]
         self._kept = plan.kept_between_batches
         self._rings_with_kept = {plan.layers[index].ring for index in self._kept}
 
@@ -225,7 +223,7 @@ class Prefetch:
         """
         size = min(self._plan.k_prime, self._plan.rings[ring].slots)
         pairs: list[tuple[StreamedLayer, Slot]] = []
-        coming = self.trace.coming(_slot_of, self._wanted_in[ring], size)
+        coming = self.trace.coming(_slot_of, partial(self._wanted, ring), size)
         slots = list(self._slots.planned[ring]) if coming else []
         if coming and self._plan.experts:
             self._reserve_slot(ring, slots, before=coming[0][1])
@@ -258,7 +256,7 @@ class Prefetch:
             slots: the slots for prefetches. The reserved slot is removed from the list.
             before: the number of uses before the first use of a layer to prefetch.
         """
-        unwanted = self.trace.coming(_slot_of, self._unwanted_in[ring], 1)
+        unwanted = self.trace.coming(_slot_of, partial(self._unwanted, ring), 1)
         if unwanted and unwanted[0][1] < before:
             best, _, _ = self._choose(slots, float(unwanted[0][1]))
             if best is not None:

@@ -80,11 +80,6 @@ class Step:
         """True if the step is expected to run a backward."""
         return self.kind is not StepKind.INFERENCE
 
-    @property
-    def on_device(self) -> bool:
-        """True if modules hold device parameters."""
-        return self.swap.on_device
-
     # ------------------------------------------------------------------ it begins
 
     def begin(self, phase: str, kind: StepKind, *, quiet: bool) -> None:

@@ -110,7 +110,8 @@ class Streamer:
         """Builds host memory, slots, gradients and updates."""
         device, plan = self.device, self.plan
         self._staging = Staging(device, pin=pin)
-        self._layers = make_layers(self.found, plan, device, self._staging, *placement.blocks(device, plan), pin=pin)
+        allocate, block = placement.allocate(device, plan), placement.block
+        self._layers = make_layers(self.found, plan, device, self._staging, allocate, block, pin=pin)
         *self._moving, self._resident_layer = self._layers
         device.layer_names = [layer.name for layer in self._moving]
         self._watch = WeightWatch([layer.block for layer in self._layers]) if debug_writes else None
