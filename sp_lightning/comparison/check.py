@@ -204,11 +204,10 @@ class _Checking:
             if self.found.rows:
                 return  # every variant ended with an error, and plain Lightning did not
             raise NotRunError(" ".join(self.found.notes))
-        watched = {**(first.way.options or {}), "debug_writes": True}
+        watched = dict(first.way.options or {})
         if watched.get("optimizer_overlap") == "backward":
-            # debug_writes compares weights before and after a backward, in which this mode updates them.
-            watched["optimizer_overlap"] = "off"
-        ways.append(RunVariant("superpipeline, debug_writes and hooks on gradients", watched, watched="gradients"))
+            watched["optimizer_overlap"] = "off"  # this mode may free gradients before hooks read them
+        ways.append(RunVariant("superpipeline, hooks on gradients", watched, watched="gradients"))
         self._attempt(ways[-1], plain)
         self._continue(first, plain)
         predicted = [entry.values().get("") for entry in plain.record.entries if entry.kind == "predictions"]

@@ -79,7 +79,6 @@ def avoided_by(way: RunVariant, name: str, differs: Callable[[RunVariant], bool]
     tried: list[dict[str, Any]] = [
         {"activations": "keep"},
         {"optimizer_overlap": "off"},
-        {"debug_writes": True, "optimizer_overlap": "off"},
         {"keep_on_gpu": [name]},
         *[{"optimizer_on": "cpu"}] * ("optimizer_on" in options),
     ]

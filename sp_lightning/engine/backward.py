@@ -133,7 +133,6 @@ class Backward:
             residency = self.residency
             for layer in [layer for layer in residency.used if not layer.running_calls and layer.outdated]:
                 residency.release(layer)  # the host's weights were written or given other memory
-            self.step.compare_writes()
             if not quiet:
                 self.step.invalidate_unused()
 
@@ -337,7 +336,7 @@ class Backward:
         - It goes on, with device parameters: after ``torch.autograd.grad`` within the step, which accumulates no gradients.
 
         Args:
-            well: False if the backward has failed. Then ``debug_writes`` does not compare weights.
+            well: False if the backward has failed.
         """
         step = self.step
         with self.lock:
@@ -348,7 +347,7 @@ class Backward:
             for layer in self.layers:
                 layer.rows.sparse_on_device = False  # in case an earlier backward has failed
             if not step.running or (accumulated and step.ends_with_backward):
-                step.end(compare=well)
+                step.end(failed=not well)
             elif accumulated and step.kind is StepKind.MANUAL:
                 step.pause()
             else:

@@ -14,7 +14,6 @@ from sp_lightning.device.device import Device, Wait
 from sp_lightning.layers.layer import AllRows, Kind, StreamedLayer
 from sp_lightning.layers.ring import BlockSource, Slots, Staged
 from sp_lightning.layers.write_back import keep_saved
-from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.updates.background import BackgroundUpdates
@@ -28,7 +27,6 @@ class HostSource(BlockSource):
         slots: the slots, whose uploads read the host's memory.
         updates: the updates that may be in flight.
         device: records reads and writes.
-        watch: records the values of adopted weights (``debug_writes``); otherwise None.
     """
 
     def __init__(
@@ -37,13 +35,11 @@ class HostSource(BlockSource):
         slots: Slots,
         updates: BackgroundUpdates,
         device: Device,
-        watch: WeightWatch | None,
     ) -> None:
         self._layers = layers
         self._slots = slots
         self._updates = updates
         self._device = device
-        self._watch = watch
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Returns True if an upload need not wait for the layer's update.
@@ -108,7 +104,6 @@ class HostSource(BlockSource):
             and (layer.guard is None or not (layer.guard.views or layer.guard.digests is not None))  # the same
             and all(type(block.memory).use is BlockMemory.use for block in blocks)  # otherwise read from a disk first
             and not any(block.displaced or block.retyped for block in blocks)  # user code has set param.data
-            and self._watch is None  # debug_writes reads the host's weights
         )
 
     def synchronize(self) -> None:
@@ -150,9 +145,6 @@ class HostSource(BlockSource):
         layer.parameters.adopted()
         if layer.owner is not layer:
             layer.owner.casts.invalidate()  # the masters have new values in the same memory
-        if self._watch is not None:
-            for index in displaced:
-                self._watch.look_at(block, index)
 
     def _refuse_tied(self, block: HostBlock, displaced: Sequence[int]) -> None:
         """Raises a RuntimeError if a displaced parameter has the memory of another parameter, in any layer.

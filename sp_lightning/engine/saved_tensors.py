@@ -285,7 +285,7 @@ class SavedTensors:
         if values is not None and values.copy is not None:
             assert place is not None
             with held(self.lock):
-                self.writes.compare_exchanged()
+                self.writes.compare_left()
             tensor = values.recall(self.device, place)
         return tensor, expected, version
 

@@ -17,7 +17,6 @@ from sp_lightning.layers.ring import BlockSource
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty
-from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.updates.background import BackgroundUpdates
 
 
@@ -39,7 +38,6 @@ class Step:
     Attributes:
         layers: all layers.
         threads: the threads that belong to the run.
-        watch: compares the host's weights (``debug_writes``); otherwise None.
         running: True if a step runs.
         kind: the kind of the running step, or of the last one.
         ends_with_backward: True if the step ends when a backward ends.
@@ -61,7 +59,6 @@ class Step:
     writes: WriteBack
     activations: Activations
     updates: BackgroundUpdates
-    watch: WeightWatch | None
 
     def __post_init__(self) -> None:
         self.expected: str | None = None
@@ -93,9 +90,8 @@ class Step:
         self.writes.refuses = True
         self.uploaded_again = self._invalidate_written(quiet)
         training = kind is not StepKind.INFERENCE
-        # Layers do not rest if there is a timeline, which records the beginning and the end of each use, or with
-        # debug_writes, which assumes that each use writes the weights.
-        self.residency.let_rest(not (training or self.device.timelines or self.watch is not None))
+        # Layers do not rest if there is a timeline, which records the beginning and the end of each use.
+        self.residency.let_rest(not (training or self.device.timelines))
         if self.expected != phase:
             self.residency.prefetch.start(phase, training=training)
         # If copies do not stay valid, the first layers of the next batch would be prefetched in vain.
@@ -136,7 +132,7 @@ class Step:
         """Puts device parameters into the modules, if they hold host parameters. Uploads residents that are out of date.
 
         Called when a step begins or continues, before each module call, and when backward begins. If modules hold device
-        parameters and the residents are current, there is nothing to do (except with ``debug_writes``).
+        parameters and the residents are current, there is nothing to do.
 
         Args:
             in_backward: True if this is called in backward, where operations on host parameters run on the host.
@@ -149,13 +145,10 @@ class Step:
         if held_host:
             self.swap.to_device()
         self.residents.refresh()
-        if self.watch is not None:  # debug_writes assumes that every weight on the device is written
-            self.residents.group.expose()
         if held_host:
             self.swap.watch_captured(not in_backward or self.swap.captured_used)
             self.residency.renew_used()  # calls that still run continue with the values that the host has now
             self.shown.clear()
-            self._look_at_weights()
 
     @property
     def admits(self) -> bool:
@@ -206,7 +199,6 @@ class Step:
         if goes_on and (self._stepping or (self.running and self.kind is StepKind.MANUAL)):
             self._holds_host = self._stepping = False
             self.activate()  # this step goes on after the optimizer's step
-        self._look_at_weights()
 
     def invalidate_unused(self, layers: Collection[StreamedLayer] | None = None) -> None:
         """Marks the copies of layers that are not in use as out of date. ``layers``: None for all.
@@ -242,7 +234,6 @@ class Step:
     def pause(self) -> None:
         """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
         self.take_back_writes()
-        self.compare_writes()
         self.swap.to_host()
         self.swap.watch_captured(True)  # the graph of a backward may be kept
         self.invalidate_unused()
@@ -276,7 +267,6 @@ class Step:
         self.threads.end_forward()
         if seen:
             self.take_back_writes()
-            self.compare_writes()
             self.swap.to_host()
             self.source.synchronize()  # user code may also write the weights
             self._holds_host = True
@@ -323,21 +313,19 @@ class Step:
 
     # ------------------------------------------------------------------ it ends
 
-    def end(self, *, writes_follow: bool = False, compare: bool = True) -> None:
+    def end(self, *, writes_follow: bool = False, failed: bool = False) -> None:
         """Ends the step: puts the host's parameters back into the modules.
 
         Args:
             writes_follow: True if user code may write weights next. Then this waits for all transfers that read them. After
                 a step without backward, the first use of a weight waits instead, and only used layers are uploaded again.
-            compare: True if ``debug_writes`` compares the weights. False after an error.
+            failed: True after an error.
 
         Raises:
-            RuntimeError: weights were written in a way that only ``debug_writes`` detects, or both on the host and on the device.
+            RuntimeError: a weight was written both on the host and on the device.
         """
-        if compare:
-            self.compare_writes()
         # After an error, a weight that was written on the host and on the device raises no second error. Until the next step.
-        self.writes.refuses = compare
+        self.writes.refuses = not failed
         self.running = self._stepping = False
         self.threads.end_forward()
         for layer in self.layers:
@@ -346,8 +334,7 @@ class Step:
             self.take_back_writes(rests=True)
         finally:  # copying writes back may raise
             self._restore_modules()
-            # debug_writes assumes that every weight is written between two steps.
-            if writes_follow and (self.training or self.watch is not None):
+            if writes_follow and self.training:
                 self.source.synchronize()
             elif writes_follow:
                 self.swap.watch_between()
@@ -364,20 +351,3 @@ class Step:
         self.residency.slots.give_back_extra()
         if self.shared:
             self.share(False)
-
-    # ------------------------------------------------------------------ debug_writes
-
-    def compare_writes(self) -> None:
-        """With ``debug_writes``, checks that the host's weights have the values that were recorded last.
-
-        Raises:
-            RuntimeError: a weight was written in a way that no version counter shows.
-        """
-        if self.watch is not None and self.running:
-            self.watch.compare()
-
-    def _look_at_weights(self) -> None:
-        """With ``debug_writes``, records the values of the host's weights for :meth:`compare_writes`, after all updates."""
-        if self.watch is not None and self.running:
-            self.updates.finish()
-            self.watch.look()

@@ -31,7 +31,6 @@ from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.ring import Slots
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_back import WriteBack
-from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.model.rows import row_finder
 from sp_lightning.observe.stats import Stats
@@ -59,7 +58,6 @@ class Streamer:
         make_activations: makes the part that carries out the modes of activations. By default all stay on the device.
         averages: modules whose buffers are on the device from their first use in a step until the end of the step.
         threads: the threads that belong to the run; None: the present one.
-        debug_writes: True to detect writes of weights that no version counter shows.
         make_stepper: makes the part that steps layers on the GPU; None if no plan of the run steps layers there.
         log: the logger for the engine's warnings; None for Lightning's.
 
@@ -79,7 +77,6 @@ class Streamer:
         make_activations: MakeActivations = KeepAll,
         averages: Sequence[nn.Module] = (),
         threads: OwnThreads | None = None,
-        debug_writes: bool = False,
         make_stepper: MakeStepper | None = None,
         log: logging.Logger | None = None,
     ) -> None:
@@ -92,7 +89,7 @@ class Streamer:
         self._lock = threading.RLock()
         self.threads = threads or OwnThreads()
         self._closed = False
-        self._build_weights(pin, debug_writes, placement, log)
+        self._build_weights(pin, placement, log)
         visits = {module: tuple(self._layers[index] for index in used) for module, used in found.visits.items()}
         self.activations = make_activations(self._activation_setup(visits, log))
         self._gradients.check = self.activations.check
@@ -106,7 +103,7 @@ class Streamer:
 
     # ------------------------------------------------------------------ the parts, from below
 
-    def _build_weights(self, pin: bool, debug_writes: bool, placement: Placement, log: logging.Logger | None) -> None:
+    def _build_weights(self, pin: bool, placement: Placement, log: logging.Logger | None) -> None:
         """Builds host memory, slots, gradients and updates."""
         device, plan = self.device, self.plan
         self._staging = Staging(device, pin=pin)
@@ -114,17 +111,16 @@ class Streamer:
         self._layers = make_layers(self.found, plan, device, self._staging, allocate, block, pin=pin)
         *self._moving, self._resident_layer = self._layers
         device.layer_names = [layer.name for layer in self._moving]
-        self._watch = WeightWatch([layer.block for layer in self._layers]) if debug_writes else None
         self._device_storages: set[int] = set()
         self._embeddings = row_finder().make_rows(self.found, self._layers, device, log, pin=pin)
         self._slots = Slots(plan, self._moving, device, placement.uploads(device, log))
         self._gradients = placement.gradients(device, self._staging, self._layers, plan.k_prime + 1)
         self.updates = placement.updates(self._layers, device)
         self.updates.threads = self.threads
-        self._writes = WriteBack(self._slots, device, self._device_storages, self._watch)
-        self._bound_weights = BoundWeights(self._slots, self._writes, watched=debug_writes)
+        self._writes = WriteBack(self._slots, device, self._device_storages)
+        self._bound_weights = BoundWeights(self._slots, self._writes)
         self._writes.await_update = partial(self.updates.wait, why=Wait.READ_AFTER_UPDATE)
-        self._source = placement.source(self._layers, self._slots, self.updates, device, self._watch)
+        self._source = placement.source(self._layers, self._slots, self.updates, device)
         self._residents = Residents(self._resident_layer, self._source, self._writes)
         self._pin = pin
         if plan.steps_on_device or plan.stay:
@@ -171,7 +167,6 @@ class Streamer:
             stand_ins_for_wrapped(self.found, layers),
             self._residents,
             PrunedWeights(root, device),
-            self._watch,
             self.threads,
         )
         swap.averages = [AveragesOnDevice(module, device.device, lambda: swap.on_device) for module in averages]
@@ -186,7 +181,6 @@ class Streamer:
             writes=self._writes,
             activations=self.activations,
             updates=self.updates,
-            watch=self._watch,
         )
         self._backward = Backward(
             lock=self._lock,
@@ -337,7 +331,7 @@ class Streamer:
         if over:
             self._uses.calls.reset()
             self._backward.abandon()
-            self._step.end(compare=False)  # an error is being raised already
+            self._step.end(failed=True)  # an error is being raised already
         self._step.invalidate()
 
     @contextmanager

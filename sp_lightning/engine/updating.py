@@ -113,7 +113,6 @@ class Updating:
             self.updates.wait_for_all()
         with self.lock:
             self.step.take_back_writes()
-            self.step.compare_writes()
             if not self.backward.tasks:  # in backward, where hooks may step each weight, modules keep device parameters
                 self.step.hold_host()
             if not writes:

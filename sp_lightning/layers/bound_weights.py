@@ -73,13 +73,11 @@ class BoundWeights(SlotUsers):
     Args:
         slots: the slots, of which device parameters become views.
         writes: copies weights to the host that were written on the device.
-        watched: True if ``debug_writes`` looks for writes.
     """
 
-    def __init__(self, slots: Slots, writes: WriteBack, *, watched: bool) -> None:
+    def __init__(self, slots: Slots, writes: WriteBack) -> None:
         super().__init__(slots)
         self._writes = writes
-        self._watched = watched
         self.replaced = writes.replaced
         self.take_back_late = writes.take_back_late
 
@@ -106,8 +104,6 @@ class BoundWeights(SlotUsers):
         views = slot.lease.views(layer.layout, layer.spans)
         if not layer.state.attached:
             group.attach(views[: len(group.all)])  # (3)
-            if self._watched:  # debug_writes assumes that every weight on the device is written
-                group.expose()
         elif layer.state is RESTING:
             group.notice_uses(False)
         if layer.owner.updated_early:  # backward has updated the layer, so each later use must be noticed
@@ -208,13 +204,12 @@ class BoundWeights(SlotUsers):
         group, writes = layer.parameters, self._writes
         replaced: dict[int, Tensor] = {}
         try:
-            if layer.guard is not None or writes.stale_views.noted or writes.exchanged.noted or group.changed:
+            if layer.guard is not None or writes.left.noted or group.changed:
                 _, replaced = writes.take_back_slot(slot, held_is_compared_later=True)
         finally:  # after an error as well
             if not group.detach():
                 self.held.add(layer)
-            if writes.exchanged.noted:
-                writes.exchanged.forget_dropped()
+            writes.left.forget_dropped()
         if replaced:  # user code has given weights other memory (param.data = other), and holds that memory
             if not replaced.keys().isdisjoint(guard_of(layer).viewed):  # the slot has older values than that memory
                 writes.note_stale_views(slot, replaced)

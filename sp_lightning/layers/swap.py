@@ -43,7 +43,6 @@ from sp_lightning.layers.roles import (
     take_all,
     writes_in_place,
 )
-from sp_lightning.layers.writes import WeightWatch
 from sp_lightning.model.found import Place
 from sp_lightning.model.wrapped import OffloadedWrapper, parts
 from sp_lightning.torch_compat.metadata import METADATA
@@ -64,7 +63,6 @@ class ParameterSwap:
         wrapped: the stand-in of each wrapped parameter, which modules hold in place of the parameter.
         residents: the residents, whose copy is current whenever modules hold device parameters.
         pruned: the masks of pruned weights, which are on the device only within a step.
-        watch: detects writes of host weights (``debug_writes``); otherwise None.
         threads: the threads of the run. Every other thread always finds host parameters in modules.
 
     Attributes:
@@ -82,13 +80,11 @@ class ParameterSwap:
         wrapped: Mapping[nn.Parameter, Any],
         residents: Residents,
         pruned: PrunedWeights,
-        watch: WeightWatch | None,
         threads: OwnThreads,
     ) -> None:
         self.threads = threads
         self._residents = residents
         self._pruned = pruned
-        self._watch = watch
         self.averages: list[AveragesOnDevice] = []
         self.between = False
         self.touched: set[StreamedLayer] = set()
@@ -155,8 +151,6 @@ class ParameterSwap:
         self._pruned.hold_host()
         for average in self.averages:
             average.send_back()
-        if self._watch is not None:
-            self._watch.forget()
         self.watch_captured(False)
         _swap(self._pairs, to_device=False)
         for module in self._modules:  # user code may have put device parameters in other places (b.weight = a.weight)

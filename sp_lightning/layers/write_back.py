@@ -21,7 +21,7 @@ from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.layers.ring import Slots
 from sp_lightning.layers.states import HELD
 from sp_lightning.layers.write_guard import drop_if_empty, guard_of
-from sp_lightning.layers.writes import ExchangedMemory, StaleViews, ViewDigests, WeightWatch
+from sp_lightning.layers.writes import LeftMemory, ViewDigests
 from sp_lightning.observe.messages import KEPT_VIEW, LOG, say_once
 from sp_lightning.torch_compat.modes import no_inference_mode
 
@@ -34,27 +34,23 @@ class WriteBack:
         device: waits for compute; reads and writes are declared to the device.
         resident_storages: addresses of storages on the device that activation offloading must not copy: the residents' memory.
             :meth:`replace` adds the memory that weights are given in a step, until the weights are copied back.
-        watch: with ``debug_writes``, compares the host's weights, and records the engine's own writes; otherwise None.
 
     Attributes:
         replaced: released layers with weights in other memory, which user code holds.
-        stale_views: views of slots that their layer has left.
-        exchanged: memory that weights had before ``param.data = other``, as long as user code views it.
+        left: memory that weights have left, as long as user code views it.
         await_update: waits until a layer's update is done and its results are on the host.
         write_backs: how often the host has waited to copy back a weight.
         refuses: True if it is an error that host and device have both written a weight. Otherwise the host's write is kept,
             because an error is being raised already.
     """
 
-    def __init__(self, slots: Slots, device: Device, resident_storages: set[int], watch: WeightWatch | None) -> None:
+    def __init__(self, slots: Slots, device: Device, resident_storages: set[int]) -> None:
         self._slots = slots
         self.device = device
         self.resident_storages = resident_storages
-        self._watch = watch
         self.replaced: set[StreamedLayer] = set()
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
-        self.stale_views = StaleViews()
-        self.exchanged = ExchangedMemory()
+        self.left = LeftMemory()
         self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
         self.write_backs = 0
         self.refuses = True
@@ -89,8 +85,6 @@ class WriteBack:
                         "lost. Take a new view within the step, from the module: module.weight.data."
                     )
                 continue
-            if self._watch is not None:
-                self._watch.compare_one(layer.block, index)
             if index in replaced:
                 layer.block.detach_views(index)
             written_now = layer.block.write(index, value)
@@ -101,13 +95,10 @@ class WriteBack:
                 group.written_back()
                 group.casts = None
                 layer.rows.drop_cached()
-                if self._watch is not None:
-                    self._watch.look_at(layer.block, index)
 
     def take_back_late(self, slots: Iterable[Slot]) -> None:
         """Copies back weights that were written through views of these slots since the release of their layers."""
-        if self.stale_views.noted or self.exchanged.noted:  # nearly never, and this is called before each fetch
-            self.compare_stale_views()
+        self.compare_left()
         for slot in slots:
             if slot.layer is not None and slot.layer.state is HELD:
                 self.take_back_views(slot.layer, slot)
@@ -151,7 +142,7 @@ class WriteBack:
         Raises:
             RuntimeError: as for :meth:`write_back`; or digests show that a weight was written on the host and on the device.
         """
-        self.compare_stale_views()
+        self.compare_left()
         layer = slot.layer
         assert layer is not None
         group, attached, written = layer.parameters, layer.state.attached, set(layer.parameters.take_written())
@@ -205,7 +196,7 @@ class WriteBack:
         assert layer is not None
         places = self._slots.views(layer, slot)
         guard = guard_of(layer)
-        if layer.kind in (Kind.RESIDENTS, Kind.TABLE) or layer.planned.rows or self._watch is not None:
+        if layer.kind in (Kind.RESIDENTS, Kind.TABLE) or layer.planned.rows:
             return set()
         # The comparison needs a complete slot with the values that the host has now.
         if (
@@ -289,7 +280,7 @@ class WriteBack:
         """Prepares ``param.data = value`` of a layer in use: graphs that saved views of the weight keep its old values.
 
         Activations in the new memory are not offloaded in this step. If user code views the old memory, later writes to it are
-        detected (:class:`ExchangedMemory`).
+        detected (:class:`LeftMemory`).
 
         Args:
             layer: the layer.
@@ -341,32 +332,35 @@ class WriteBack:
         if not slot.lease.in_use_beside(own):
             return
 
-        def written() -> None:
+        def written(name: str) -> None:
             group.unversioned_writes[index] += 1  # a forward that would run again detects the write by this
             if isinstance(needed_by_it := alive(), SavedValues):
-                needed_by_it.overwritten = group.spans[index].name
+                needed_by_it.overwritten = name
 
         alive = weakref.ref(needed_by)
         self._wait_for_kernels(slot.memory)
-        self.exchanged.note(slot.lease, slot.memory, value, needed_by, written)
+        self.left.note(slot.lease, slot.memory, {group.spans[index].name: value}, written, alive)
 
-    def compare_stale_views(self) -> None:
-        """Detects writes to memory that layers or weights have left. Nearly always there is no such memory."""
-        if self.stale_views.noted:
-            self.stale_views.compare(self._wait_for_kernels, refuse=self.refuses)
-        if self.exchanged.noted:
-            self.exchanged.compare(self._wait_for_kernels)
-
-    def compare_exchanged(self) -> None:
-        """Detects writes of user code to memory that its weight has left; see :class:`ExchangedMemory`."""
-        self.exchanged.compare(self._wait_for_kernels)
+    def compare_left(self) -> None:
+        """Detects writes to memory that weights have left (:class:`LeftMemory`). Nearly always there is no such memory."""
+        if self.left.noted:
+            self.left.compare(self._wait_for_kernels)
 
     def note_stale_views(self, slot: Slot, replaced: Collection[int]) -> None:
         """Remembers views of a slot that its layer leaves: user code must not write the layer's other weights through them."""
         if slot.lease.in_use and slot.layer is not None:
             weights = enumerate(zip(slot.layer.parameters.spans, self._values(slot), strict=True))
-            others = [(span.name, value) for i, (span, value) in weights if i not in replaced]
-            self.stale_views.note(slot.lease, slot.memory, others)
+            others = {span.name: value for i, (span, value) in weights if i not in replaced}
+            self.left.note(slot.lease, slot.memory, others, self._refuse_lost)
+
+    def _refuse_lost(self, name: str) -> None:
+        """Raises a RuntimeError, because a weight was written through a view of a slot that its layer has left."""
+        if self.refuses:
+            raise RuntimeError(
+                f"Parameter {name!r} was written through an old view of it (.data, .detach(), weight[0]): another weight of its "
+                "layer was given other memory since (param.data = other). The write would be lost. Take a new view from the "
+                "module, or write the other weight in place: param.data.copy_(other)."
+            )
 
     def set_replaced(self, layer: StreamedLayer, given: Mapping[int, Tensor]) -> None:
         """Remembers weights that were given other memory (``param.data = other``) while user code holds it and may write it.

@@ -4,27 +4,23 @@ If a version shows a write, :class:`~sp_lightning.layers.parameter_group.Paramet
 file compare
 
 - views that outlive their step (:class:`ViewDigests`);
-- views of memory that a layer (:class:`StaleViews`) or a weight (:class:`ExchangedMemory`) has left;
-- weights on the host within a step (:class:`WeightWatch`).
+- views of memory that a weight has left (:class:`LeftMemory`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import DisableTorchFunctionSubclass, Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.device.lease import Lease
 from sp_lightning.layers.parameter_group import ParameterGroup
 from sp_lightning.model.wrapped import parts
-from sp_lightning.store.block import HostBlock
 
 known_digests: Any = WeakIdKeyDictionary()
 """For weights whose values need not be read each time: a function that returns the digest of the weight."""
@@ -83,151 +79,65 @@ class ViewDigests:
         return [index for index in written if index not in twice]
 
 
-class StaleViews:
-    """Views of slots that a layer has left because one of its weights got other memory. The layer's other weights left as well.
-
-    A write to one of these other weights through such a view would be lost, so it is an error.
+@dataclass(eq=False)
+class _Left:
+    """Memory that weights have left.
 
     Attributes:
-        noted: for each such slot its lease, its memory, and the name, the value and the digest of each of the other weights.
+        lease, memory: the slot's lease and memory. Compute has ended all kernels that write the memory.
+        values: by name, the weights' views of the memory.
+        written: called with the name of the first weight that was written. It may raise an error.
+        needed_by: a weak reference to an object that needs the values to stay the same while it lives.
+        digests: the digests of the values.
+    """
+
+    lease: Lease
+    memory: Tensor
+    values: Mapping[str, Tensor]
+    written: Callable[[str], None]
+    needed_by: Callable[[], Any] = lambda: True
+
+    def __post_init__(self) -> None:
+        self.digests = {name: digest(value) for name, value in self.values.items()}
+
+
+class LeftMemory:
+    """Memory of slots that weights have left while user code views it, and so may still write it.
+
+    Weights leave memory in two cases:
+
+    - A weight got other memory (``param.data = other``), and a graph, or a forward that may run again, needs the old values. On
+      plain Lightning, a graph that has saved a view of the weight has the new values after a later write to the old memory. With
+      slots, the graph has a copy of the old values.
+    - A layer has left its slot because one of its weights got other memory. A write to another weight of the layer through an old
+      view of the slot would be lost.
     """
 
     def __init__(self) -> None:
-        self.noted: list[tuple[Lease, Tensor, list[tuple[str, Tensor, str]]]] = []
+        self.noted: list[_Left] = []
 
-    def note(self, lease: Lease, memory: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
-        """Records values of weights, by name. They must not change while tensors view the slot (``lease.in_use``)."""
-        self.noted.append((lease, memory, [(name, value, digest(value)) for name, value in others]))
-
-    def compare(self, wait: Callable[[Tensor], None], *, refuse: bool) -> None:
-        """Compares the memory with the recorded values, and forgets memory that no tensor views any more.
-
-        Args:
-            wait: waits for all kernels that write a slot's memory.
-            refuse: True if a write is an error.
-
-        Raises:
-            RuntimeError: a weight was written through an old view.
-        """
-        before, self.noted = self.noted, [left for left in self.noted if left[0].in_use]
-        for _, memory, others in before if refuse else ():
-            wait(memory)
-            for name, value, before_it in others:
-                if digest(value) != before_it:
-                    self.noted.clear()  # the error is raised only once
-                    raise RuntimeError(
-                        f"Parameter {name!r} was written through an old view of it (.data, .detach(), weight[0]): another weight "
-                        "of its layer was given other memory since (param.data = other). The write would be lost. Take a new "
-                        "view from the module, or write the other weight in place: param.data.copy_(other)."
-                    )
-
-
-class ExchangedMemory:
-    """Memory of slots that weights had before they got other memory (``param.data = other``), while user code views it.
-
-    On plain Lightning, a graph that has saved a view of a weight has the new values after a later write to that memory. With
-    slots, the graph has a copy of the old values, or the forward runs again. So a write is reported to the object that needs the
-    old values.
-
-    Attributes:
-        noted: the arguments of :meth:`note`, and the digest of the value.
-    """
-
-    def __init__(self) -> None:
-        self.noted: list[tuple[Lease, Tensor, Tensor, str, weakref.ref[Any], Callable[[], None]]] = []
-
-    def note(self, lease: Lease, memory: Tensor, value: Tensor, needed_by: Any, written: Callable[[], None]) -> None:
-        """Records the value of a weight that is about to get other memory.
-
-        Args:
-            lease, memory: the slot's lease and memory. The caller has waited for all kernels that write the memory.
-            value: the weight's view of the memory.
-            needed_by: an object that needs the value to stay the same while it lives.
-            written: called if the value was written.
-        """
-        self.noted.append((lease, memory, value, digest(value), weakref.ref(needed_by), written))
+    def note(self, *left: Any) -> None:
+        """Records values of weights in memory that the weights leave. The arguments are those of :class:`_Left`."""
+        self.noted.append(_Left(*left))
 
     def compare(self, wait: Callable[[Tensor], None]) -> None:
-        """Compares the memory with the recorded values. Calls ``written`` for each value that has changed.
-
-        Forgets these values, values that are not needed any more, and memory that no tensor views.
+        """Compares memory with the recorded values, and forgets memory that was written, or is not needed or viewed any more.
 
         Args:
             wait: waits for all kernels that write a slot's memory.
         """
-        before, self.noted = self.noted, []
-        for noted in before:
-            lease, memory, value, before_it, needed_by, written = noted
-            if needed_by() is None:
-                continue
-            wait(memory)
-            if digest(value) != before_it:
-                written()
-            elif lease.in_use:
-                self.noted.append(noted)
+        for left in list(self.noted):
+            written = None
+            if left.needed_by() is not None:
+                wait(left.memory)
+                written = next(
+                    (name for name, value in left.values.items() if digest(value) != left.digests[name]), None
+                )
+            if written is not None or left.needed_by() is None or not left.lease.in_use:
+                self.noted.remove(left)
+            if written is not None:
+                left.written(written)
 
     def forget_dropped(self) -> None:
         """Forgets memory that no tensor views any more, before the memory is overwritten."""
-        self.noted = [noted for noted in self.noted if noted[0].in_use]
-
-
-_Look = tuple[int, int, str]
-"""Version, address and digest of a parameter."""
-
-
-class WeightWatch:
-    """Compares the weights in the host store with digests that were recorded before (``debug_writes=True``).
-
-    Args:
-        blocks: the host store.
-    """
-
-    def __init__(self, blocks: Sequence[HostBlock]) -> None:
-        self._places = [(block, index) for block in blocks for index in range(len(block.parameters))]
-        self._looks: dict[tuple[HostBlock, int], _Look] = {}
-
-    def look(self) -> None:
-        """Records the values of all weights."""
-        self._looks = self._look_at_all()
-
-    def _look_at_all(self) -> dict[tuple[HostBlock, int], _Look]:
-        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            return dict(zip(self._places, threads.map(_look, self._places), strict=True))
-
-    def forget(self) -> None:
-        """Forgets all values, because the next code may write the host's weights."""
-        self._looks = {}
-
-    def look_at(self, block: HostBlock, index: int) -> None:
-        """Records the value of one weight, which the engine has written."""
-        self._looks[block, index] = _look((block, index))
-
-    def compare(self) -> None:
-        """Compares all weights with their recorded values.
-
-        Raises:
-            RuntimeError: a weight has another value although its version and its address are the same.
-        """
-        for place, now in self._look_at_all().items() if self._looks else ():
-            self._compare(place, now)
-
-    def compare_one(self, block: HostBlock, index: int) -> None:
-        """Compares one weight before the engine overwrites it with the device's value."""
-        if (block, index) in self._looks:
-            self._compare((block, index), _look((block, index)))
-
-    def _compare(self, place: tuple[HostBlock, int], now: _Look) -> None:
-        """Raises a RuntimeError if a weight has another value than recorded, and neither its version nor its address shows it."""
-        before = self._looks.get(place, now)
-        if now[:2] == before[:2] and now != before:  # writes that change a version or an address are noticed elsewhere
-            self._looks = {}  # the error is raised only once
-            raise RuntimeError(
-                f"Parameter {place[0].planned.spans[place[1]].name!r} was written within a step in a way that torch does not "
-                "record: the .data of a reference from before the step, numpy(), DLPack, or its storage. Its copy on the GPU "
-                "is out of date. Write it through its module (module.weight.data), or between two steps."
-            )
-
-
-def _look(place: tuple[HostBlock, int]) -> _Look:
-    parameter = place[0].parameters[place[1]]
-    return parameter._version, parameter.data_ptr(), digest(parameter)
+        self.noted = [left for left in self.noted if left.lease.in_use]

@@ -100,7 +100,7 @@ class UpdateFacts:
     """The facts for :func:`decide` and :func:`complete`. Each reason is a clause of a sentence; empty if there is no reason.
 
     Attributes:
-        overlap, optimizer_on, gpu_layers, fused_optimizer, debug_writes: the options.
+        overlap, optimizer_on, gpu_layers, fused_optimizer: the options.
         disk: True if ``disk=`` is given.
         place: where optimizers step.
         stay: True if layers stay on the GPU.
@@ -129,7 +129,6 @@ class UpdateFacts:
     optimizer_on: OptimizerOn = "cpu"
     gpu_layers: Share = 0
     fused_optimizer: Fused = "auto"
-    debug_writes: bool = False
     disk: bool = False
     place: Place = "cpu"
     stay: bool = False
@@ -424,8 +423,6 @@ def _choose_early(facts: UpdateFacts) -> tuple[EarlyUpdates, str]:
 
 def _against_early(facts: UpdateFacts) -> str:
     """Returns why ``"auto"`` does not begin updates in backward; empty if nothing known is against it."""
-    if facts.debug_writes:
-        return "debug_writes=True compares weights over a backward"
     if facts.ranks or facts.disk:  # user code may look at gradients that this mode has freed
         return 'with several devices, or a disk, optimizer_overlap="backward" frees gradients'
     if facts.place == "gpu" and facts.read_after_step:

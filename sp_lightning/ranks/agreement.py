@@ -38,8 +38,6 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
     Raises:
         ValueError: several devices do not support the module, an option or the precision plugin.
     """
-    if options.debug_writes:
-        raise ValueError(f"debug_writes=True looks at the weights of one process. {_ONE} while you look.")
     if options.gpu_layers not in (0, "auto"):
         raise ValueError(f"gpu_layers={options.gpu_layers} keeps layers on one device. {_ONE}, or leave it out.")
     if options.optimizer_on == "gpu":

@@ -367,7 +367,7 @@ class LoopStrategy(ReadableStrategy):
                     run.steps.forget_freed()
                 if automatic and output is not None and not skips_backward(run.module.trainer):
                     # A hook before or at zero_grad may read the last step's gradients, which only host parameters have.
-                    streamer.await_backward(seen=hooks.run_at("zero_grad"))
+                    streamer.await_backward(seen=hooks.may_write_weights("zero_grad"))
                 else:
                     # After the last batch of a validation within training, hooks of training run before the engine's next step.
                     follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")

@@ -50,7 +50,6 @@ class Options:
     gpu_layers: Share = field(metadata=_by(checks.checked_share, "gpu_layers"))
     save_frozen: bool = field(metadata=_by(checks.checked_switch, "save_frozen"))
     save_distributed_checkpoint: bool = field(metadata=_by(checks.checked_switch, "save_distributed_checkpoint"))
-    debug_writes: bool = field(metadata=_by(checks.checked_switch, "debug_writes"))
     load_weights_from: Path | None = field(
         metadata=_by(checks.checked_path, "load_weights_from", "a file or a folder", "model")
     )
@@ -74,11 +73,6 @@ class Options:
         options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
         if options.disk is not None:
             registry.require_disk(f"disk={str(options.disk)!r}")
-        if options.debug_writes and options.optimizer_overlap == "backward":
-            raise ValueError(
-                'debug_writes=True compares weights before and after a backward; optimizer_overlap="backward" updates them in '
-                'between. Use optimizer_overlap="off" with debug_writes.'
-            )
         if options.save_distributed_checkpoint and options.disk is not None:
             raise ValueError(
                 "disk= does not work with save_distributed_checkpoint=True: rank 0 writes checkpoints as a file. Leave "

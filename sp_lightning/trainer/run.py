@@ -158,7 +158,7 @@ class Run:
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
         self.tuner: BaseTuner
-        self.hooks = UserHooks(module, debug_writes=options.debug_writes)
+        self.hooks = UserHooks(module)
         self._recompiles = Recompiles()
         self._batches_uploaded_again = 0
         self.steps = OptimizerSteps(self, options, log)
@@ -344,7 +344,6 @@ class Run:
             make_activations=self._activations.make,
             averages=averages,
             threads=self._threads,
-            debug_writes=self._options.debug_writes,
             make_stepper=self._make_stepper,
             log=self._log,
         )

@@ -119,9 +119,6 @@ class StreamingStrategy(LoopStrategy):
         callback: attach a :class:`~sp_lightning.SuperpipelineCallback` during a run if the trainer has none.
         device: the device that computes, if not the trainer's choice.
         accelerator, checkpoint_io, precision_plugin: as in Lightning's ``SingleDeviceStrategy``.
-        debug_writes: look for weights that are written within a step in a way that torch cannot see: through a reference
-            from before the step, NumPy, DLPack or a storage. Writes on the GPU are kept; other writes raise an error that names
-            the weight. This is slow, because each step reads all weights.
 
     Raises:
         ValueError, TypeError: an option has an invalid value.
@@ -157,14 +154,13 @@ class StreamingStrategy(LoopStrategy):
         accelerator: pl.accelerators.Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        debug_writes: bool = False,
     ) -> None:
         options = Options.checked(
             k=k, k_prime=k_prime, gpu_memory=gpu_memory, activations=activations, layers=layers,
             keep_on_gpu=keep_on_gpu, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
             optimizer_overlap=optimizer_overlap, optimizer_on=optimizer_on, gpu_layers=gpu_layers,
             save_frozen=save_frozen, save_distributed_checkpoint=save_distributed_checkpoint, load_weights_from=load_weights_from,
-            disk=disk, host_memory=host_memory, callback=callback, debug_writes=debug_writes,
+            disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip
         self._given = GivenValues(options.load_weights_from, stay=options.disk is not None, budget=options.host_budget)
         self._format = checkpoint_format(folder=options.save_distributed_checkpoint)

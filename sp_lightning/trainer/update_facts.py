@@ -58,7 +58,6 @@ def collect(
         optimizer_on=options.optimizer_on,
         gpu_layers=options.gpu_layers,
         fused_optimizer=options.fused_optimizer,
-        debug_writes=options.debug_writes,
         disk=options.disk is not None,
     )
     against_layers, instead = _against_layerwise_steps(optimizers, facts.fuses_on_cpu)

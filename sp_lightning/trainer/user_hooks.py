@@ -73,12 +73,10 @@ class UserHooks:
 
     Args:
         module: the LightningModule. Its trainer's callbacks may change between loops.
-        debug_writes: True if weights count as written at every point, because the run compares weights.
     """
 
-    def __init__(self, module: pl.LightningModule, *, debug_writes: bool) -> None:
+    def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._check_writes = debug_writes
         self._answers: dict[str, bool] = {}
         self._last_phase = ""
 
@@ -87,15 +85,11 @@ class UserHooks:
         self._answers.clear()
         self._last_phase = ""
 
-    def run_at(self, point: str) -> bool:
-        """Returns True if a user's hook runs at a point of :data:`_HOOKS`, which need not write weights."""
+    def may_write_weights(self, point: str) -> bool:
+        """Returns True if a user's hook runs at a point of :data:`_HOOKS`: it could read gradients, or write weights."""
         if point not in self._answers:
             self._answers[point] = bool(hooks_of_users(self._module.trainer, point))
         return self._answers[point]
-
-    def may_write_weights(self, point: str) -> bool:
-        """Returns True if a hook could write weights at a point of :data:`_HOOKS`. With ``debug_writes`` always True."""
-        return self._check_writes or self.run_at(point)
 
     def may_write_before_training_step(self) -> bool:
         """Returns True if user code could write weights between the start of a batch and its training step.
@@ -103,9 +97,11 @@ class UserHooks:
         In automatic optimization, the optimizer's step runs in between: its closure calls the training step.
         """
         if _BEFORE_STEP not in self._answers:
-            unsafe = not all(map(calls_closure_first, self._module.trainer.optimizers)) or self.run_at("optimizer")
+            unsafe = not all(map(calls_closure_first, self._module.trainer.optimizers)) or self.may_write_weights(
+                "optimizer"
+            )
             self._answers[_BEFORE_STEP] = self._module.automatic_optimization and unsafe
-        return self._check_writes or self._answers[_BEFORE_STEP]
+        return self._answers[_BEFORE_STEP]
 
     def may_have_written(self, phase: str) -> bool:
         """Returns True if user code may have written weights since the last step. The engine may have noticed which.

@@ -97,15 +97,6 @@ def test_scheduler_state_is_a_row_only_if_there_is_a_scheduler() -> None:
 # ---------------------------------------------------------------------- planted errors
 
 
-def test_a_weight_that_is_written_behind_the_engine_s_back_is_named() -> None:
-    report = check(planted.writes_unseen)
-    assert report.status == 1
-    ((what, found),) = findings(report).items()
-    assert what == "the run itself", "here the write changes no number, and debug_writes alone finds it"
-    assert "'net.1.second.weight' was written within a step" in found
-    assert any("limits.md" in sentence for sentence in report.explanation)
-
-
 def test_a_stale_slot_is_found_because_released_memory_is_poisoned() -> None:
     every = {"k": 7}  # so that a layer's slot is given to no other layer, and what is read there is right
     report = check(planted.ReadsByAddress, **every)

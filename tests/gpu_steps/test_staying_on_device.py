@@ -458,7 +458,6 @@ HOST_HAS_WORK: dict[str, Callable[[Any, Any], tuple[Any, str, Any]]] = {
     "weights are on a disk": lambda source, layer: (layer.block, "memory", type("OnDisk", (), {"use": None})()),
     "weights were given other memory": lambda source, layer: (type(layer.block), "displaced", [0]),
     "a weight has another dtype": lambda source, layer: (layer.block, "retyped", {0: torch.ones(1)}),
-    "writes are looked for": lambda source, layer: (source, "_watch", object()),
 }
 
 

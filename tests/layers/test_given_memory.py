@@ -23,7 +23,7 @@ from tests.support.engine import streamer_of
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.moments import At, CastBlock, Checkpointed, GivesItsOwnValues, in_8_bits, multiply, net_of, rebind
 from tests.support.nets import Does
-from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.starts import start
 from tests.support.tiers import first
@@ -324,45 +324,7 @@ def test_a_layer_that_left_its_memory_to_user_code_is_not_out_of_date_for_ever(w
         assert fetches["net.1"] <= fetches["net.2"] + 2
 
 
-# ---------------------------------------------------------------------- debug_writes and automatic choices
-
-
-class Alternates(Module):
-    """Manual optimization: two steps in each batch, one of them fused, which changes no version."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizers: Any = self.optimizers()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(self.parameters(), fused=fused) for fused in (False, True)]
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"activations": "recompute"}, {"optimizer_overlap": "forward", "fused_optimizer": True}]
-)
-def test_debug_writes_finds_nothing_in_plain_code(options: dict[str, Any]) -> None:
-    strategy = superpipeline(k=2, k_prime=1, debug_writes=True, **options)
-    make = fused(lambda: Module(Stack())) if "fused_optimizer" in options else lambda: Module(Stack())
-    assert_same(
-        fit(make, vectors(), strategy, val=vectors(), accumulate_grad_batches=2),
-        fit(make, vectors(), val=vectors(), accumulate_grad_batches=2),
-    )
-    if "optimizer_overlap" not in options:
-        strategy = superpipeline(k=2, k_prime=1, debug_writes=True, **options)
-        assert_same(fit(lambda: Alternates(Stack()), vectors(), strategy), fit(lambda: Alternates(Stack()), vectors()))
-
-
-def test_debug_writes_goes_with_no_update_inside_backward() -> None:
-    with pytest.raises(ValueError, match=r'debug_writes=True.*optimizer_overlap="off"'):
-        superpipeline(debug_writes=True, optimizer_overlap="backward")
+# ---------------------------------------------------------------------- automatic choices
 
 
 @pytest.mark.usefixtures("nothing_fits", "everything_is_worth_moving")
@@ -382,7 +344,6 @@ UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {
     "the CPU's was written": lambda writes, layer, slot: (StreamedLayer, "outdated", True),
     "the slot has to be filled again": lambda writes, layer, slot: (slot, "stale", True),
     "the slot's views may write it": lambda writes, layer, slot: (guard_of(layer), "digests", object()),
-    "writes are looked for": lambda writes, layer, slot: (writes, "_watch", object()),
     "only rows are uploaded": lambda writes, layer, slot: (layer, "planned", replace(layer.planned, rows=(0,))),
     "a table": lambda writes, layer, slot: (layer, "kind", Kind.TABLE),
     "residents": lambda writes, layer, slot: (layer, "kind", Kind.RESIDENTS),

@@ -64,11 +64,7 @@ SOME: dict[str, dict[str, Any]] = {
     "half": {"k": 1, "precision": "bf16-true"},
     "mixed, resident": {"k": 1, "precision": "bf16-mixed", "keep_on_gpu": ["net.1.first"]},
     "simulated, offload": {"k": 1, "activations": "offload", "keep_on_gpu": ["**.second"], "inside": simulated},
-    "target resident": {"k": 2, "keep_on_gpu": ["target"], "debug_writes": True},
-    "target resident, unwatched": {"k": 2, "keep_on_gpu": ["target"]},
-    "debug_writes": {"k": 1, "debug_writes": True},
-    "debug, resident": {"k": 1, "debug_writes": True, "keep_on_gpu": ["net.1"]},
-    "debug, recompute": {"k": 1, "debug_writes": True, "activations": "recompute"},
+    "target resident": {"k": 2, "keep_on_gpu": ["target"]},
 }
 """Modes of some rows."""
 HOSTS = tuple(mode for mode in MODES if mode != "poisoned")
@@ -301,14 +297,14 @@ def by_old_references(m: At) -> None:
         pt.data = pt.data * 0.9 + p.data * 0.1
 
 
-# Residents are plain parameters within a step, and no class notices that they are detached: debug_writes finds such writes.
-DETACHED = (*(mode for mode in MODES if mode != "half resident"), "target resident")
+# Residents are plain parameters within a step, and no class notices that they are detached: such writes are not detected.
+DETACHED = tuple(mode for mode in MODES if mode != "half resident")
 MODES_OF_AVERAGES = {
     byol: (*MODES, "target resident"),
     blends_in_place: (*MODES, "target resident"),
     by_state_dict: DETACHED,
     by_detach: DETACHED,
-    by_old_references: (*HOSTS, "target resident, unwatched"),
+    by_old_references: (*HOSTS, "target resident"),
 }
 for (follow, modes), trained, moment in product(MODES_OF_AVERAGES.items(), (True, False), ("start", "after_forward")):
     if moment == "start" or follow in (byol, blends_in_place):
@@ -449,7 +445,7 @@ ROWS |= {
         lambda: At(Convolutions, on_before_zero_grad=keeps_old_memory),  # between forward and backward
         {"recompute": r"'norm\.weight' of 'net\.2' has been modified"},
     ),
-    "between two backwards": Row(Sharpness, modes=(*MODES, "debug_writes")),
+    "between two backwards": Row(Sharpness),
     "moved for a second backward": Row(Adversarial),
     **{f"the optimizer's {how}": Row(lambda how=how: OptimizerWrites(how)) for how in ("hook", "optimizer", "pre-hook")},
     **{
@@ -525,56 +521,6 @@ ROWS |= {
         ("mixed", "mixed, resident"),
     ),
 }
-
-# ---------------------------------------------------------------------- writes that torch does not show, with debug_writes
-
-
-def by_numpy(m: At) -> None:
-    m.net[1].second.weight.detach().numpy()[:] *= 0.5
-
-
-def by_dlpack(m: At) -> None:
-    torch.from_dlpack(m.net[1].second.weight.detach()).mul_(0.5)
-
-
-TAKEN: dict[str, Callable[[Any], Any]] = {
-    "detach": lambda weight: weight.detach(), "data": lambda weight: weight.data, "numpy": lambda weight: weight.detach().numpy(),
-}  # fmt: skip
-
-
-def writes_in_call(m: At) -> None:
-    """Inside of its layer's call a weight is written through a view from before the step."""
-
-    def write(*_: Any) -> None:
-        with torch.no_grad():
-            for each_view in m.kept[1:]:
-                each_view *= 0.9
-
-    m.kept.append(m.net[1].first.register_forward_hook(write))
-
-
-ROWS |= {
-    **{
-        code.__name__: Row(lambda code=code: At(after_forward=code), modes=("debug_writes", "debug, resident"))
-        for code in (by_numpy, by_dlpack)
-    },
-    "data of a reference from before": Row(
-        lambda: At(init=keep, after_forward=lambda m: m.kept[0][6].data.mul_(0.5)),
-        {"*": r"'net\.1\.second\.weight' was written within a step in a way.*its module"},
-        ("debug_writes", "debug, recompute"),
-    ),
-    **{
-        f"{how} from before, {'by hand' if manual else 'automatic'}": Row(
-            lambda how=how, manual=manual: At(
-                manual=manual, init=writes_in_call,
-                on_train_start=lambda m: m.kept.append(TAKEN[how](m.net[1].second.weight)),
-            ),
-            {"*": r"'net\.1\.second\.weight' was written (on the CPU|within a step)"},
-            ("debug_writes",),
-        )
-        for how, manual in product(TAKEN, (False, True))
-    },
-}  # fmt: skip
 
 # ---------------------------------------------------------------------- memory that a weight had, or was given
 

@@ -54,7 +54,6 @@ def policy(on_disk: Paging = MEMORY, /, like_gpu: Any = (), **facts: Any) -> Upd
         ({"batch": BatchFacts(scales=True)}, "forward", NO, "the gradient scaler of 16-mixed"),
         ({"batch": BatchFacts(averages=True)}, "forward", NO, "StochasticWeightAveraging steps"),
         ({"batch": BatchFacts(hook="EMA.on_after_backward")}, "forward", NO, "EMA.on_after_backward may look"),
-        ({"debug_writes": True}, "forward", NO, "debug_writes=True compares weights"),
         ({"disk": True}, "forward", NO, "with several devices, or a disk"),
         ({"ranks": True}, "forward", NO, "with several devices, or a disk"),
         # Modes asked for by name.

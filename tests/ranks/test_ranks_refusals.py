@@ -39,12 +39,7 @@ def train(strategy: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ({"debug_writes": True}, "debug_writes=True looks at the weights of one process"),
-        pytest.param(
-            {"optimizer_on": "gpu"},
-            'optimizer_on="gpu" steps layers of one device',
-            marks=pytest.mark.rest("it is refused beside the other"),
-        ),
+        ({"optimizer_on": "gpu"}, 'optimizer_on="gpu" steps layers of one device'),
     ],
 )
 def test_what_is_refused(strategy: dict[str, Any], message: str) -> None:

@@ -300,7 +300,6 @@ def test_the_options_are_frozen() -> None:
         "accelerator": None,
         "checkpoint_io": None,
         "precision_plugin": None,
-        "debug_writes": False,
     }
     assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack, vectors
-from tests.support.moments import At
 from tests.support.runs import loader
 
 
@@ -52,11 +51,6 @@ class Configured(Module):
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__(Stack(depth))
-
-
-def writes_unseen() -> At:
-    """Writes a weight through a reference from before the run, of which torch shows no sign."""
-    return At(init=lambda m: m.kept.append(m.net[1].second.weight), after_forward=lambda m: m.kept[0].data.mul_(0.5))
 
 
 class ReadsByAddress(Module):

@@ -83,7 +83,6 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "backward": ({"optimizer_overlap": "backward"}, {}),
     "clipped": ({"optimizer_overlap": "forward"}, {"gradient_clip_val": 0.01}),
     "accumulated": ({}, {"accumulate_grad_batches": 2}),
-    "looks for writes": ({"debug_writes": True}, {}),
     "mixed": ({}, {"precision": "bf16-mixed"}),
     "half": ({}, {"precision": "bf16-true"}),
 }
