@@ -78,7 +78,7 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
                          simulator runs these very classes with a simulated device that only counts time.
 ``layers.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
 ``layers.compiled_calls`` Gives modules that ``torch.compile`` compiles casts and whole wrapped weights during their calls.
-``layers.write_back``    Copies weights to the host that user code has written on the device.
+``layers.writes``        Copies weights to the host that user code has written on the device.
 ``host_source``          A layer's bytes on the host, updated and cast, before a transfer reads them.
 ``step``                 A step, from its first fetch until modules hold the host's parameters again.
 ``placement``            Makes the parts that differ with several devices or a disk.

@@ -24,10 +24,10 @@ from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.layers.device_parameter import Untouched, tensor_grad
-from sp_lightning.layers.gradient_sink import GradientSink, Wanted
+from sp_lightning.layers.gradients import GradientSink, Wanted
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.ring import BlockSource
-from sp_lightning.layers.write_back import WriteBack
+from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.cast_gradient import CastGradient
 from sp_lightning.torch_compat.private import current_graph_task, queue_callback
 from sp_lightning.updates.background import BackgroundUpdates

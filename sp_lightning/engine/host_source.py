@@ -13,7 +13,7 @@ import torch
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.layers.layer import AllRows, Kind, StreamedLayer
 from sp_lightning.layers.ring import BlockSource, Slots, Staged
-from sp_lightning.layers.write_back import keep_saved
+from sp_lightning.layers.writes import keep_saved
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.updates.background import BackgroundUpdates

@@ -28,7 +28,7 @@ from sp_lightning.engine.schedule import Residency
 from sp_lightning.layers.casts import SavedValues
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.layers.layer import Kind, Rows, StreamedLayer
-from sp_lightning.layers.write_back import WriteBack
+from sp_lightning.layers.writes import WriteBack
 from sp_lightning.model.wrapped import builder, parts
 from sp_lightning.torch_compat.modes import held, never_compiled
 from sp_lightning.torch_compat.private import (

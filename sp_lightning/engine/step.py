@@ -15,8 +15,8 @@ from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.ring import BlockSource
 from sp_lightning.layers.swap import ParameterSwap
-from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty
+from sp_lightning.layers.writes import WriteBack
 from sp_lightning.updates.background import BackgroundUpdates
 
 

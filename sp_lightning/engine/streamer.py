@@ -30,7 +30,7 @@ from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.ring import Slots
 from sp_lightning.layers.swap import ParameterSwap
-from sp_lightning.layers.write_back import WriteBack
+from sp_lightning.layers.writes import WriteBack
 from sp_lightning.model.found import Found, tensor_bytes
 from sp_lightning.model.rows import row_finder
 from sp_lightning.observe.stats import Stats

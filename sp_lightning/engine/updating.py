@@ -18,11 +18,11 @@ from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.layers.device_parameter import Untouched
 from sp_lightning.layers.freed_gradient import forget, free
-from sp_lightning.layers.gradient_sink import GradientSink
+from sp_lightning.layers.gradients import GradientSink
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.layers.ring import BlockSource
-from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty
+from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.modes import held
 from sp_lightning.updates.background import BackgroundUpdates
 from sp_lightning.updates.layer_stepper import LayerStepper

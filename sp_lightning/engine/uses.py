@@ -31,7 +31,7 @@ from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.ring import BlockSource, Staged
 from sp_lightning.layers.swap import ParameterSwap
-from sp_lightning.layers.write_back import WriteBack
+from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.modes import held
 from sp_lightning.torch_compat.patched import elsewhere, scope
 from sp_lightning.updates.background import BackgroundUpdates

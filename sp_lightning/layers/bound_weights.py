@@ -11,8 +11,8 @@ from sp_lightning.layers.device_parameter import same_place
 from sp_lightning.layers.layer import Slot, StreamedLayer
 from sp_lightning.layers.ring import Slots
 from sp_lightning.layers.states import RESTING
-from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty, guard_of
+from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.modes import no_inference_mode
 
 

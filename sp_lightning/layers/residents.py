@@ -6,8 +6,8 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.lease import Lease
 from sp_lightning.layers.layer import Slot, StreamedLayer
 from sp_lightning.layers.ring import BlockSource
-from sp_lightning.layers.write_back import WriteBack
 from sp_lightning.layers.write_guard import drop_if_empty
+from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.modes import no_inference_mode
 
 

@@ -2,7 +2,7 @@
 
 Torch counts in-place writes of a tensor (``tensor._version``), so the engine detects them by comparing two lists of numbers. This
 is enough for nearly all code, and then ``layer.guard`` is None. If user code has one of the following, the guard records it, and
-:mod:`~sp_lightning.layers.write_back` copies weights accordingly:
+:mod:`~sp_lightning.layers.writes` copies weights accordingly:
 
 =========================  ==============  ==================================================================================
 user code has              recorded in     treatment

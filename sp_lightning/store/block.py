@@ -120,7 +120,7 @@ class HostBlock:
     def write(self, index: int, value: Tensor) -> bool:
         """Copies the device's value of a weight to the host if its bytes differ. Autograd sees a write in place.
 
-        Called for weights that user code has written on the device (``layers.write_back``). If the value has another dtype, the
+        Called for weights that user code has written on the device (``layers.writes``). If the value has another dtype, the
         parameter gets memory of its own and is added to :attr:`retyped`.
 
         Args:

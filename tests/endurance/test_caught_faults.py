@@ -24,7 +24,7 @@ from sp_lightning.engine.step import Step
 from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.residents import Residents
 from sp_lightning.layers.swap import ParameterSwap
-from sp_lightning.layers.write_back import WriteBack
+from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.private import top_saved_tensors_hooks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.support.engine import Calls, Slots, Uploads, streamer_of
