@@ -40,7 +40,7 @@ parameter*). A device parameter without memory is a *stand-in*.
 6   SavedTensors._bring        Returns a view of the layer's slot, because autograd unpacks a saved weight. If necessary, the
                                layer is fetched first.
 7   Backward.gradient_arrived  Takes a gradient from the device parameter.
-8   GradientSink.send          Copies the gradients of a layer to host memory, in one transfer.
+8   Transfers.send             Copies the gradients of a layer to host memory, in one transfer.
 9   Gradients._land            Makes each gradient ``param.grad`` of its host parameter, or adds it to ``param.grad``.
 ==  =========================  =======================================================================================
 

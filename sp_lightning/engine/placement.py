@@ -16,8 +16,7 @@ from sp_lightning.device.device import Device
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
-from sp_lightning.layers.gradient_sink import GradientSink
-from sp_lightning.layers.gradients import Gradients
+from sp_lightning.layers.gradients import Gradients, GradientSink
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.ring import Uploads
 from sp_lightning.model.found import Layer

@@ -92,7 +92,7 @@ class Streamer:
         self._build_weights(pin, placement, log)
         visits = {module: tuple(self._layers[index] for index in used) for module, used in found.visits.items()}
         self.activations = make_activations(self._activation_setup(visits, log))
-        self._gradients.check = self.activations.check
+        self._gradients.transfers.check = self.activations.check
         self._build_step(averages, placement)
         self._build_calls()
         try:
@@ -378,7 +378,7 @@ class Streamer:
             self.updates.join()  # downloads layers that stay on the GPU, because their slots are freed
             self.updates.stepper.forget_slots(self._moving)
             self.plan = plan
-            self._gradients.in_flight = plan.k_prime + 1
+            self._gradients.transfers.in_flight = plan.k_prime + 1
             self._residency.prefetch.follow(plan)
             self._slots.resize(plan)
             if plan.stay and not self.updates.stepper.steps_some:
@@ -418,7 +418,7 @@ class Streamer:
 
     def _note_memory(self) -> None:
         """Updates the peak of device memory: weights, and gradients. Called whenever memory use may have grown."""
-        now = self.weight_bytes + self._gradients.device_bytes
+        now = self.weight_bytes + self._gradients.transfers.device_bytes
         if self._aside:  # nearly always empty, and this is called several times per layer
             now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
         if now > self._peak_bytes:
@@ -434,7 +434,7 @@ class Streamer:
         return Stats(
             fetched_layers=sum(layer.fetches for layer in self._moving),
             fetched_bytes=self._slots.fetched_bytes + sum(each.looked_up_bytes for each in rows),
-            offloaded_gradient_bytes=self._gradients.offloaded_bytes,
+            offloaded_gradient_bytes=self._gradients.transfers.offloaded_bytes,
             transfers=self._slots.transfers,
             demand_fetches=self._residency.demand_fetches,
             host_waits=self._writes.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),

@@ -12,7 +12,7 @@
 - ``residents``: the weights outside all layers, which are on the device during a step.
 - ``casts``, ``host_casts``: 16-bit copies that are uploaded in place of float32 weights. ``compiled_calls`` gives them to modules
   that ``torch.compile`` compiles.
-- ``gradients``: from autograd to ``param.grad`` on the host. ``gradient_sink`` has the transfers. A ``narrow_gradient`` keeps the
+- ``gradients``: from autograd to ``param.grad`` on the host, with the transfers. A ``narrow_gradient`` keeps the
   dtype of backward until user code reads it. Reading a ``freed_gradient`` is an error.
 
 By default a layer is uploaded whole. If a :class:`~sp_lightning.model.rows.RowFinder` has replaced the layer's ``rows``, single

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.layout import aligned, lay_out, part, strided
-from sp_lightning.layers.gradient_sink import GradientSink, Wanted, bytes_of_dense
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.narrow_gradient import (
     add_on_device,
@@ -35,6 +35,164 @@ from sp_lightning.layers.narrow_gradient import (
 from sp_lightning.store.block_memory import BlockMemory, Staging
 from sp_lightning.torch_compat.modes import no_inference_mode
 from sp_lightning.torch_compat.private import accumulation_hooks, sparse_indices, sparse_rows, sparse_values
+
+Wanted = Callable[[StreamedLayer], bool]
+"""Returns True if an optimizer's step waits for a layer's gradients, to update the layer in this backward."""
+
+W = TypeVar("W")
+
+
+class Transfers(Generic[W]):
+    """The transfers of gradients to the host, in the order in which they were issued.
+
+    Each transfer has a value of the type ``W``, by which ``apply`` knows the gradients. Callers let one thread at a time call
+    methods.
+
+    Args:
+        device: copies, and waits for the transfers.
+        in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
+        apply: applies the gradients of a transfer, given its value. Called after the host has waited for the transfer.
+
+    Attributes:
+        in_flight: the same number.
+        check: called before gradients are applied. It raises an error if the gradients are known to be wrong.
+        landed: transfers that compute has waited for, and whose gradients are not applied yet: the value, and the copy's event
+            (None: nothing was copied).
+        device_bytes: bytes of gradients that are on the device now.
+        offloaded_bytes: bytes that were copied to the host.
+    """
+
+    def __init__(self, device: Device, in_flight: int, apply: Callable[[W], None]) -> None:
+        self.device = device
+        self.in_flight = in_flight
+        self._apply = apply
+        self.check: Callable[[], None] = lambda: None
+        self.device_bytes = self.offloaded_bytes = 0
+        # Transfers in flight: the value, the device tensors to keep until compute has waited for the copy, the copy's event.
+        self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
+        self.landed: deque[tuple[W, Any]] = deque()
+
+    def send(self, layer: int, targets: Sequence[Tensor], sources: Sequence[Any], alive: list[Tensor], what: W) -> None:
+        """Issues a transfer. Retires older ones, so that ``in_flight`` is not exceeded when the next layer's gradients arrive.
+
+        Args:
+            layer: the index of the layer, for timelines.
+            targets: the host memory for each tensor of ``sources``.
+            sources: the tensors to copy.
+            alive: the device tensors to keep until compute has waited for the copies.
+            what: the value of the transfer.
+        """
+        nbytes = sum(map(_nbytes, sources))
+        with self.device.timed("drain", layer, Stream.DOWNLOAD, nbytes):
+            self.device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
+        self.offloaded_bytes += nbytes
+        self._flying.append((what, alive, self.device.record(Stream.DOWNLOAD)))
+        self.retire(self.in_flight - 1)
+
+    def retire(self, keep: int) -> None:
+        """Makes compute wait for all transfers except the ``keep`` latest ones. Frees the device memory of these transfers."""
+        while len(self._flying) > keep:
+            what, alive, landed = self._flying.popleft()
+            self.device.wait(Stream.COMPUTE, landed, Wait.REUSE_AFTER_DRAIN)
+            self.device.access(alive, Stream.COMPUTE, write=True)  # the allocator may give this memory to compute next
+            self.device_bytes -= sum(map(bytes_of_dense, alive))
+            self.landed.append((what, landed))
+
+    def finish(self, keep: int = 1) -> None:
+        """Makes the host wait for retired transfers, except the ``keep`` latest ones, and applies their gradients.
+
+        This limits the host memory of gradients, and how far the host runs ahead of the device.
+        """
+        while len(self.landed) > keep:
+            what, landed = self.landed.popleft()
+            self.device.synchronize(landed, Wait.APPLY_AFTER_DRAIN)
+            self.check()
+            self._apply(what)
+
+    @property
+    def under_way(self) -> list[tuple[W, Any]]:
+        """The transfers whose gradients are not applied yet: the value and the event of each."""
+        return [(what, landed) for what, _, landed in self._flying] + [*self.landed]
+
+    def drop(self) -> list[W]:
+        """Makes the host wait for all transfers, and drops their gradients. Returns the values of the transfers."""
+        under_way = self.under_way
+        self._flying.clear()
+        self.landed.clear()
+        for _, landed in under_way:
+            self.device.synchronize(landed, Wait.DROP_AFTER_DRAIN)
+        self.device_bytes = 0
+        return [what for what, _ in under_way]
+
+
+class GradientSink:
+    """Takes gradients from backward to ``param.grad``: one device directly, several devices after they have summed them.
+
+    Several of autograd's threads may have gradients at once. The caller lets one thread at a time call methods, except
+    :meth:`land`.
+
+    Args:
+        device: copies the gradients.
+        transfers: the transfers to the host.
+
+    Attributes:
+        transfers: the same object.
+        keep_narrow: True if gradients in a lower dtype than their parameter's keep that dtype until user code reads them.
+        keep_for_step: True if all layers step on the GPU. If a step waits for a layer, the layer's gradients are then not copied
+            to the host.
+        keep_for_own_slot: True if the gradients of layers that stay on the GPU remain on the GPU until the step.
+        arriving: the layers with gradients that have arrived, and whose transfer is not issued yet. With several devices, their
+            families.
+        host_waits: how often the host has waited for a gradient whose size depends on computed values.
+    """
+
+    def __init__(self, device: Device, transfers: Transfers[Any]) -> None:
+        self.device = device
+        self.transfers = transfers
+        self.keep_narrow = self.keep_for_step = self.keep_for_own_slot = False
+        self.arriving: dict[Any, None] = {}
+        self.host_waits = 0
+
+    def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
+        """Takes one gradient of a layer. Returns True if all gradients of the layer have arrived."""
+        raise NotImplementedError
+
+    def drain(self, layer: StreamedLayer) -> None:
+        """Issues the transfer of the gradients of one layer that have arrived."""
+
+    def make_room(self, layers: Sequence[StreamedLayer]) -> None:
+        """Issues the transfer of other layers' gradients, because the backward of ``layers`` begins."""
+
+    def expect(self, wanted: Wanted | None = None) -> None:
+        """Called when the backward of a loss begins. Sinks that keep gradients on the GPU, or update early, store ``wanted``.
+
+        Args:
+            wanted: returns True if an optimizer's step waits for a layer, to update it in this backward. None if no step waits.
+        """
+
+    def land(self, *, everything: bool = False) -> None:
+        """Applies gradients that are on the host, and runs the user's hooks.
+
+        Args:
+            everything: True to wait for all gradients, because a graph task ends.
+        """
+
+    def end(self, *, last: bool) -> None:
+        """Issues the transfers of all gradients, because a graph task ends. ``last``: True if it is the outermost task."""
+
+    def freed(self, layer: StreamedLayer) -> None:
+        """Called when a layer's step has used the layer's gradients, and they are no longer in ``param.grad``."""
+
+    def drop(self) -> None:
+        """Drops the gradients that are not in ``param.grad``, after a backward that failed."""
+
+
+def bytes_of_dense(gradient: Tensor) -> int:
+    """Returns the bytes of a gradient; 0 if it is sparse, because its bytes are few, and the host would wait for their number."""
+    return gradient.nbytes if gradient.layout is torch.strided else 0
+
+
+_nbytes: Callable[[Tensor], int] = attrgetter("nbytes")
 
 _Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 """One gradient on the host. A plain tuple, because one is made for each gradient, in the host's critical path.
@@ -65,7 +223,7 @@ class _Received:
     applied: set[int] = field(default_factory=set)
 
 
-class Gradients(GradientSink[_Drain]):
+class Gradients(GradientSink):
     """The gradients of all layers, from autograd to ``param.grad``: the :class:`GradientSink` of one device.
 
     Args:
@@ -75,7 +233,7 @@ class Gradients(GradientSink[_Drain]):
     """
 
     def __init__(self, device: Device, staging: Staging, *, in_flight: int) -> None:
-        super().__init__(device, in_flight, self._apply)
+        super().__init__(device, Transfers(device, in_flight, self._apply))
         self._staging = staging
         self._received: dict[StreamedLayer, _Received] = {}
         # The thread that applies gradients holds this lock, so that several gradients of a parameter are added in order.
@@ -106,7 +264,7 @@ class Gradients(GradientSink[_Drain]):
             self.arriving[owner] = None
             received.expected = sum(sum(map(_requires_grad, member.block.parameters)) for member in owner.family)
         received.gradients[place] = gradient
-        self.device_bytes += bytes_of_dense(gradient)
+        self.transfers.device_bytes += bytes_of_dense(gradient)
         return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS
 
     def drain(self, layer: StreamedLayer) -> None:
@@ -128,7 +286,7 @@ class Gradients(GradientSink[_Drain]):
         landings, staging, targets, sources = self._place(gradients)
         if not owner.whole:
             owner.rows.sparse_on_device = False  # the layer's next gradient sets it again
-        self.send(owner.index, targets, sources, list(gradients.values()), (owner, landings, staging))
+        self.transfers.send(owner.index, targets, sources, list(gradients.values()), (owner, landings, staging))
 
     def expect(self, wanted: Wanted | None = None) -> None:
         self._wanted = wanted
@@ -179,10 +337,12 @@ class Gradients(GradientSink[_Drain]):
             received.applied.add(id(parameter))
         nbytes = sum(map(bytes_of_dense, kept))
         # The layer's earlier kept gradients are freed, or are part of the new sums.
-        self.device_bytes += nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept_bytes.get(owner, 0)
+        self.transfers.device_bytes += (
+            nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept_bytes.get(owner, 0)
+        )
         self._kept_bytes[owner] = nbytes
         # There is nothing to copy, but `land` reports that the gradients are complete.
-        self._landed.append(((owner, deque(), None), None))
+        self.transfers.landed.append(((owner, deque(), None), None))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
@@ -273,31 +433,32 @@ class Gradients(GradientSink[_Drain]):
         """
         # The latest gradients were kept on the GPU if they have no landings. Then there is no copy to wait for, and the layer's
         # step should free their memory soon.
-        were_kept = bool(self._landed) and not self._landed[-1][0][1]
-        if not (everything or were_kept or len(self._landed) > 1) or not self._landing.acquire(blocking=False):
+        landed = self.transfers.landed
+        were_kept = bool(landed) and not landed[-1][0][1]
+        if not (everything or were_kept or len(landed) > 1) or not self._landing.acquire(blocking=False):
             return
         try:
-            self.finish(0 if everything or were_kept else 1)
+            self.transfers.finish(0 if everything or were_kept else 1)
         finally:
             self._landing.release()
-        if everything and not (self.arriving or self._flying or self._landed):
+        if everything and not (self.arriving or self.transfers.under_way):
             self.drop()  # clears the records of this backward
 
     def end(self, *, last: bool) -> None:
         """Drains all gradients."""
         for layer in list(self.arriving):
             self.drain(layer)
-        self.retire(0)
+        self.transfers.retire(0)
 
     def freed(self, layer: StreamedLayer) -> None:
-        self.device_bytes -= self._kept_bytes.pop(layer, 0)
+        self.transfers.device_bytes -= self._kept_bytes.pop(layer, 0)
 
     def drop(self) -> None:
         """Drops the gradients that are not in ``param.grad``, and clears the records of this backward.
 
         Called after a backward that failed. After a complete backward there are only records.
         """
-        for _, landings, staging in self.drop_drains():
+        for _, landings, staging in self.transfers.drop():
             self.device.access(map(_memory, landings), None, write=True)
             if staging is not None:
                 self._staging.give_back(staging)

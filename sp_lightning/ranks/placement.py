@@ -13,7 +13,7 @@ from sp_lightning.device.layout import whole_pages
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.placement import Placement
 from sp_lightning.engine.step import Step
-from sp_lightning.layers.gradient_sink import GradientSink
+from sp_lightning.layers.gradients import GradientSink
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.layers.gradient_sink import GradientSink, Wanted
-from sp_lightning.layers.gradients import each_row_once
+from sp_lightning.layers.gradients import GradientSink, Transfers, Wanted, each_row_once
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.ranks.gradient_places import Family, GradientPlaces, Place, compare_trained, gradient_of, present
 from sp_lightning.ranks.rank_sum import is_narrow, sum_over_ranks
@@ -33,8 +32,8 @@ them.
 """
 
 
-class ReducedGradients(GradientSink[None]):
-    """The :class:`~sp_lightning.layers.gradient_sink.GradientSink` of several ranks.
+class ReducedGradients(GradientSink):
+    """The :class:`~sp_lightning.layers.gradients.GradientSink` of several ranks.
 
     Args:
         device: copies the gradients.
@@ -50,7 +49,7 @@ class ReducedGradients(GradientSink[None]):
     def __init__(
         self, device: Device, ranks: Ranks, layers: Sequence[StreamedLayer], staging: Staging, *, in_flight: int
     ) -> None:
-        super().__init__(device, in_flight, lambda _: None)
+        super().__init__(device, Transfers(device, in_flight, lambda _: None))
         self._ranks = ranks
         self._staging = staging
         self.places = GradientPlaces(ranks, layers)
@@ -90,7 +89,7 @@ class ReducedGradients(GradientSink[None]):
         (self._ready if layer.owner in self._completed else self.arriving)[family] = None
         family.came.add(place)
         self.device.access(gradient, Stream.COMPUTE, write=True)
-        self.device_bytes += gradient.nbytes
+        self.transfers.device_bytes += gradient.nbytes
         # If forward has called a layer several times, each gradient may arrive in parts, and the number of parts is not known.
         once = all(member.visits <= 1 for member in layer.owner.family)
         return once and len(family.waiting) == len(family.trainable()) and layer.owner.kind is not Kind.RESIDENTS
@@ -125,14 +124,14 @@ class ReducedGradients(GradientSink[None]):
             self._ready[family] = None
         while self._turn < len(self._order) and self._order[self._turn] in self._completed:
             self._next()
-        for each in list(self._ready)[: -self.in_flight]:
+        for each in list(self._ready)[: -self.transfers.in_flight]:
             self._stash(each)
         self._make_way()
 
     def _make_way(self) -> None:
         """Waits for transfers until transfers and waiting layers together use at most the memory that the plan counts."""
-        self.retire(max(0, self.in_flight - 1 - len(self._ready)))
-        self.finish()
+        self.transfers.retire(max(0, self.transfers.in_flight - 1 - len(self._ready)))
+        self.transfers.finish()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Moves incomplete gradients of other layers to the host, because the backward of ``layers`` begins."""
@@ -152,7 +151,7 @@ class ReducedGradients(GradientSink[None]):
                 if place in family.stashed:  # parts are added in the parameter's own dtype, even if each part is narrow
                     there = family.stashed[place].to(family.places[place].dtype).add_(there)
                 family.stashed[place] = there
-            self.device_bytes -= gradient.nbytes
+            self.transfers.device_bytes -= gradient.nbytes
             self.host_waits += 1
         self._gone(family)
 
@@ -176,7 +175,7 @@ class ReducedGradients(GradientSink[None]):
         compare_trained(self._ranks, self._families.values())
         if wanted is not None and not self.places.slots:
             # One slot for each of k' + 1 transfers, one for a layer whose gradients have landed, and one for a running update.
-            self.places.make_slots(self.in_flight + 2, self._staging)
+            self.places.make_slots(self.transfers.in_flight + 2, self._staging)
         self.places.lock(self._staging)
         self._begun = True
 
@@ -250,7 +249,7 @@ class ReducedGradients(GradientSink[None]):
             family: the layer's gradients.
             parts, used: as in :data:`~sp_lightning.ranks.rank_sum.RankSum`.
         """
-        self.device_bytes += sum(each.nbytes for each in used)
+        self.transfers.device_bytes += sum(each.nbytes for each in used)
         targets, sources = [], []
         for place, begin, source in parts:
             targets.append(self.places.common(family, place, begin, source.nbytes))
@@ -258,7 +257,7 @@ class ReducedGradients(GradientSink[None]):
             if place not in family.came and gradient_of(place) is not None:
                 family.overwritten.append((place, targets[-1], present(family, place, begin, source.nbytes)))
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
-        self.send(family.owner.index, targets, sources, [*family.waiting.values(), *used], None)
+        self.transfers.send(family.owner.index, targets, sources, [*family.waiting.values(), *used], None)
 
     # ------------------------------------------------------------------ backward ends
 
@@ -277,8 +276,8 @@ class ReducedGradients(GradientSink[None]):
     def _sum_the_others(self) -> None:
         while self._turn < len(self._order):
             self._next()
-        self.retire(0)
-        self.finish(0)
+        self.transfers.retire(0)
+        self.transfers.finish(0)
         late = [family for family in self._families.values() if family.slot is None]
         places = [(family, place) for family in late for place in family.places]
         bits = self._agree_at_end(places)
@@ -326,7 +325,7 @@ class ReducedGradients(GradientSink[None]):
 
     def drop(self) -> None:
         """Drops gradients that have not reached ``param.grad``, and clears the records of one backward."""
-        self.drop_drains()
+        self.transfers.drop()
         self._turn = 0
         self._begun = False
         self._completed.clear()

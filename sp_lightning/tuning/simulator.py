@@ -1,7 +1,7 @@
 """Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
 
 The classes that stream the model, :class:`~sp_lightning.engine.schedule.Residency` and
-:class:`~sp_lightning.layers.gradient_sink.GradientSink`, decide which layer is uploaded when and into which slot, and when
+:class:`~sp_lightning.layers.gradients.Transfers`, decide which layer is uploaded when and into which slot, and when
 gradients are offloaded. Only the device is replaced: it copies nothing and predicts the time of each copy. The prediction
 therefore follows the engine as it is, not a model of it.
 """
@@ -18,7 +18,7 @@ from sp_lightning.device.timeline import Kind
 from sp_lightning.engine.assembly import kinds
 from sp_lightning.engine.schedule import Prefetch, Residency
 from sp_lightning.layers.bound_weights import SlotUsers
-from sp_lightning.layers.gradient_sink import GradientSink
+from sp_lightning.layers.gradients import Transfers
 from sp_lightning.layers.layer import Kind as LayerKind
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.ring import BlockSource, Slots, Staged, Uploads
@@ -95,7 +95,7 @@ class _Source(BlockSource):
 
 
 class Walk:
-    """Runs through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`GradientSink`.
+    """Runs through the visits of a batch as the engine would, with its own :class:`Residency` and :class:`Transfers`.
 
     With several devices, one is simulated: all do the same at the same time. They share the host's memory, and each update
     runs once for all.
@@ -149,7 +149,7 @@ class Walk:
         slots = Slots(plan, moving, self.device, Uploads(self.device))
         prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
         self._residency = Residency(slots, prefetch, self._source, SlotUsers(slots), note_memory=lambda: None)
-        self._drains = GradientSink(self.device, plan.k_prime + 1, self._apply)
+        self._drains = Transfers(self.device, plan.k_prime + 1, self._apply)
         self._on_device = bool(rates.update_download) and self._training
         # True if the gradients of any number of layers may wait on the host for their updates (see `_apply`).
         self._gradients_wait = not (frees or self._on_device or self._state or plan.ranks > 1)

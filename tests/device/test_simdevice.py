@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.device.device import Stream, Wait
-from sp_lightning.layers.gradient_sink import GradientSink
+from sp_lightning.layers.gradients import Transfers
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.registry import is_installed
 from tests.support.engine import Slots
@@ -213,12 +213,12 @@ def test_memory_that_is_dropped_while_it_is_copied_is_a_race(dropped: str, waits
 
 
 def test_gradients_that_are_dropped_while_they_are_copied_are_noticed() -> None:
-    send = GradientSink.send
+    send = Transfers.send
 
     def forgets(self: Any, layer: int, targets: Any, sources: Any, alive: Any, what: Any) -> None:
         send(self, layer, targets, sources, [], what)
 
-    with simulated(), mock.patch.object(GradientSink, "send", forgets), pytest.raises(Race, match="is free and may be"):
+    with simulated(), mock.patch.object(Transfers, "send", forgets), pytest.raises(Race, match="is free and may be"):
         fit(lambda: Module(Stack()), vectors(2), superpipeline(), recorded="nothing")
 
 
