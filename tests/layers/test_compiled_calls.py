@@ -169,10 +169,6 @@ def test_in_every_mode(mode: str) -> None:
     )
 
 
-def test_adapters_on_a_frozen_base() -> None:
-    both(compiled(lora), tokens())
-
-
 STAYS: dict[str, Any] = {"optimizer_on": "gpu", "gpu_layers": 2}
 
 
@@ -336,33 +332,15 @@ class InALoop(Block):
         return x
 
 
-@pytest.mark.parametrize("block", [TwiceInTwoGraphs, InALoop])
-def test_each_run_of_a_graph_has_a_cast_of_its_own(block: Any) -> None:
-    """The gradients of all runs were added up in 16 bits."""
-    both(compiled(of(block)), vectors(6))
-
-
 class OldWeightNorm(Block):
     def __init__(self) -> None:
         super().__init__()
         torch.nn.utils.weight_norm(self.inner)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_weights_under_other_names_than_weight_are_masters() -> None:
-    """torch._weight_norm reads memory without a call of any function that a class could notice."""
-    both(compiled(of(OldWeightNorm)), vectors())
-
-
 class Data(Block):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + nn.functional.linear(x, self.inner.weight.data)[:, :16]
-
-
-def test_data_is_read_between_graphs() -> None:
-    plain = fit(compiled(of(Data)), vectors(), **MIXED)
-    forget()
-    assert_same(fit(compiled(of(Data)), vectors(), superpipeline(k=1), **MIXED), plain)
 
 
 class FrozenTwice(Twice):
@@ -376,11 +354,6 @@ class FrozenTwice(Twice):
         return super().forward(x) * self.scale
 
 
-def test_a_frozen_weight_may_be_used_twice() -> None:
-    """Nothing is added up for it."""
-    both(compiled(of(FrozenTwice)), vectors())
-
-
 class EagerInside(Block):
     """Code that is not compiled reads a weight: with the module, and by itself."""
 
@@ -390,12 +363,6 @@ class EagerInside(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.eager(torch.tanh(self.inner(x)))
-
-
-def test_code_between_two_graphs_reads_weights() -> None:
-    plain = fit(compiled(of(EagerInside)), vectors(), **MIXED)
-    forget()
-    assert_same(fit(compiled(of(EagerInside)), vectors(), superpipeline(k=1), **MIXED), plain)
 
 
 class Asking(Block):
@@ -413,10 +380,6 @@ def with_attribute(factor: float, kind: type[Module] = Module) -> Any:
     for block in module.net.blocks:
         block.inner.weight.factor = factor
     return module
-
-
-def test_a_graph_sees_the_weight_s_dtype_shape_and_attributes() -> None:
-    both(compiled(lambda: with_attribute(0.5)), vectors())
 
 
 def test_products_tuned_by_the_compiler_have_masters() -> None:
@@ -450,21 +413,6 @@ def test_a_call_that_raises_leaves_stand_ins() -> None:
     both(compiled(lambda: Caught(Linears(Raises))), [torch.randn(n, 16, requires_grad=True) for n in (2, 3, 2)])
 
 
-def equal(make: Callable[[], Any], batches: Batches, **options: Any) -> Outcome:
-    """Trains on plain Lightning and streamed, with any number of graphs, and asserts that all is equal."""
-    plain = fit(make, batches, **MIXED, **options)
-    forget()
-    ours = fit(make, batches, superpipeline(k=1), **MIXED, **options)
-    assert_same(ours, plain)
-    return ours
-
-
-def test_an_optimizer_steps_inside_a_compiled_forward() -> None:
-    """Neither the hooks of its step nor those of its backward are compiled: dynamo failed in the engine's code."""
-    case = CASES["stepped-in-forward"]
-    equal(compiled(case.make), case.batches())
-
-
 class InFloat32(Linears):
     """Autocast is off around a block."""
 
@@ -475,10 +423,6 @@ class InFloat32(Linears):
         return self.blocks[2](x)
 
 
-def test_a_block_that_is_called_without_autocast() -> None:
-    equal(compiled(lambda: Module(InFloat32(Block))), vectors())
-
-
 class ReadBefore(Module):
     """Reads a master in float32 before the block is called, so that it is on the device already."""
 
@@ -487,35 +431,24 @@ class ReadBefore(Module):
         return super().loss(batch) + penalty
 
 
-def test_a_master_that_is_on_the_device_already() -> None:
-    equal(compiled(lambda: ReadBefore(Linears(Block))), vectors())
-
-
-class WritesBefore(nn.Module):
-    """Writes a master on the device, in evaluation, before the compiled part reads it."""
+class Holds(nn.Module):
+    """A block of which only a part is compiled."""
 
     def __init__(self) -> None:
         super().__init__()
         self.part = Block()
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            self.part.inner.weight.mul_(0.5)
         return self.part(x)
 
 
-def parts_compiled(block: Callable[[], nn.Module]) -> Callable[[], Any]:
-    def make() -> Any:
-        module = of(block)()
-        for each in module.net.blocks:
-            each.part.compile(backend="aot_eager")
-        return module
+class WritesBefore(Holds):
+    """Writes a master on the device, in evaluation, before the compiled part reads it."""
 
-    return make
-
-
-def test_a_master_that_was_written_on_the_device() -> None:
-    equal(parts_compiled(WritesBefore), vectors(), val=vectors(2), max_epochs=2)
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            self.part.inner.weight.mul_(0.5)
+        return super().forward(x)
 
 
 class CallsPart(Module):
@@ -525,24 +458,6 @@ class CallsPart(Module):
         return super().loss(self.net.blocks[1].part(batch))
 
 
-def test_a_compiled_part_that_is_called_from_outside_its_layer() -> None:
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.part(x)
-
-    def make() -> Any:
-        module = CallsPart(Linears(Holds))
-        for each in module.net.blocks:
-            each.part.compile(backend="aot_eager")
-        return module
-
-    equal(make, vectors())
-
-
 class CallsCompiled(Linears):
     """Compiled code calls compiled blocks."""
 
@@ -550,8 +465,47 @@ class CallsCompiled(Linears):
         return torch.compile(super().forward, backend="aot_eager")(x)
 
 
-def test_compiled_blocks_inside_a_compiled_function() -> None:
-    equal(compiled(lambda: Module(CallsCompiled(Block))), vectors())
+def parts_compiled(module: Module) -> Module:
+    for each in module.net.blocks:  # type: ignore[union-attr]
+        each.part.compile(backend="aot_eager")
+    return module
+
+
+SAME_GRAPHS: dict[str, Callable[[], Any]] = {
+    "adapters on a frozen base": compiled(lora),
+    "two graphs use a weight": compiled(of(TwiceInTwoGraphs)),  # the gradients of all runs were added up in 16 bits
+    "one graph in a loop": compiled(of(InALoop)),
+    # torch._weight_norm reads memory without a call of any function that a class could notice.
+    "weights under other names": compiled(of(OldWeightNorm)),
+    "a frozen weight is used twice": compiled(of(FrozenTwice)),
+    "dtype, shape and attributes": compiled(lambda: with_attribute(0.5)),
+}
+ANY_GRAPHS: dict[str, Callable[[], Any]] = {
+    ".data between graphs": compiled(of(Data)),
+    "code between two graphs": compiled(of(EagerInside)),
+    # Neither the hooks of its step nor those of its backward are compiled: dynamo failed in the engine's code.
+    "an optimizer steps in a forward": compiled(CASES["stepped-in-forward"].make),
+    "a block without autocast": compiled(lambda: Module(InFloat32(Block))),
+    "a master is on the device already": compiled(lambda: ReadBefore(Linears(Block))),
+    "a master was written on the device": lambda: parts_compiled(of(WritesBefore)()),
+    "a part is called from outside its layer": lambda: parts_compiled(CallsPart(Linears(Holds))),
+    "blocks inside a compiled function": compiled(lambda: Module(CallsCompiled(Block))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("name", SAME_GRAPHS)
+def test_equal_with_the_same_graphs(name: str) -> None:
+    both(SAME_GRAPHS[name], tokens() if name.startswith("adapters") else vectors(6))
+
+
+@pytest.mark.parametrize("name", ANY_GRAPHS)
+def test_equal_with_any_number_of_graphs(name: str) -> None:
+    batches = CASES["stepped-in-forward"].batches() if name.startswith("an optimizer") else vectors()
+    evaluated: dict[str, Any] = {"val": vectors(2), "max_epochs": 2} if "written" in name else {}
+    plain = fit(ANY_GRAPHS[name], batches, **MIXED, **evaluated)
+    forget()
+    assert_same(fit(ANY_GRAPHS[name], batches, superpipeline(k=1), **MIXED, **evaluated), plain)
 
 
 class Nested(nn.Module):
