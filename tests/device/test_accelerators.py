@@ -183,7 +183,7 @@ def test_where_torch_counts_nothing_there_is_no_budget_and_no_peak(xpu: Accelera
 
 
 def test_the_host_waits_without_spinning(xpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses, event = list[float](), mock.Mock(query=mock.Mock(side_effect=[False] * 6 + [True]))
+    pauses, event = list[float](), mock.Mock(query=mock.Mock(side_effect=[False] * 7 + [True]))
     monkeypatch.setattr("sp_lightning.device.accelerator.sleep", lambda pause: pauses.append(pause))
     xpu.synchronize(event, Wait.APPLY_AFTER_DRAIN)
     assert pauses == [20e-6, 40e-6, 80e-6, 160e-6, 200e-6, 200e-6]
