@@ -25,6 +25,7 @@ __all__ = [
     "load_mxfp4",
     "pack_experts",
     "rank_order_hook",
+    "stream",
 ]
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         compile_blocks,
     )
     from sp_lightning.activations.chunked_loss import chunk_loss
+    from sp_lightning.any_loop.stream import stream
     from sp_lightning.comparison.check import check
     from sp_lightning.comparison.dial import dial
     from sp_lightning.experts.mxfp4 import load_mxfp4

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 CAPABILITIES = {
     "activations": "offloads or recomputes activations, and cuts a loss into chunks",
+    "any_loop": "streams in loops without Lightning's Trainer (sp_lightning.stream)",
     "comparison": "compares a module with plain Lightning (sp_lightning.check, sp_lightning.dial)",
     "disk": "keeps optimizer state, weights and gradients on a disk",
     "experts": "uploads only the experts and embedding rows that a batch uses",
@@ -75,6 +76,7 @@ PUBLIC = {
     "load_mxfp4": "experts.mxfp4",
     "pack_experts": "experts.packed_stacks",
     "rank_order_hook": "ranks.rank_order",
+    "stream": "any_loop.stream",
 }
 """The public names of ``sp_lightning`` that capabilities have, and the file of each."""
 

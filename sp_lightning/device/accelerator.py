@@ -29,6 +29,11 @@ _CONTEXT = 2**30
 """More bytes than this process's context takes beside torch's allocator."""
 
 
+def present_device() -> torch.device:
+    """Returns the accelerator of this machine; the CPU if there is none."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
 class Accelerator(Device):
     """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 

@@ -153,7 +153,7 @@ class Backward:
             if self._closed:
                 raise RuntimeError(
                     "backward was called on a graph of a run that is over: its weights are not on the GPU any more. "
-                    "Call it before trainer.fit (validate, test, predict) returns."
+                    "Call it before trainer.fit (validate, test, predict) returns, or before the stream ends."
                 )
             if task in self._failed:
                 # Usually user code does not get this error, because autograd raises only the first error of a graph task.

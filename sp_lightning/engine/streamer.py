@@ -281,6 +281,16 @@ class Streamer:
             self._step.begin(phase, kind, quiet=quiet)
 
     @property
+    def in_step(self) -> bool:
+        """True if a step runs."""
+        return self._step.running
+
+    @property
+    def in_backward(self) -> bool:
+        """True if a backward runs."""
+        return bool(self._backward.tasks)
+
+    @property
     def uploaded_again(self) -> Sequence[StreamedLayer]:
         """The layers that the running step, or the last one, uploads again, because user code has touched their weights."""
         return [each for each in self._step.uploaded_again or () if not each.on_demand]

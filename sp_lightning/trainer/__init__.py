@@ -11,9 +11,9 @@ the closure:
 ==  ===========================  ===========================================================================================
     Lightning or torch calls     what happens
 ==  ===========================  ===========================================================================================
-1   on_train_batch_start         ``loops._batch_starts``: runs deferred signals. ``Run.renew`` adapts the engine to a changed
-                                 module. If a hook may have written weights: ``Streamer.invalidate``. The tuner may change k, k'
-                                 and modes of activations. If no code can write weights before row 4:
+1   on_train_batch_start         ``loops._batch_starts`` runs deferred signals. ``Run.batch_starts`` adapts the engine to a
+                                 changed module. If a hook may have written weights: ``Streamer.invalidate``. The tuner may
+                                 change k, k' and modes of activations. If no code can write weights before row 4:
                                  ``Streamer.prefetch_for``.
 2   optimizer_step               ``OptimizerSteps.run``: replaces the precision plugin's clipping, and calls Lightning's step with
                                  a closure that calls Lightning's closure.
@@ -22,7 +22,7 @@ the closure:
                                  the host, and waits for updates if torch's code will write weights itself. ``before`` also wraps
                                  the closure. The wrapped closure begins with ``Updating.resume``, and ends with
                                  ``Updating.before``.
-4   training_step                ``loops._step``: ``Streamer.begin`` puts device parameters into the modules, the forward runs in
+4   training_step                ``Run.step``: ``Streamer.begin`` puts device parameters into the modules, the forward runs in
                                  ``Streamer.saving``, and ``Streamer.await_backward`` makes the step end with its backward.
 5   optimizer_zero_grad          The strategy is not called. If a user's hook runs, modules hold host parameters (*seen*).
 6   pre_backward, post_backward  ``Streamer.announce_backward``, then autograd calls the engine, which ends its step with the
@@ -43,9 +43,10 @@ the closure:
 
 - A batch whose gradients are only accumulated has no rows 2, 3, 7, 8 and 9: Lightning calls the closure directly.
 - In manual optimization, the training step of row 4 calls ``manual_backward`` (row 6) and ``optimizer.step`` (rows 2, 3 and 7 to
-  9, with an empty closure and without clipping). ``Step.pause`` shows host parameters after each backward. ``loops._step`` ends
+  9, with an empty closure and without clipping). ``Step.pause`` shows host parameters after each backward. ``Run.step`` ends
   the engine's step.
-- Validation, test and prediction have ``loops._step`` only, which calls ``_batch_starts`` and ends the engine's step.
+- Validation, test and prediction have ``loops._step`` only. It calls ``Run.batch_starts`` and ``Run.step``, which ends the
+  engine's step.
 - Steps that Lightning does not call (a user's own optimizer) have rows 3, 8 and 9: torch's hooks see all optimizers.
 
 **Set-up and teardown**, in order:

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,7 +23,7 @@ from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.ledger import Ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.update_policy import UpdatePolicy
-from sp_lightning.trainer.compat import last_checkpoint, skips_backward
+from sp_lightning.trainer.compat import last_checkpoint
 from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.options import Options, autocast_dtype
 from sp_lightning.trainer.run import Results, Run
@@ -198,7 +199,7 @@ class LoopStrategy(ReadableStrategy):
         autocast = autocast_dtype(self.precision_plugin)
         self._group.check_model(module, options, self.precision_plugin)
         trains = module.trainer.state.fn == TrainerFn.FITTING
-        self._run = Run(module, options, self.root_device, autocast, self._group, self.log, trains)
+        self._run = Run(module, options, self.root_device, autocast, self._group, self.log, trains, module.trainer)
         self._group.send_buffers(module)
         self._loop_begun = False
 
@@ -230,7 +231,7 @@ class LoopStrategy(ReadableStrategy):
 
     def on_train_start(self) -> None:
         if self._run is not None:
-            self._group.check_batches(self._run.module.trainer)
+            self._group.check_batches(self._run.trainer)
         self._loop_begins("train")
 
     def on_train_end(self) -> None:
@@ -321,14 +322,7 @@ class LoopStrategy(ReadableStrategy):
         return self._step("predict", super().predict_step, *args, **kwargs)
 
     def _step(self, phase: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs Lightning's step of a batch, with the engine streaming layers.
-
-        The engine's step ends
-
-        - with the backward, in training with automatic optimization: this runs in the closure of an optimizer's step, and
-          Lightning calls backward next;
-        - in this method otherwise: in other loops, in manual optimization, and if the batch is skipped (no loss, or no backward);
-        - in ``Run.whole_after_failure`` after an error: the module has the host parameters, for code that catches the error.
+        """Runs Lightning's step of a batch, with the engine streaming layers (:meth:`Run.step`).
 
         If user code calls this outside of a run, the step runs with the weights in host memory.
 
@@ -339,8 +333,6 @@ class LoopStrategy(ReadableStrategy):
             kwargs: its other arguments.
 
         Raises:
-            torch.OutOfMemoryError: device memory does not suffice. From now on the window is smaller, if k and k' allow it. The
-                error has a note about options that use less memory.
             RuntimeError: outside of a run, only some weights have the values of the last step.
         """
         run = self._run
@@ -348,31 +340,9 @@ class LoopStrategy(ReadableStrategy):
             self._refuse_partially_updated()
             return step(*args, **kwargs)  # outside of a run: the weights are in host memory
         training = phase == "train"
-        manual = training and not run.module.automatic_optimization
-        automatic = training and not manual
         if not training:  # in training, ``on_train_batch_start`` has called it
             self._batch_starts(run, phase, args)
-        run.step_begins()
-        streamer, hooks = run.engine, run.hooks
-        # In automatic optimization, an optimizer's step may be running, whose closure calls this method.
-        if not automatic:
-            run.steps.forget_running_steps()
-        with run.whole_after_failure(make_room=True):
-            streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
-            if not training:
-                run.note_uploaded_again(phase)
-            with streamer.saving():
-                output = step(*args, **kwargs)
-                if automatic:
-                    run.steps.forget_freed()
-                if automatic and output is not None and not skips_backward(run.module.trainer):
-                    # A hook before or at zero_grad may read the last step's gradients, which only host parameters have.
-                    streamer.await_backward(seen=hooks.may_write_weights("zero_grad"))
-                else:
-                    # After the last batch of a validation within training, hooks of training run before the engine's next step.
-                    follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")
-                    streamer.end(writes_follow=follows)
-                return output
+        return run.step(phase, partial(step, *args, **kwargs), ends_with_backward=training and run.automatic)
 
     def _refuse_partially_updated(self) -> None:
         """Raises a RuntimeError if only some weights have the values of the last step. Called before user code gets weights.
@@ -406,20 +376,11 @@ class LoopStrategy(ReadableStrategy):
         self._signals.run_deferred()
         self._signals.install(self._is_torn)  # user code may have set handlers
         try:
-            run.renew()
+            run.batch_starts(phase, batch)
         except BaseException:
             if run.streamer is None:  # building the engine again has failed
                 self._close()
             raise
-        if phase == "train":
-            run.training_batch_begins()
-        if phase == "train" and run.hooks.may_write_weights("train"):  # other loops: `quiet` in `_step`
-            run.engine.invalidate()
-        if (phase == "train") == run.trains:  # not for validation within training, which the tuner does not measure
-            stay = run.engine.plan.stay
-            run.tuner.batch_starts(batch, run.steps.overlap)
-            if run.engine.plan.stay != stay:  # layers that stay on the GPU step there
-                run.steps.decide_again()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)

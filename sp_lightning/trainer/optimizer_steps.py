@@ -59,6 +59,7 @@ class SteppedRun(Protocol):
 
     module: pl.LightningModule
     trains: bool
+    trainer: Any
     group: Group
     placement: Placement
     hooks: UserHooks
@@ -67,6 +68,9 @@ class SteppedRun(Protocol):
     @property
     def engine(self) -> Streamer:
         """The present engine. During a run, it may be replaced by a new one."""
+
+    @property
+    def automatic(self) -> bool: ...
 
     @property
     def steps_on_device(self) -> bool: ...
@@ -110,7 +114,7 @@ class OptimizerSteps:
         self._options = options
         self._log = log
         self._layerwise: dict[Optimizer, LayerwiseStep] = {}  # the steps that are divided into layers
-        self._trainer: Any = run.module.trainer
+        self._trainer = run.trainer
         self._whole_steps = run.group.steps(lambda: run.engine)  # all other steps
         self.state: StateStore = IN_MEMORY
         self._facts = UpdateFacts()
@@ -121,7 +125,13 @@ class OptimizerSteps:
         self._bits = registry.gpu_bits(None)
         self._none_stay = ""  # the reason why gpu_layers="auto" keeps no layer on the device
         self._place = step_place()(lambda: run.engine.device, self._count_as)  # chooses for optimizer_on="auto"
-        self._step_hooks = StepHooks(lambda: run.streamer, run.module, self._may_fuse_whole_step, self._leave_gpu)
+        self._step_hooks = StepHooks(
+            lambda: run.streamer,
+            run.module,
+            self._may_fuse_whole_step,
+            self._leave_gpu,
+            getattr(run.trainer, "refuse_other", None),
+        )
         self._tried = False  # True after the trial (see the docstring of the class)
         # A use of a layer by backward after the layer's gradients were complete, which the trial has found.
         self._needed = ""
@@ -144,6 +154,11 @@ class OptimizerSteps:
         self.state = IN_MEMORY  # the files of a store on the disk exist only during the run
 
     # ------------------------------------------------------------------ how steps run
+
+    @property
+    def running(self) -> bool:
+        """True while an optimizer steps, also while its closure runs."""
+        return self._running > 0
 
     @property
     def overlap(self) -> Overlap:
@@ -552,7 +567,7 @@ class OptimizerSteps:
         if self.policy is None:
             return []
         mixed = bool(self._run.engine.plan.stay)
-        return self._bits.sentences(automatic=self._run.module.automatic_optimization, mixed=mixed)
+        return self._bits.sentences(automatic=self._run.automatic, mixed=mixed)
 
     # ------------------------------------------------------------------ a step
 
@@ -594,9 +609,9 @@ class OptimizerSteps:
 
         self.state.step_begins(self._run.placement)
         outer = self._step_hooks.deferring, self._in_own_code  # an optimizer may step inside another one's closure
-        # In manual optimization, user code may catch an out-of-memory error of this step. If it does not, `LoopStrategy._step`,
+        # In manual optimization, user code may catch an out-of-memory error of this step. If it does not, `Run.step`,
         # inside of which this step runs, shrinks the window.
-        make_room = self._run.trains and self._run.module.automatic_optimization
+        make_room = self._run.trains and self._run.automatic
         self._counted = None
         self._running += 1
         try:

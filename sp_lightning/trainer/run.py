@@ -1,13 +1,14 @@
 """One run: its engine and the steps of its optimizers.
 
 The engine is built at set-up, built again if user code has exchanged parameters, and closed at the end. A run does not know its
-strategy: it only gets the module, the options, the device and a logger.
+strategy: it only gets the module, the options, the device, a logger and the trainer. A loop without Lightning calls the same
+methods, and :class:`~sp_lightning.trainer.any_loop.UserLoop` stands in for the trainer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,7 +50,7 @@ from sp_lightning.plan.units import human_bytes
 from sp_lightning.plan.window import Window, about_others
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.torch_compat.private import compiled_graphs
-from sp_lightning.trainer.compat import last_checkpoint, note_device
+from sp_lightning.trainer.compat import last_checkpoint, note_device, skips_backward
 from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
@@ -101,6 +102,7 @@ class Run:
         group: the processes that train the module together.
         log: the logger for the user's messages.
         trains: True if optimizers will step the module's parameters.
+        trainer: has the facts about the loop: optimizers, hooks, clipping.
 
     Raises:
         ValueError: the model or the options are not supported, or the model does not fit into the GPU memory of the run.
@@ -111,6 +113,7 @@ class Run:
         module: as the argument.
         group: as the argument.
         trains: as the argument.
+        trainer: as the argument.
         streamer: the engine; None when the run is over.
         hooks: finds the points at which user code could read or write weights.
         steps: the steps of the optimizers.
@@ -127,8 +130,10 @@ class Run:
         group: Group,
         log: logging.Logger,
         trains: bool,
+        trainer: Any,
     ) -> None:
         self.module = module
+        self.trainer = trainer
         self.trains = trains
         self.placement = ONE_DEVICE
         self._options = options
@@ -158,7 +163,7 @@ class Run:
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
         self.tuner: BaseTuner
-        self.hooks = UserHooks(module)
+        self.hooks = UserHooks(trainer)
         self._recompiles = Recompiles()
         self._batches_uploaded_again = 0
         self.steps = OptimizerSteps(self, options, log)
@@ -176,10 +181,10 @@ class Run:
         assert self.streamer is not None
         return self.streamer
 
-    def training_batch_begins(self) -> None:
-        """Logs a line if blocks are compiled again and again."""
-        if line := self._recompiles.batch_begins(compiled_graphs()):
-            say_once(self._log, line)
+    @property
+    def automatic(self) -> bool:
+        """True if Lightning calls backward and the optimizers (automatic optimization)."""
+        return bool(self.trainer.lightning_module.automatic_optimization)
 
     def note_uploaded_again(self, phase: str) -> None:
         """Logs a line, once, if user code makes layers be uploaded again in several batches. Called when a step has begun.
@@ -191,12 +196,75 @@ class Run:
         self._batches_uploaded_again += bool(layers)
         if layers and self._batches_uploaded_again == 2:  # the first time may be the only one
             nbytes = human_bytes(sum(layer.planned.nbytes for layer in layers))
-            names = ", ".join(hooks_of_users(self.module.trainer, phase)) or "no hook of a batch"
+            names = ", ".join(hooks_of_users(self.trainer, phase)) or "no hook of a batch"
             self._log.info(
                 f"Superpipeline uploads {nbytes} of weights again in each batch of {phase!r}: code between batches ({names}) "
                 "writes them, or has their memory (.data, .detach(), state_dict()). Code that only calls p.norm(), p.sum() or "
                 "p.clone() makes no layer be uploaded again."
             )
+
+    # ------------------------------------------------------------------ batches
+
+    def batch_starts(self, phase: str, batch: Any) -> None:
+        """Adapts the engine to changes of the module since the last batch, and lets the tuner change k, k' and activations.
+
+        Args:
+            phase: the loop: "train", "validate", "test" or "predict".
+            batch: the batch, whose size the tuner compares with earlier batches.
+        """
+        self.renew()
+        if phase == "train":
+            if line := self._recompiles.batch_begins(compiled_graphs()):
+                say_once(self._log, line)
+            if self.hooks.may_write_weights("train"):  # other loops: `quiet` in :meth:`step`
+                self.engine.invalidate()
+        if (phase == "train") == self.trains:  # not for validation within training, which the tuner does not measure
+            stay = self.engine.plan.stay
+            self.tuner.batch_starts(batch, self.steps.overlap)
+            if self.engine.plan.stay != stay:  # layers that stay on the GPU step there
+                self.steps.decide_again()
+
+    def step(self, phase: str, user_code: Callable[[], Any], *, ends_with_backward: bool) -> Any:
+        """Runs the user's code of a batch, with the engine streaming layers.
+
+        The engine's step ends
+
+        - with the backward, if ``ends_with_backward``: user code or Lightning calls backward next;
+        - in this method otherwise: in loops without training, in Lightning's manual optimization, and if the batch is skipped (no
+          loss, or no backward);
+        - in :meth:`whole_after_failure` after an error: the module has the host parameters, for code that catches the error.
+
+        Args:
+            phase: the loop: "train", "validate", "test" or "predict".
+            user_code: the code. It returns None if no backward follows.
+            ends_with_backward: True if a backward follows the user's code.
+
+        Raises:
+            torch.OutOfMemoryError: device memory does not suffice. From now on the window is smaller, if k and k' allow it. The
+                error has a note about options that use less memory.
+        """
+        training = phase == "train"
+        self.step_begins()
+        streamer, hooks = self.engine, self.hooks
+        if not ends_with_backward:  # otherwise an optimizer's step may be running, whose closure calls this method
+            self.steps.forget_running_steps()
+        with self.whole_after_failure(make_room=True):
+            manual = training and not ends_with_backward
+            streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
+            if not training:
+                self.note_uploaded_again(phase)
+            with streamer.saving():
+                output = user_code()
+                if ends_with_backward:
+                    self.steps.forget_freed()
+                if ends_with_backward and output is not None and not skips_backward(self.trainer):
+                    # A hook before or at zero_grad may read the last step's gradients, which only host parameters have.
+                    streamer.await_backward(seen=hooks.may_write_weights("zero_grad"))
+                else:
+                    # After the last batch of a validation within training, hooks of training run before the engine's next step.
+                    follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")
+                    streamer.end(writes_follow=follows)
+                return output
 
     # ------------------------------------------------------------------ results for users
 
@@ -367,7 +435,7 @@ class Run:
             return self._scope.placement
         if self._options.disk is None:
             return ONE_DEVICE
-        accumulate = self.module.trainer.accumulate_grad_batches if self.trains else 0
+        accumulate = self.trainer.accumulate_grad_batches if self.trains else 0
         return registry.placement_on_disk(found, plan, self._options, self._device, accumulate=accumulate)
 
     def _find_and_plan(self, device: Device) -> tuple[Found, Plan]:
@@ -469,7 +537,7 @@ class Run:
         if self._must_send_buffers:
             self.group.send_buffers(self.module)
         # In manual optimization, Lightning's ddp sends buffers once: no backward that sums gradients follows within its forward.
-        self._must_send_buffers = self.trains and torch.is_grad_enabled() and self.module.automatic_optimization
+        self._must_send_buffers = self.trains and torch.is_grad_enabled() and self.automatic
 
     @contextmanager
     def whole_after_failure(self, *, make_room: bool = False) -> Generator[None, None, None]:
@@ -497,7 +565,7 @@ class Run:
             if (explained := in_our_words(error)) is not None:
                 raise RuntimeError(explained) from error
             partly = self.engine.updates.partially_updated
-            note(error, partly, last_checkpoint(self.module.trainer) if partly else None)
+            note(error, partly, last_checkpoint(self.trainer) if partly else None)
             if make_room and isinstance(error, torch.OutOfMemoryError) and "made_room" not in vars(error):
                 vars(error)["made_room"] = (
                     True  # only once: the same error may leave two such contexts, the optimizer step's and the batch's

@@ -60,6 +60,7 @@ class StepHooks:
         module: the run's module.
         fuse: returns True for an optimizer whose groups run fused if the user has set neither ``fused`` nor ``foreach``.
         leave_gpu: makes the CPU step all layers from now on, for a reason, if ``"auto"`` has chosen the GPU; else returns False.
+        refuse_other: raises an error for an optimizer that must not step the run's weights; None if each optimizer may.
 
     Attributes:
         deferring: the optimizer whose running step only submits updates, with the object that submits them; None if no such step
@@ -72,11 +73,13 @@ class StepHooks:
         module: nn.Module,
         fuse: Callable[[Optimizer], bool],
         leave_gpu: Callable[[str], bool],
+        refuse_other: Callable[[Optimizer], None] | None = None,
     ) -> None:
         self._engine_or_none = engine
         self._module = module
         self._fuse = fuse
         self._leave_gpu = leave_gpu
+        self._refuse_other = refuse_other
         self.deferring: tuple[Optimizer, LayerwiseStep] | None = None
         self._begun = 0.0  # the time at which the running step began, or continued after its closure
         self._in_closure: Optimizer | None = None  # the optimizer whose closure runs, called by torch's step
@@ -138,6 +141,9 @@ class StepHooks:
         """
         if updates_here() or self._is_elsewhere(optimizer):
             return None
+        # An optimizer may call the step of another one that it wraps.
+        if self._refuse_other and not self._stepping and any(_is_ours(p, self._engine) for p in _parameters(optimizer)):
+            self._refuse_other(optimizer)
         if self._engine.updating.stepper.steps_all:
             self._refuse_without_gpu(optimizer, args, kwargs)
         self._stepping.append(optimizer)

@@ -72,11 +72,11 @@ class UserHooks:
     """The points of a run at which user code could write weights. Results are cached until the next loop starts.
 
     Args:
-        module: the LightningModule. Its trainer's callbacks may change between loops.
+        trainer: the trainer, whose callbacks may change between loops.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._answers: dict[str, bool] = {}
         self._last_phase = ""
 
@@ -88,7 +88,7 @@ class UserHooks:
     def may_write_weights(self, point: str) -> bool:
         """Returns True if a user's hook runs at a point of :data:`_HOOKS`: it could read gradients, or write weights."""
         if point not in self._answers:
-            self._answers[point] = bool(hooks_of_users(self._module.trainer, point))
+            self._answers[point] = bool(hooks_of_users(self._trainer, point))
         return self._answers[point]
 
     def may_write_before_training_step(self) -> bool:
@@ -97,10 +97,8 @@ class UserHooks:
         In automatic optimization, the optimizer's step runs in between: its closure calls the training step.
         """
         if _BEFORE_STEP not in self._answers:
-            unsafe = not all(map(calls_closure_first, self._module.trainer.optimizers)) or self.may_write_weights(
-                "optimizer"
-            )
-            self._answers[_BEFORE_STEP] = self._module.automatic_optimization and unsafe
+            unsafe = not all(map(calls_closure_first, self._trainer.optimizers)) or self.may_write_weights("optimizer")
+            self._answers[_BEFORE_STEP] = self._trainer.lightning_module.automatic_optimization and unsafe
         return self._answers[_BEFORE_STEP]
 
     def may_have_written(self, phase: str) -> bool:
@@ -114,7 +112,7 @@ class UserHooks:
         """
         first = phase != self._last_phase
         self._last_phase = phase
-        if phase == "train":  # for earlier hooks, ``loops._batch_starts`` has marked the copies as out of date
+        if phase == "train":  # for earlier hooks, ``Run.batch_starts`` has marked the copies as out of date
             return self.may_write_before_training_step()
         return first or self.may_write_weights(phase)
 
@@ -145,6 +143,8 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
         trainer: the trainer, with its current module, data module and callbacks.
         points: the points. The result has their hooks in this order.
     """
+    if (code_at := getattr(trainer, "code_at", None)) is not None:  # a loop without a Trainer
+        return [name for point in points for name in code_at(point)]
     owners: list[tuple[object, type]] = [(trainer.lightning_module, pl.LightningModule)]
     if trainer.datamodule is not None:
         owners.append((trainer.datamodule, pl.LightningDataModule))

@@ -62,6 +62,7 @@ FOLDERS = RAISE.format(
 
 ASKED_FOR: dict[str, tuple[str, str]] = {
     "activations": (FIT.format(options='activations="recompute"', devices=1), MISSING),
+    "any_loop": ("import sp_lightning; sp_lightning.stream", MISSING),
     "comparison": ("import sp_lightning; sp_lightning.check", MISSING),
     "disk": (HOST_MEMORY + FIT.format(options='disk="."', devices=1), MISSING),
     "experts": (FIT.format(options="k=1", devices=1), "works"),

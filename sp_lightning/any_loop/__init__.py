@@ -1,0 +1,8 @@
+"""Capability: streams a module in a loop without Lightning's Trainer.
+
+- ``stream`` translates the events of any loop (a call of the root module, a backward, an optimizer's step) into the calls of a
+  :class:`~sp_lightning.trainer.run.Run`, which the strategy makes for Lightning's events.
+- ``user_loop`` has the facts about such a loop, in place of a Trainer.
+
+**Without this folder**, ``sp_lightning.stream`` is an error.
+"""

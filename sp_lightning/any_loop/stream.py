@@ -1,0 +1,303 @@
+"""``sp_lightning.stream``: streams a module in any loop."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.any_loop.user_loop import UserLoop
+from sp_lightning.device.accelerator import present_device
+from sp_lightning.device.closing import close_all
+from sp_lightning.observe.stats import Stats
+from sp_lightning.plan.plan import Plan
+from sp_lightning.torch_compat.around_calls import release, surround
+from sp_lightning.torch_compat.patched import Patch, in_place_of
+from sp_lightning.torch_compat.private import trace_only_inlined, tree_leaves
+from sp_lightning.trainer.group import ALONE
+from sp_lightning.trainer.run import Run, move_to_device
+from sp_lightning.trainer.strategy import SuperpipelineStrategy
+from sp_lightning.updates.scaler import HostGradScaler
+
+_OF_LIGHTNING = {
+    "accelerator", "callback", "checkpoint_io", "disk", "load_weights_from", "precision_plugin", "save_distributed_checkpoint",
+    "save_frozen",
+}  # fmt: skip
+"""Options of the strategy that concern Lightning's Trainer or its checkpoints."""
+
+
+def stream(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    autocast: torch.dtype | None = None,
+    only_steps_write: bool = False,
+    **options: Any,
+) -> Stream:
+    """Streams a module in a loop of your own: its layers are copied to the GPU while they run.
+
+    ::
+
+        optimizer = torch.optim.AdamW(model.parameters())
+        with sp_lightning.stream(model, optimizer, gpu_memory="8GiB"):
+            for batch in batches:
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Results are bitwise those of the same loop without this line, under the same conditions as for
+    :class:`~sp_lightning.SuperpipelineStrategy`. A training step begins with a call of ``model`` while gradients are enabled,
+    and ends with the next backward. Several calls before a backward are one step. Other calls are steps without a backward. At
+    all other times the module has its ordinary parameters, on the CPU, with their gradients. All other code uses these: clipping,
+    state dictionaries, schedulers, ``GradScaler``.
+
+    Args:
+        model: the root module, on the CPU. Do not move it to the GPU.
+        optimizer: the optimizer of the loop, or all of them; none for a loop that trains nothing.
+        autocast: the dtype of the ``torch.autocast`` in which the loop calls the module. 16-bit copies of the weights are then
+            uploaded, half the bytes. Results do not depend on it.
+        only_steps_write: your word that between a backward and the next forward only ``optimizer.step`` writes weights. The next
+            step's first layers are then uploaded as soon as they are updated.
+        options: options of :class:`~sp_lightning.SuperpipelineStrategy`, without those for checkpoints and disks. For example,
+            ``optimizer_overlap="forward"`` runs updates layer by layer while the next forward runs.
+
+    Returns:
+        The stream, a context that ends it. Without ``with``, call its ``close()``.
+
+    Raises:
+        TypeError: an option is unknown, or belongs to Lightning's Trainer.
+        ValueError: a weight is not on the CPU, or belongs to another stream; there are several processes; an option is not
+            possible in such a loop; or the model does not fit.
+        MemoryError: the host has too little memory.
+    """
+    if wrong := sorted(_OF_LIGHTNING & set(options)):
+        raise TypeError(f"stream() has no option {wrong[0]!r}, which belongs to Lightning's Trainer. Leave it out.")
+    together = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if together and (processes := torch.distributed.get_world_size()) > 1:
+        raise ValueError(
+            f"stream() was called in one of {processes} processes. Expected one, because it shares no gradients. Start one "
+            "process, or use Lightning's Trainer: Trainer(strategy=SuperpipelineStrategy(), devices=…)."
+        )
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(
+                f"{name!r} is on {parameter.device}. Expected all weights on the CPU, from where they are streamed. Leave out "
+                "model.to(device), or call model.cpu() before the optimizer is made."
+            )
+        if any(id(parameter) in other.weights for other in _open):
+            raise ValueError(
+                f"{name!r} is streamed already: two streams would move it. Expected one stream for each weight. Close the first: "
+                "stream.close()."
+            )
+    strategy = SuperpipelineStrategy(**options)
+    device = present_device() if options.get("device") is None else strategy.root_device
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    loop = UserLoop(model, optimizers, device, only_steps_write=only_steps_write)
+    return Stream(
+        Run(model, strategy._options, device, autocast, ALONE, strategy.log, bool(optimizers), loop)  # type: ignore[arg-type]
+    )
+
+
+class Stream:
+    """A module that is streamed in a loop of the user. :func:`stream` makes it.
+
+    Args:
+        run: the run of the module. Its trainer is a :class:`~sp_lightning.any_loop.user_loop.UserLoop`.
+
+    Attributes:
+        weights: the ``id`` of each parameter.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._module: nn.Module = run.module
+        self._loop: UserLoop = run.trainer
+        self.weights = {id(parameter) for parameter in self._module.parameters()}
+        self._inside = False  # True while a call of the root runs
+        self._graphs: list[weakref.ref[_Awaited]] = []  # of the running step's outputs
+        self._replaced = ExitStack()
+        _open.append(self)
+        try:
+            self._surround()
+            if run.trains:
+                state = run.steps.begin()
+                run.reserve_host_memory({"for gradients": _gradients(run), "for the optimizer's state": state})
+            for each in self._loop.optimizers:
+                step = MethodType(_replacing(each.step, self._step), each)
+                self._replaced.enter_context(in_place_of(each, {"step": step}))
+            _scaler_patch.install()
+            _unscale_patch.install()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the stream: waits for all updates. The module is then an ordinary module on the CPU. May be called again.
+
+        Graphs of earlier forwards cannot run backward any more.
+
+        Raises:
+            BaseException: an update has failed. The stream has ended nevertheless.
+        """
+        if self not in _open:
+            return
+        _open.remove(self)
+        if not _open:
+            _scaler_patch.remove()
+            _unscale_patch.remove()
+        release(self._module, self)
+        run = self._run
+        found = None if run.streamer is None else run.streamer.found
+        close_all(
+            *([run.finish_updates] if found is not None and sys.exception() is None else []),
+            self._replaced.close,
+            run.close,
+            *([partial(move_to_device, self._module, found, (), torch.device("cpu"))] if found is not None else []),
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The plan: layers, k, k', memory. Also after the end."""
+        return self._run.results.plan
+
+    def stats(self) -> Stats:
+        """Returns the counters. Also after the end."""
+        return self._run.results.stats
+
+    # ------------------------------------------------------------------ a call of the root
+
+    def _surround(self) -> None:
+        """Puts this object around all calls of the root, outside of the engine's own function."""
+        release(self._module, self)
+        surround(self._module, self)
+        self._engine = self._run.engine
+
+    @trace_only_inlined
+    def __call__(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call of the root as a step, or as part of the running step. Calls within it, and in backward, are no steps."""
+        run = self._run
+        if self._inside or run.is_foreign or run.engine.in_backward:
+            return call(module, *args, **kwargs)
+        self._inside = True
+        try:
+            # The module is called anew, because the engine may be built again before.
+            return self._call(partial(module, *args, **kwargs), (args, kwargs))
+        finally:
+            self._inside = False
+
+    def _call(self, forward: Callable[[], Any], batch: Any) -> Any:
+        run, engine = self._run, self._run.engine
+        if engine.in_step and not any(each() for each in self._graphs):
+            engine.end(writes_follow=True)  # no graph is left, so no backward follows
+        if engine.in_step:
+            with run.whole_after_failure(make_room=True), engine.saving():
+                return self._await(forward())
+        self._graphs.clear()
+        training = run.trains and torch.is_grad_enabled()
+        phase = "train" if training else "predict"
+        if not run.steps.running:  # otherwise `_step` has called it, before the closure
+            self._batch_starts(phase, batch)
+        output = run.step(phase, forward, ends_with_backward=training)
+        return self._await(output) if training else output
+
+    def _await(self, output: Any) -> Any:
+        """Notes the graphs of an output: the running step ends with their backward, or when they are gone."""
+        tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+        awaited = _Awaited()
+        for tensor in tensors:
+            tensor.register_hook(awaited)
+        if tensors:
+            self._graphs.append(weakref.ref(awaited))
+        return output
+
+    def _batch_starts(self, phase: str, batch: Any) -> None:
+        run = self._run
+        try:
+            run.batch_starts(phase, batch)
+        except BaseException:
+            if run.streamer is None:  # building the engine again has failed
+                self.close()
+            raise
+        if run.engine is not self._engine:
+            self._surround()
+
+    # ------------------------------------------------------------------ an optimizer's step
+
+    def _step(self, own: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Runs an optimizer's step through the run's :class:`~sp_lightning.trainer.optimizer_steps.OptimizerSteps`.
+
+        Args:
+            own: the optimizer's step.
+            optimizer: the optimizer.
+            args, kwargs: the arguments of the step, perhaps a closure among them.
+        """
+        run = self._run
+        closure = next(filter(callable, (*args, *kwargs.values())), None)
+        if closure is not None and not run.steps.running:
+            self._batch_starts("train", ())
+
+        def step(closed: Callable[[], Any]) -> Any:
+            def given(argument: Any) -> Any:
+                return closed if argument is closure and closure is not None else argument
+
+            return own(*map(given, args), **{name: given(each) for name, each in kwargs.items()})
+
+        result = run.steps.run(optimizer, closure or _nothing, step, self._loop.precision_plugin)
+        if self._loop.only_steps_write and not run.engine.in_step and not run.steps.running:
+            with run.whole_after_failure():
+                run.engine.prefetch_for("train", training=True)
+        return result
+
+
+class _Awaited:
+    """A hook on the outputs of a call of the root. It does nothing, and their graph keeps it alive."""
+
+    def __call__(self, gradient: Tensor) -> None: ...
+
+
+def _nothing() -> None: ...
+
+
+def _gradients(run: Run) -> int:
+    ledger = run.steps.ledger
+    assert ledger is not None
+    return ledger.gradients
+
+
+def _replacing(own: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that calls ``step`` in place of an optimizer's own step."""
+
+    @wraps(own)
+    def replaced(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return step(own, optimizer, *args, **kwargs)
+
+    return replaced
+
+
+def _scaled(call: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives torch's ``GradScaler`` the class for gradients on the host, when it is first used with an optimizer of a stream."""
+    ours = any(optimizer is each for stream in _open for each in stream._loop.optimizers)
+    if ours and type(scaler).__module__.startswith("torch."):
+        scaler.__class__ = HostGradScaler
+    return call(scaler, optimizer, *args, **kwargs)
+
+
+_open: list[Stream] = []
+"""The streams that have not ended. This list keeps them alive."""
+_scaler_patch = Patch(torch.amp.GradScaler, "step", _scaled)
+_unscale_patch = Patch(torch.amp.GradScaler, "unscale_", _scaled)

@@ -1,0 +1,325 @@
+"""A plain loop with ``sp_lightning.stream`` has the bits of the same loop without it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from sp_lightning import stream
+from tests.equality.cases import CASES
+from tests.support.loops import Loop, assert_streams, compare
+from tests.support.models import Module, Stack, llama, tokens, vectors
+from tests.support.simdevice import simulated
+from tests.support.tiers import first
+
+# peft warns that these adapters cannot be merged.
+pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
+LOOPS = {
+    "plain": Loop(),
+    "clipping": Loop(clip=0.1),
+    "accumulation": Loop(accumulate=2),
+    "zero_grad between forward and backward": Loop(zero_first=True),
+    "a scheduler": Loop(schedule=True),
+    "evaluation after each step": Loop(evaluate=True),
+    "a closure": Loop(closure=True),
+    "a scaler": Loop(scale=True, clip=0.1),
+    "bfloat16": Loop(bf16=True),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops(name: str) -> None:
+    assert_streams(lambda: Module(Stack()), vectors(4), LOOPS[name], k=1)
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+@pytest.mark.parametrize("only_steps_write", [False, True])
+@pytest.mark.parametrize("name", first(LOOPS, "clipping", "evaluation after each step", why="more loops of the same"))
+def test_loops_on_an_asynchronous_device(name: str, only_steps_write: bool, overlap: Any) -> None:
+    """No copy and no update races with the loop's own code."""
+    make = lambda: Fused(Stack())  # noqa: E731
+    with simulated():
+        assert_streams(make, vectors(4), LOOPS[name], k=1, only_steps_write=only_steps_write, optimizer_overlap=overlap)
+
+
+class Fused(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+def test_autocast_uploads_casts() -> None:
+    assert_streams(lambda: Module(Stack()), vectors(4), LOOPS["bfloat16"], k=1, autocast=torch.bfloat16)
+
+
+BY_KIND = (
+    "llama-checkpoint-reentrant", "gpt2-tied", "vit", "lstm", "reused", "conditional", "frozen", "clamped-in-forward", "teacher",
+    "penalty-on-parameters", "autograd-grad", "sparse-embedding", "tied-apart", "experts/mixture", "rows/looked-up",
+    "transformer-encoder", "parameter-hooks", "quantised/int8",
+)  # fmt: skip
+LEFT_OUT = ("gan", "lbfgs", "target-network", "stepped-in-forward")
+"""Three optimize by hand. The last one has an optimizer that the stream is not given, which is an error."""
+
+
+@pytest.mark.parametrize(
+    "name", first([each for each in CASES if each not in LEFT_OUT], *BY_KIND, why="more of the same")
+)
+def test_cases(name: str) -> None:
+    case = CASES[name]
+    assert_streams(case.make, case.batches(), Loop(clip=None if "sparse" in name else 0.1), k=1, k_prime=1)
+
+
+# ---------------------------------------------------------------------- other orders of the same calls
+
+
+def two_forwards(net: nn.Module, optimizer: Any, x: Any) -> Any:
+    one, other = net(x).square().mean(), net(2 * x).mean()
+    one.backward()
+    other.backward()
+    optimizer.step()
+    return one
+
+
+def one_backward(net: nn.Module, optimizer: Any, x: Any) -> Any:
+    loss = net(x).square().mean() + net(2 * x).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def forward_without_backward(net: nn.Module, optimizer: Any, x: Any) -> Any:
+    validation = net(x).sum()
+    del validation
+    return two_forwards(net, optimizer, x)
+
+
+def reference_between(net: nn.Module, optimizer: Any, x: Any) -> Any:
+    """A forward without gradients between a forward and its backward, as in preference optimization."""
+    output = net(x)
+    with torch.no_grad():
+        reference = net(x + 1)
+    loss = (output - reference).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def retained(net: nn.Module, optimizer: Any, x: Any) -> Any:
+    loss = net(x).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def gradients_asked_for(net: nn.Module, optimizer: Any, x: Any) -> Any:
+    """``torch.autograd.grad`` with parameters of before the step."""
+    parameters = optimizer.param_groups[0]["params"]
+    loss = net(x).square().mean()
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    return loss
+
+
+def written(net: nn.Module, optimizer: Any, x: Any) -> Any:
+    """Weights are written through ``.data``, a copy and ``load_state_dict``, at each moment between two calls."""
+    for parameter in net.parameters():
+        parameter.data.mul_(0.9)
+    loss = net(x).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.01)
+    optimizer.step()
+    net.load_state_dict({name: value * 0.99 for name, value in net.state_dict().items()})
+    with torch.no_grad():
+        return net(x)
+
+
+def averaged(net: Any, optimizer: Any, x: Any) -> Any:
+    """A copy of the module in the middle of a step."""
+    output = net(x)
+    twin = copy.deepcopy(net)
+    loss = (output - twin(x).detach()).square().mean() + output.mean()
+    loss.backward()
+    optimizer.step()
+    return loss, dict(twin.state_dict())
+
+
+def thawed(net: Any, optimizer: Any, x: Any) -> Any:
+    net.head.requires_grad_(not net.head.weight.requires_grad)
+    return one_backward(net, optimizer, x)
+
+
+def exchanged(net: Any, optimizer: Any, x: Any) -> Any:
+    """A layer's weight is another parameter from now on, so that the engine is built again."""
+    net.head.weight = nn.Parameter(net.head.weight.detach() * 0.9)
+    optimizer.add_param_group({"params": [net.head.weight]})
+    return one_backward(net, optimizer, x)
+
+
+def caught(net: Any, optimizer: Any, x: Any) -> Any:
+    """Errors in forward and in backward, which the loop survives."""
+    with mock.patch.object(net.head, "forward", side_effect=KeyError), pytest.raises(KeyError):
+        net(x)
+    output = net(x)
+    output.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.sum().backward()
+    return one_backward(net, optimizer, x)
+
+
+ORDERS = (
+    two_forwards, one_backward, forward_without_backward, reference_between, retained, gradients_asked_for, written, averaged,
+    thawed, exchanged, caught,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_orders(order: Any, overlap: Any) -> None:
+    def train(streamed: Any) -> list[Any]:
+        net = Stack()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        with streamed(net, optimizer, k=1, optimizer_overlap=overlap):
+            found = []
+            for x in vectors(3):
+                found.append(order(net, optimizer, x))
+                optimizer.zero_grad()
+        return [found, dict(net.state_dict()), optimizer.state_dict()]
+
+    compare(train)
+
+
+def test_two_streams_in_one_backward() -> None:
+    """The generator's loss goes through the discriminator, which another optimizer and another stream has."""
+
+    def train(streamed: Any) -> list[Any]:
+        nets = [Stack(3), Stack(3)]
+        ours, theirs = (torch.optim.SGD(net.parameters(), lr=1e-2) for net in nets)
+        with streamed(nets[0], ours, k=1), streamed(nets[1], theirs, k=1):
+            for x in vectors(3):
+                nets[1](nets[0](x)).mean().backward()
+                ours.step()
+                theirs.zero_grad()
+                nets[1](nets[0](x).detach()).square().mean().backward()
+                theirs.step()
+                ours.zero_grad()
+        return [dict(net.state_dict()) for net in nets]
+
+    compare(train)
+
+
+def test_generation_between_steps() -> None:
+    def train(streamed: Any) -> list[Any]:
+        net: Any = llama(dropout=0.0).net
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        found = []
+        with streamed(net, optimizer, k=1):
+            for batch in tokens(2):
+                net.train()
+                net(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                net.eval()
+                found.append(net.generate(batch["input_ids"][:1], max_new_tokens=3, do_sample=True, pad_token_id=0))
+        return [found, dict(net.state_dict())]
+
+    compare(train)
+
+
+def test_inference_alone() -> None:
+    def predict(streamed: Any) -> Any:
+        net = Stack().eval()
+        with streamed(net, k=1), torch.no_grad():
+            return [net(x) for x in vectors(3)]
+
+    compare(predict)
+
+
+def test_a_forward_whose_graph_is_gone_ends_its_step() -> None:
+    net, optimizer = a_stream()
+    with stream(net, optimizer, k=1) as streamed:
+        net(vectors(1)[0])
+        assert streamed._run.engine.in_step
+        with torch.no_grad():
+            net(vectors(1)[0])
+        assert not streamed._run.engine.in_step
+
+
+# ---------------------------------------------------------------------- the end, and errors
+
+
+def a_stream() -> tuple[Stack, torch.optim.Optimizer]:
+    net = Stack(2)
+    return net, torch.optim.SGD(net.parameters(), lr=1e-2)
+
+
+def test_an_ordinary_module_after_an_error() -> None:
+    net, optimizer = a_stream()
+    own = optimizer.step
+    net.head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), stream(net, optimizer, k=1):
+        net(vectors(1)[0])
+    assert {type(parameter) for parameter in net.parameters()} == {nn.Parameter}
+    assert optimizer.step == own
+    assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"
+
+
+def test_a_weight_has_one_stream() -> None:
+    net, optimizer = a_stream()
+    with stream(net, optimizer, k=1), pytest.raises(ValueError, match=r"'weight' is streamed already.*stream\.close"):
+        stream(net.head)
+
+
+def test_another_optimizer() -> None:
+    net, optimizer = a_stream()
+    other = torch.optim.SGD(net.head.parameters(), lr=1.0)
+    with stream(net, optimizer, k=1):
+        net(vectors(1)[0]).sum().backward()
+        with pytest.raises(
+            RuntimeError, match=r"SGD steps weights of a stream, and was not given.*\[optimizer, other\]"
+        ):
+            other.step()
+
+
+def test_a_backward_after_the_end() -> None:
+    net, optimizer = a_stream()
+    with stream(net, optimizer, k=1) as streamed:
+        loss = net(vectors(1)[0]).sum()
+    streamed.close()  # again
+    with pytest.raises(RuntimeError, match="backward was called on a graph of a run that is over"):
+        loss.backward()
+
+
+def test_several_processes() -> None:
+    with (
+        mock.patch("torch.distributed.is_initialized", return_value=True),
+        mock.patch("torch.distributed.get_world_size", return_value=2),
+        pytest.raises(ValueError, match=r"in one of 2 processes.*Trainer\(strategy="),
+    ):
+        stream(Stack(2))
+
+
+def test_weights_elsewhere_and_options_of_the_trainer() -> None:
+    with pytest.raises(ValueError, match=r"'weight' is on meta.*Leave out model\.to"):
+        stream(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(TypeError, match="no option 'save_frozen', which belongs to Lightning's Trainer"):
+        stream(Stack(2), save_frozen=False)
+    with pytest.raises(TypeError, match="no option 'memory'"):
+        stream(Stack(2), memory="1GiB")
+
+
+def test_options_that_need_lightning() -> None:
+    net, optimizer = a_stream()
+    with pytest.raises(ValueError, match="optimization is manual"):
+        stream(net, optimizer, optimizer_overlap="backward")
+    with stream(net, optimizer, gpu_memory="1GiB") as streamed:
+        net(vectors(1)[0]).sum().backward()
+    assert streamed.plan.layers
+    assert streamed.stats().fetched_layers > 0
