@@ -49,7 +49,7 @@ def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
         given: the parsed arguments; None for the commands of Lightning's CLI, which parses ``arguments`` itself.
         arguments: the words of the command line.
     """
-    from sp_lightning.planner.arguments import Question, make_parser, separate
+    from sp_lightning.planner.arguments import Question, make_parser
 
     with needed_for(f"The command {arguments[0]}", can_leave_out=False):
         if given is None:
@@ -78,7 +78,7 @@ def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
             assert isinstance(given, Question)
             # Parsed again without defaults: the namespace then has only the arguments that the user gave.
             given.given = frozenset(vars(make_parser(usual=False).parse_args(arguments)))
-            plan_command.run_plan(separate(given))
+            plan_command.run_plan(given)
 
 
 if __name__ == "__main__":

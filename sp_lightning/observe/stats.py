@@ -222,7 +222,7 @@ def remedy(what: str, plan: Plan) -> str:
         "the host": "Use larger layers (layers=), or more tokens or images per batch",
         "several things at once": "Use more tokens or images per batch",
         "sums of gradients": "Use more tokens or images per batch",
-        "sums over nodes": "Use more tokens or images per batch, or a faster --network",
+        "sums over nodes": "Use more tokens or images per batch, or a faster network",
         "the disk": "Use more CPU memory, or more tokens or images per batch",
         "activations": "Recompute some of them, or use a larger gpu_memory",
         "optimizers' steps": f'{fewer_steps}. Adam, AdamW, SGD and Adagrad of torch can overlap (optimizer_overlap="forward")',

@@ -6,8 +6,10 @@ expected values and an example.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -59,7 +61,7 @@ def checked_count(option: str, value: Any) -> Count:
     """Returns an integer of at least 1, or ``"auto"``."""
     if value == "auto" and isinstance(value, str):
         return "auto"
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if not _is_whole(value):
         raise TypeError(
             f'{option} must be an integer (a number of layers) or "auto", found {value!r}. For example {option}=2.'
         )
@@ -68,12 +70,19 @@ def checked_count(option: str, value: Any) -> Count:
     return int(value)
 
 
+def _is_whole(value: Any) -> bool:
+    """Returns True for an integer of any type. Tensors with a fraction have an ``__index__``, too, which raises an error."""
+    with suppress(TypeError):
+        return not isinstance(value, bool) and operator.index(value) is not None
+    return False
+
+
 def checked_share(option: str, value: Any) -> Share:
     """Returns a number of layers (an integer of at least 0), a share of them (a float of at most 1), or ``"auto"``."""
     if isinstance(value, str) and value == "auto":
         return "auto"
     wanted = f'{option} must be a number of layers (8), a share of them (0.5) or "auto", found {value!r}.'
-    whole = hasattr(value, "__index__") and not isinstance(value, bool)
+    whole = _is_whole(value)
     if not (whole or isinstance(value, float)):
         raise TypeError(f"{wanted} For example {option}=8.")
     if not value >= 0 or (not whole and value > 1):

@@ -11,7 +11,7 @@ from typing import Any
 
 from sp_lightning.plan.choices import Modes
 from sp_lightning.plan.plan import Plan
-from sp_lightning.planner.arguments import AskedOverlap, Place, Question, changed, contradictions
+from sp_lightning.planner.arguments import AskedOverlap, Place, Question, contradictions
 from sp_lightning.planner.estimate import Estimate
 from sp_lightning.planner.host import HostMemory, beside, on_device
 from sp_lightning.tuning.choices import SAME
@@ -74,15 +74,15 @@ class Answer:
 
     @property
     def fits_plain(self) -> bool:
-        """True if plain Lightning is known to fit into device memory. False without a limit, or with unknown activations."""
+        """True if plain Lightning is known to fit into device memory. False without a limit."""
         limit = self.question.gpu_memory
-        return limit is not None and not self.estimate.why_guessed and self.estimate.plain_bytes <= limit
+        return limit is not None and self.estimate.plain_bytes <= limit
 
     @property
     def fits_checkpointed(self) -> bool:
         """As :attr:`fits_plain`, for plain Lightning with activation checkpointing in each layer."""
         limit = self.question.gpu_memory
-        return limit is not None and not self.estimate.why_guessed and self.estimate.checkpointed_bytes <= limit
+        return limit is not None and self.estimate.checkpointed_bytes <= limit
 
     @property
     def lacking(self) -> frozenset[str]:
@@ -103,12 +103,8 @@ class Answer:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if the model fits as asked, 1 if it does not fit, 3 if activations are unknown."""
-        if self.fits_plain:
-            return 0
-        if self.best is None:
-            return 1
-        return 3 if self.estimate.why_guessed else 0
+        """The exit status: 0 if the model fits as asked, 1 if it does not fit."""
+        return 0 if self.fits_plain or self.best is not None else 1
 
     @cached_property
     def without_waits(self) -> dict[str, float]:
@@ -154,7 +150,7 @@ class Answer:
             count, what = asked.input[0], "samples"
         elif "token" not in items:
             count, what = (asked.batch_size, "images") if "image" in items else (1, "batches")
-        return count * asked.devices * asked.nodes, what
+        return count * asked.devices, what
 
     @property
     def rate(self) -> tuple[float, str]:
@@ -182,36 +178,6 @@ def stepped(estimate: Estimate, overlap: AskedOverlap, place: Place) -> Estimate
     return replace(estimate, question=question, step=step)
 
 
-def stepped_otherwise(estimate: Estimate, row: Row) -> dict[str, tuple[float, int]]:
-    """Returns the seconds of a batch and the additional device memory for optimizer options that may be faster.
-
-    The keys are the options as words of the command line.
-    """
-    asked = estimate.question
-    found: dict[str, tuple[float, int]] = {}
-    keeps = asked.but(gpu_layers="auto")
-    if not asked.gpu_layers and not any(True for _ in contradictions(keeps)):
-        # Layers stay in the device memory that the row leaves free. Its window and activation modes do not change.
-        with_layers = replace(estimate, question=keeps).staying(row.plan.k, row.plan.k_prime)
-        plan = with_layers.plan(row.plan.k, row.plan.k_prime)
-        if plan.stay:
-            more = plan.peak_device_bytes - row.plan.peak_device_bytes
-            found[changed(asked, with_layers.question)] = with_layers.predict(plan, row.modes).seconds, more
-    ways: list[tuple[AskedOverlap, Place]] = []
-    if estimate.step is not None and estimate.step.overlap == "forward":
-        # If "auto" means "backward", it is asked for, so that the command that is shown needs no --optimizer-overlap.
-        overlap: AskedOverlap = "auto" if asked.but(optimizer_overlap="auto").mode == "backward" else "backward"
-        ways.append((overlap, asked.optimizer_on))
-    if asked.optimizer_on == "cpu":
-        ways.append((asked.optimizer_overlap, "gpu"))
-    for other in (stepped(estimate, *way) for way in ways):
-        if other is not None:
-            plan = other.plan(row.plan.k, row.plan.k_prime)
-            more = plan.update_bytes - row.plan.update_bytes
-            found[changed(asked, other.question)] = other.predict(plan, row.modes).seconds, more
-    return found
-
-
 def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:
     """Returns the seconds of a batch, predicted without some causes of stalls.
 
@@ -234,7 +200,6 @@ def _changes(estimate: Estimate) -> dict[str, dict[str, Any]]:
         "gradient offloading": {"download": math.inf},
         "the host": {"visit_seconds": 0.0, "weight_seconds": 0.0},
         "sums of gradients": {"links": math.inf},
-        "sums over nodes": {"network": math.inf},
         "the disk": {"disk": math.inf},
     }
 

@@ -6,7 +6,6 @@ This file does not import torch, so that ``--help`` is fast (see ``_public``).
 from __future__ import annotations
 
 import argparse
-import difflib
 import itertools
 import math
 import re
@@ -17,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from sp_lightning.plan.choices import HABITS, Mode, Packing, Share
+from sp_lightning.plan.choices import Mode, Packing, Share
 from sp_lightning.plan.choices import Overlap as AskedOverlap
 from sp_lightning.plan.units import exact_bytes, parse_bytes
 from sp_lightning.registry import is_installed, needed_for
@@ -52,10 +51,7 @@ Place = Literal["cpu", "gpu"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 PLACES: tuple[Place, ...] = get_args(Place)
 """The values of ``optimizer_overlap`` and ``optimizer_on``, without ``auto``."""
-SEVERAL = ("model", "precision", "batch_size", "tokens", "activations")
-"""The arguments that may have several values. Each combination is a separate question."""
 
-_OF_HOURS = ("least_steps", "dataset_tokens", "samples")  # used only with --hours
 _GENERATE = (
     "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
 )
@@ -70,12 +66,7 @@ _ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, els
 _OPTIMIZER = "(the one of a factory's configure_optimizers, if it can be run; else adamw)"
 _PCIE = "between host and each device, each way (%(default)s)"
 _LINKS = "from each device to the others, and back (%(default)s)"
-_NETWORK = "from each node to the others, each way (%(default)s); also in bits, as 200Gb/s"
 _DISK = "of a drive below --host-memory, for example 7GB/s, as SuperpipelineStrategy(disk=…) (no disk)"
-_COMPILED = (
-    "blocks are compiled, by sp_lightning.compile_blocks(model): elementwise operations take a third of the time "
-    "(assumed, not measured)"
-)
 _PACKED = (
     "stacked experts in 4 bits, by sp_lightning.pack_experts(model, …); if the config says MXFP4, they are planned so without "
     "this option"
@@ -83,17 +74,15 @@ _PACKED = (
 _LORA = (
     'adapters of this rank, which alone are trained: PEFT\'s LoraConfig(r=N, target_modules="all-linear"), not merged'
 )
-_VERBOSE = "also layers, windows, activations, and the meaning of the columns"
 _STATUS = (
     "exit status: 0 if it fits as asked, with plain Lightning or this strategy; 1 if it does not, even if a change would help; "
-    "2 if an error occurs; 3 if activations are unknown, because a batch could not be run. Several models: the highest."
+    "2 if an error occurs, for example because the model cannot be run without values."
 )
 _RATES = "rates measured by `python -m sp_lightning rates > FILE`, for all rates that are not given here"
 _HOURS = (
     "plan a training of N hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
     "the optimizer, of those that are not given"
 )
-_STEPS = "with --hours, at least N optimizer steps, in which a learning rate can rise and fall (%(default)s)"
 
 
 def _size(text: str) -> int:
@@ -122,6 +111,17 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")
     return int(text)
+
+
+class _Range(argparse.Action):
+    """Sets the numbers of an option; None for ``auto``."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        setattr(namespace, self.dest, None if None in values else values)
+
+
+def _count_or_auto(text: str) -> int | None:
+    return None if text == "auto" else _count(text)
 
 
 def _share(text: str) -> Share:
@@ -221,25 +221,20 @@ class Question(argparse.Namespace):
     """
 
     # The model, its batch, and the task.
-    model: Annotated[str, _option(WANTED, nargs="+")]
+    model: Annotated[str, _option(WANTED)]
     predict: Annotated[bool, _option("no training", action="store_true")]
     generate: Annotated[int | None, _option(_GENERATE, type=_count, metavar="N")]
-    precision: Annotated[
-        str, _option("(%(default)s)", type=_precision, choices=PRECISIONS, default="bf16-mixed", nargs="+")
-    ]
+    precision: Annotated[str, _option("(%(default)s)", type=_precision, choices=PRECISIONS, default="bf16-mixed")]
     batch_size: Annotated[
-        int, _option("sequences, images or videos at once on a device (%(default)s)", type=_count, default=1, nargs="+")
+        int, _option("sequences, images or videos at once on a device (%(default)s)", type=_count, default=1)
     ]
-    tokens: Annotated[
-        int, _option("per sequence or prompt (%(default)s)", type=_count, default=DefaultSize(2048), nargs="+")
-    ]
+    tokens: Annotated[int, _option("per sequence or prompt (%(default)s)", type=_count, default=DefaultSize(2048))]
     image: Annotated[int | tuple[int, int] | None, _option(_IMAGE, type=_pixels, metavar="SIZE")]
     frames: Annotated[int | None, _option("of each video (the model's default)", type=_count)]
     input: Annotated[list[int] | None, _option("shape of the input of a factory's module", type=_count, nargs="+")]
     gradient_checkpointing: Annotated[
         bool, _option("gradient checkpointing, of models of transformers and diffusers", action="store_true")
     ]
-    compile_blocks: Annotated[bool, _option(_COMPILED, action="store_true")]
     pack_experts: Annotated[Packing | None, _option(_PACKED, choices=get_args(Packing))]
     accumulate_grad_batches: Annotated[
         int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)
@@ -250,7 +245,7 @@ class Question(argparse.Namespace):
     # The options of the strategy.
     activations: Annotated[
         Mode | Literal["auto"],
-        _option(_ACTIVATIONS, choices=(*MODES, "auto"), default="auto", nargs="+"),
+        _option(_ACTIVATIONS, choices=(*MODES, "auto"), default="auto"),
     ]
     optimizer_overlap: Annotated[
         AskedOverlap,
@@ -258,34 +253,28 @@ class Question(argparse.Namespace):
     ]
     optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="cpu")]
     gpu_layers: Annotated[Share, _option(_GPU_LAYERS, type=_share, default=0, metavar="N")]
-    optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd", "muon"))]
+    optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd"))]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
     keep_on_gpu: Annotated[list[str] | None, _option("as SuperpipelineStrategy(keep_on_gpu=…)", nargs="+")]
-    k: Annotated[list[int] | None, _option("(a range)", type=_count, nargs="+")]
-    k_prime: Annotated[list[int] | None, _option("(1 2)", type=_count, nargs="+")]
+    k: Annotated[list[int] | None, _option("(auto: a range)", type=_count_or_auto, nargs="+", action=_Range)]
+    k_prime: Annotated[list[int] | None, _option("(auto: 1 2)", type=_count_or_auto, nargs="+", action=_Range)]
     # Memory and speed of the machine.
-    devices: Annotated[int, _option("of each node, as Trainer(devices=…) (%(default)s)", type=_count, default=1)]
-    nodes: Annotated[int, _option("as Trainer(num_nodes=…) (%(default)s)", type=_count, default=1)]
+    devices: Annotated[int, _option("as Trainer(devices=…) (%(default)s)", type=_count, default=1)]
     gpu_memory: Annotated[int | None, _option("of each device, for example 24GiB (no limit)", type=_size)]
-    host_memory: Annotated[int | None, _option("of the node, for example 512GiB (no limit)", type=_size)]
+    host_memory: Annotated[int | None, _option("for example 512GiB (no limit)", type=_size)]
     tflops: Annotated[float, _option("of the device, TFLOP/s (%(default)s)", type=positive_number, default=100)]
     device_bandwidth: Annotated[float, _option("of its memory (%(default)s)", type=_rate, default="1000GB/s")]
     pcie: Annotated[float, _option(_PCIE, type=_rate, default="25GB/s")]
     links: Annotated[float, _option(_LINKS, type=_rate, default="200GB/s")]
-    network: Annotated[float, _option(_NETWORK, type=_rate, default="25GB/s")]
-    host_tflops: Annotated[float, _option("of the host, for Muon (%(default)s)", type=positive_number, default=1)]
     disk: Annotated[float | None, _option(_DISK, type=_rate)]
     host_bandwidth: Annotated[float, _option("of host memory (%(default)s)", type=_rate, default="60GB/s")]
     rates: Annotated[Path | None, _option(_RATES, type=Path, metavar="FILE")]
     # Planning for a given time.
     hours: Annotated[float | None, _option(_HOURS, type=positive_number)]
-    least_steps: Annotated[int, _option(_STEPS, type=_count, default=1000, metavar="N")]
     dataset_tokens: Annotated[
         int | None, _option("of the data, 2B for example; adds epochs to the answer", type=_amount)
     ]
-    samples: Annotated[int | None, _option("the same, of data without tokens", type=_amount)]
     # The output.
-    verbose: Annotated[bool, _option(_VERBOSE, action="store_true")]
     json: Annotated[bool, _option("for programs", action="store_true")]
 
     given = frozenset[str]()
@@ -302,7 +291,7 @@ class Question(argparse.Namespace):
         if self.optimizer_overlap != "auto":
             return self.optimizer_overlap
         waits = self.gradient_clip == "norm" or self.precision == "16-mixed"  # a step waits for all gradients
-        waits |= self.devices * self.nodes > 1 or self.disk is not None
+        waits |= self.devices > 1 or self.disk is not None
         if self.optimizer_on == "gpu":
             waits |= self.gradient_clip is not None or self.stores_16_bits
         return "forward" if waits else "backward"
@@ -328,17 +317,12 @@ class Question(argparse.Namespace):
 
 def contradictions(question: Question) -> Iterator[str]:
     """Yields messages about arguments that exclude or need each other, as far as they do not depend on the model."""
-    usual = _usual()
-    for name, several in (("links", "devices"), ("network", "nodes")):
-        if getattr(question, several) == 1 and getattr(question, name) != getattr(usual, name):
-            yield f"--{name} needs --{several} 2 or more. Add that, or leave out --{name}."
+    if question.devices == 1 and question.links != _usual().links:
+        yield "--links needs --devices 2 or more. Add that, or leave out --links."
     if question.predict and (question.accumulate_grad_batches > 1 or question.gradient_clip or question.loss_tokens):
         yield "--predict and --generate do not train. Leave out --accumulate-grad-batches, --gradient-clip and --loss-tokens."
-    of_hours = [_flag(name) for name in _OF_HOURS if getattr(question, name) != getattr(usual, name)]
-    if question.hours is None and of_hours:
-        yield f"{of_hours[0]} needs --hours. Add --hours 24, for example, or leave out {of_hours[0]}."
-    if question.dataset_tokens is not None and question.samples is not None:
-        yield "--dataset-tokens and --samples both give the size of the data. Leave one of them out."
+    if question.hours is None and question.dataset_tokens is not None:
+        yield "--dataset-tokens needs --hours. Add --hours 24, for example, or leave out --dataset-tokens."
     if question.hours is not None and question.predict:
         yield "--hours plans a training. Leave out --predict and --generate."
     if question.gradient_clip == "norm" and question.optimizer_overlap == "backward":
@@ -346,15 +330,15 @@ def contradictions(question: Question) -> Iterator[str]:
             "--optimizer-overlap backward updates layers before all gradients are complete; --gradient-clip norm needs all "
             "gradients first. Leave one of them out."
         )
-    if question.optimizer_on == "gpu" and question.devices * question.nodes > 1:
-        yield "--optimizer-on gpu works on one device. Leave it out, or leave out --devices and --nodes."
+    if question.optimizer_on == "gpu" and question.devices > 1:
+        yield "--optimizer-on gpu works on one device. Leave it out, or leave out --devices."
     if question.optimizer_on == "gpu" and question.stores_16_bits and question.optimizer_overlap == "backward":
         yield (
             f"--optimizer-on gpu with --precision {question.precision} steps in optimizer.step(), not in backward. Leave out "
             "--optimizer-overlap backward."
         )
     yield from _against_staying(question)
-    if question.disk is not None and question.predict and question.devices * question.nodes > 1:
+    if question.disk is not None and question.predict and question.devices > 1:
         yield "--disk with --predict works on one device: with several, all weights are in memory. Leave out one of them."
 
 
@@ -362,19 +346,13 @@ def _against_staying(question: Question) -> Iterator[str]:
     """Yields messages about arguments that exclude ``--gpu-layers``, and about a missing ``--gpu-memory``."""
     others = {
         "keeps optimizer state in GPU memory, and --predict and --generate do not train": question.predict,
-        "keeps layers on one device": question.devices * question.nodes > 1,
+        "keeps layers on one device": question.devices > 1,
         "keeps optimizer state in GPU memory, and --disk on a disk": question.disk is not None,
     }
     for why in (why for why, other in others.items() if question.gpu_layers and other):
         yield f"--gpu-layers {why}. Leave out --gpu-layers."
     if question.gpu_layers == "auto" and question.gpu_memory is None:
         yield "--gpu-layers auto needs --gpu-memory. Add --gpu-memory 24GiB, for example."
-
-
-def separate(given: Question) -> list[Question]:
-    """Returns the questions of a command line: one for each combination of the values of :data:`SEVERAL`."""
-    values = [value if isinstance(value := getattr(given, name), list) else [value] for name in SEVERAL]
-    return [given.but(**dict(zip(SEVERAL, each, strict=True))) for each in itertools.product(*values)]
 
 
 def command(question: Question) -> str:
@@ -432,41 +410,14 @@ def read(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Name
     """Reads the arguments of a command other than Lightning's.
 
     Raises:
-        SystemExit: with status 2, after a message with the command's usage. For an unknown option it suggests a similar one.
+        SystemExit: with status 2, after a message with the command's usage.
         MissingCapabilityError: the folder of the package that has the command is missing.
     """
     # The parser lacks the command if its folder is missing. Its error would not give this reason.
     if arguments[:1] in (["check"], ["dial"]):
         with needed_for(f"The command {arguments[0]}", can_leave_out=False):
             import sp_lightning.comparison.command  # noqa: F401
-    given, unknown = parser.parse_known_args(arguments, namespace=Question())
-    if unknown:
-        _refuse_unknown(_parser_of(parser, given.command), unknown)
-    return given
-
-
-def _parser_of(parser: argparse.ArgumentParser, command: str) -> argparse.ArgumentParser:
-    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    chosen: argparse.ArgumentParser = commands.choices[command]
-    return chosen
-
-
-def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
-    first = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
-    known = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    # --overlap, for example, is the end of --optimizer-overlap.
-    longer = [flag for flag in known if flag.endswith(first.removeprefix("-"))]
-    close = longer or [
-        flag for flag in difflib.get_close_matches(first, known, 3, cutoff=0.66) if flag[2] == first.lstrip("-")[:1]
-    ]
-    name = first.lstrip("-").replace("-", "_")
-    if close:
-        hint = f" Did you mean {close[0]}?"
-    elif name in HABITS:
-        hint = f" {HABITS[name]}"
-    else:
-        hint = f" `{parser.prog} --help` lists all options."
-    parser.error(f"unrecognized argument: {first}.{hint}")
+    return parser.parse_args(arguments, namespace=Question())
 
 
 def _flag(name: str) -> str:
@@ -511,7 +462,7 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
         "plan",
         help="estimate memory and speed of a model, without loading its weights",
         # The model is first: an option with several values would read a model after it as another value.
-        usage="%(prog)s MODEL [MODEL ...] [options]",
+        usage="%(prog)s MODEL [options]",
         epilog=_STATUS,
     )
     for name, how in _arguments():

@@ -13,11 +13,12 @@ from sp_lightning.planner.estimate import Estimate, estimate_model
 from sp_lightning.planner.report import ROUNDED, rounds
 from sp_lightning.planner.verdict import beside, strategy, strategy_options, trainer_options
 
+LEAST_STEPS = 1000
+"""The number of optimizer steps in which a learning rate can rise and fall. Ways with fewer steps come last."""
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ACCUMULATED = (4, 16)
 _OVERLAPS: tuple[AskedOverlap, ...] = ("auto", "backward")
 _PRECISIONS = ("bf16-mixed", "bf16-true")
-_SHOWN = 5  # the most ways to train that are printed
 _WINDOWS = 4  # the number of fastest windows that are tried with accumulation, too
 _GAIN = 1.02  # a larger batch must be faster by this factor, because a smaller batch leaves more optimizer steps
 _REPEATED = 4  # epochs in which repeated data is about as useful as new data (Muennighoff et al., arXiv 2305.16264)
@@ -56,16 +57,9 @@ class Budget:
 
     @property
     def epochs(self) -> float | None:
-        """The number of passes over the data; None if :attr:`data` is None."""
-        return None if self.data is None else self.total / self.data
-
-    @property
-    def data(self) -> int | None:
-        """The number of items in the data; None if the size of the data was not given, or does not count these items."""
-        question = self.answer.question
-        if self.unit == "tokens":
-            return question.samples * question.tokens if question.samples else question.dataset_tokens
-        return None if self.unit == "batches" else question.samples
+        """The number of passes over the data; None if the number of its tokens was not given."""
+        data = self.answer.question.dataset_tokens
+        return None if data is None else self.total / data
 
 
 def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
@@ -77,7 +71,8 @@ def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
         notify: is called with a message before each slow step.
 
     Raises:
-        ValueError: the model does not take the batch; the data cannot be counted; the data or the time is less than one step.
+        ValueError: the model does not take the batch; the data is not counted in tokens; the data or the time is less than one
+            step.
     """
     found: list[Budget] = []
     reasons: list[ValueError] = []
@@ -106,30 +101,23 @@ def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
 
 
 def _with_enough(found: list[Budget], asked: Question) -> list[Budget]:
-    """Returns the ways whose optimizer step does not have more items than the data.
+    """Returns the ways whose optimizer step does not have more tokens than the data.
 
     Raises:
-        ValueError: the data cannot be counted, or the data or the time is less than one step.
+        ValueError: the data is not counted in tokens, or the data or the time is less than one step.
     """
-    if not found:
-        return []
-    unit = found[0].unit
-    if found[0].data is None and (asked.samples or asked.dataset_tokens):
-        instead = "--samples in place of --dataset-tokens"
-        if unit == "batches":
-            instead = "--input SIZE SIZE …, whose first number is the batch size"
-        raise ValueError(
-            f"How much data there is cannot be counted in {unit}, which {asked.model!r} takes: give {instead}."
-        )
-    quickest = min(each.step_seconds for each in found)
-    if all(not each.steps for each in found):
+    data = asked.dataset_tokens
+    if found and data is not None and found[0].unit != "tokens":
+        raise ValueError(f"{asked.model!r} takes {found[0].unit}, not tokens. Leave out --dataset-tokens.")
+    if found and not any(each.steps for each in found):
+        quickest = min(each.step_seconds for each in found)
         raise ValueError(f"--hours {asked.hours:g} is less than one step, which takes {quickest:.3g} s. Give more.")
-    enough = [each for each in found if each.data is None or each.count <= each.data]
-    if not enough:
+    enough = [each for each in found if data is None or each.count <= data]
+    if found and not enough:
         least = min(each.count for each in found)
         raise ValueError(
-            f"The data has {found[0].data:,} {unit}, and one step takes {least:,}. Give more data, or smaller --batch-size, "
-            "--tokens or --accumulate-grad-batches."
+            f"The data has {data:,} tokens, and one step takes {least:,}. Give more data, or smaller --batch-size, --tokens or "
+            "--accumulate-grad-batches."
         )
     return enough
 
@@ -145,14 +133,14 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
     The criteria, in this order:
 
     - float32 weights, before weights whose updates are rounded;
-    - at least ``--least-steps`` optimizer steps;
+    - at least :data:`LEAST_STEPS` optimizer steps;
     - the number of items; for ways with too few steps, the number of steps.
 
     Then the way with the smallest step is moved to the front, of all ways with nearly as many items as the first one.
     """
 
     def kind(each: Budget) -> tuple[bool, bool]:
-        return rounds(each.answer.question), each.steps < each.answer.question.least_steps
+        return rounds(each.answer.question), each.steps < LEAST_STEPS
 
     def order(each: Budget) -> tuple[bool, bool, int, int]:
         rounded, too_few = kind(each)
@@ -208,7 +196,7 @@ def _budget(found: Answer) -> Budget:
 
 
 def in_words(found: list[Budget], asked: Question) -> list[str]:
-    """Returns the lines of the answer: the best way to train, with its steps and options, and other ways.
+    """Returns the lines of the answer: the best way to train, with its steps and options.
 
     Args:
         found: the ways, the best first.
@@ -225,42 +213,13 @@ def in_words(found: list[Budget], asked: Question) -> list[str]:
         "host memory",
         f"  {command(question)}",
     ]
-    if best.steps < asked.least_steps:
-        lines.append(
-            f"  No way that fits reaches {asked.least_steps:,} steps (--least-steps); more hours do, or fewer --tokens."
-        )
+    if best.steps < LEAST_STEPS:
+        lines.append(f"  No way that fits reaches {LEAST_STEPS:,} steps; more hours do, or fewer --tokens.")
     rounded = [each for each in found if rounds(each.answer.question) and each.total > best.total * _GAIN]
     if rounded and not rounds(question):
         precision, most = rounded[0].answer.question.precision, number(rounded[0].total)
         lines.append(f"  {precision} reaches {most} {best.unit}, but {ROUNDED} (--precision {precision}).")
-    others = list(_different(found[1:]))[: _SHOWN - 1]
-    if others:
-        lines += ["", "other ways:"]
-    lines += [
-        f"  {number(each.total):>8} {each.unit} in {each.steps:,} steps: {_way(each.answer.question)}"
-        for each in others
-    ]
     return lines
-
-
-def _way(question: Question) -> str:
-    way = (
-        f"--precision {question.precision} --batch-size {question.batch_size} "
-        f"--accumulate-grad-batches {question.accumulate_grad_batches} "
-        f"--optimizer-overlap {question.optimizer_overlap} --optimizer-on {question.optimizer_on}"
-    )
-    return f"{way} --gpu-layers {question.gpu_layers}" if question.gpu_layers else way
-
-
-def _different(found: list[Budget]) -> Iterator[Budget]:
-    """Yields the best way for each combination of precision, ``optimizer_overlap`` and ``optimizer_on``."""
-    seen = set()
-    for each in found:
-        question = each.answer.question
-        key = question.precision, question.optimizer_overlap, question.optimizer_on
-        if key not in seen:
-            seen.add(key)
-            yield each
 
 
 def trainer_call(best: Budget) -> str:

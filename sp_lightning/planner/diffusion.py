@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.plan.units import in_gib
-from sp_lightning.planner.known_values import answered
 from sp_lightning.torch_compat.private import disable_dispatch_modes
 
 INDEX = "model_index.json"
@@ -40,10 +35,9 @@ class _Family:
 
             - ``image``: batch, channels, height, width
             - ``video``: batch, channels, frames, height, width
-            - ``frames``: batch, frames, channels, height, width
             - ``packed``: batch, tokens, channels
             - ``list``: a list of images
-        text: the field of the config with the width of prompt embeddings; empty if the model takes no prompts.
+        text: the field of the config with the width of prompt embeddings.
         tokens: the number of tokens of a prompt.
         masked: True if the pipeline passes a mask of the prompt's tokens.
         scale: pixels on each side of a latent.
@@ -54,9 +48,9 @@ class _Family:
         frame_scale: frames per latent. The first latent has only one frame.
     """
 
-    layout: Literal["image", "packed", "list", "video", "frames"]
-    text: str = ""
-    tokens: int = 0
+    layout: Literal["image", "packed", "list", "video"]
+    text: str
+    tokens: int
     masked: bool = False
     scale: int = 8
     pack: int = 1
@@ -75,19 +69,30 @@ _FAMILIES = {
     "ZImageTransformer2DModel": _Family("list", "cap_feat_dim", 512),
     "Lumina2Transformer2DModel": _Family("image", "cap_feat_dim", 256, masked=True),
     "SanaTransformer2DModel": _Family("image", "caption_channels", 300, masked=True, scale=32),
-    "PixArtTransformer2DModel": _Family("image", "caption_channels", 300, masked=True),
-    "DiTTransformer2DModel": _Family("image"),
     "UNet2DConditionModel": _Family("image", "cross_attention_dim", 77),
-    "UNet2DModel": _Family("image"),
     "WanTransformer3DModel": _Family("video", "text_dim", 512, size=(480, 832), frames=81),
     "HunyuanVideoTransformer3DModel": _Family(
         "video", "text_embed_dim", 256, masked=True, size=(720, 1280), frames=129
     ),
-    "CogVideoXTransformer3DModel": _Family("frames", "text_embed_dim", 226, size=(480, 720), frames=49),
     "LTXVideoTransformer3DModel": _Family(
         "packed", "caption_channels", 128, masked=True, scale=32, size=(512, 704), frames=161, frame_scale=8
     ),
 }
+
+_INPUTS: dict[str, tuple[str, tuple[str | int, ...], torch.dtype | None]] = {
+    "timestep": ("batch", ("batch",), None),
+    "t": ("batch", ("batch",), None),
+    "encoder_hidden_states": ("width", ("batch", "tokens", "width"), None),
+    "encoder_attention_mask": ("masked", ("batch", "tokens"), torch.bool),
+    "pooled_projections": ("pooled_projection_dim", ("batch", "pooled_projection_dim"), None),
+    "guidance": ("guidance_embeds", ("batch",), None),
+    "img_ids": ("axes", ("positions", "axes"), None),
+    "txt_ids": ("axes", ("tokens", "axes"), None),
+    "encoder_hidden_states_image": ("image_dim", ("batch", _IMAGE_TOKENS, "image_dim"), None),
+    "additional_t_cond": ("use_additional_t_cond", ("batch",), torch.long),
+}
+"""The tensors that forwards take besides latents, by their names: a size that is not 0 if the input exists, the shape as names of
+sizes, and the dtype (None: torch's default). Sizes are those of :meth:`LatentInputs.arguments`, and fields of the config."""
 
 
 def import_diffusers(model: str, kind: str) -> Any:
@@ -145,59 +150,6 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, str) for each in value)
 
 
-def other_parts(raw: dict[str, Any], folder: Path, trained: str) -> list[str]:
-    """Returns sentences on the parts of a pipeline that are not trained: their sizes, and the parts that could not be counted.
-
-    Args:
-        raw: the index of the pipeline.
-        folder: the folder of the pipeline, with a folder for each part.
-        trained: the name of the trained part.
-    """
-    sizes: dict[str, int] = {}
-    unknown: list[str] = []
-    for name, value in raw.items():
-        if name == trained or not _is_part(value):
-            continue
-        try:
-            module = _made(folder / name, *value)
-        except Exception as error:  # for example a missing config; the sentence has the reason
-            said = str(error).splitlines()[0] if str(error) else ""
-            unknown.append(f"{name} ({value[1]}: {type(error).__name__}: {said})")
-            continue
-        if module is not None:
-            dtype = stored_dtype(folder / name / "config.json") or torch.float32
-            named = f"{name} ({value[1]}, {str(dtype).removeprefix('torch.')})"
-            sizes[named] = sum(weight.numel() for weight in module.parameters()) * dtype.itemsize
-    notes = []
-    if sizes:
-        each = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in sizes.items())
-        notes.append(
-            f"{raw['_class_name']}: these sizes are of its {trained}. Other parts: {each}. Frozen in the LightningModule, they "
-            f"need {in_gib(sum(sizes.values()))} of host memory more. Compute latents and prompt embeddings before training "
-            "to leave them out (examples/guide/diffusion.md)."
-        )
-    if unknown:
-        notes.append(f"parts of the pipeline that could not be counted: {', '.join(unknown)}")
-    return notes
-
-
-def _made(folder: Path, library: str, kind: str) -> nn.Module | None:
-    """Returns a part of a pipeline, without memory; None for a part without weights, for example a scheduler or a tokenizer."""
-    if library not in ("transformers", "diffusers"):
-        raise ValueError(f"its library is {library}; expected transformers or diffusers")
-    # getattr imports the module of the class, which may create tensors (see import_diffusers).
-    with disable_dispatch_modes():
-        found: Any = getattr(importlib.import_module(library), kind)
-    if not is_module(found):
-        return None
-    raw = json.loads((folder / "config.json").read_text())
-    if library == "diffusers":
-        return answered(partial(found.from_config, raw))
-    with disable_dispatch_modes():
-        config = found.config_class.from_dict(raw)
-    return answered(partial(found, config))
-
-
 def stored_dtype(config: Path) -> torch.dtype | None:
     """Returns the dtype of a model's weights; None if it is unknown.
 
@@ -228,7 +180,7 @@ class LatentInputs:
     """The arguments of the forward of a diffusion model.
 
     Attributes:
-        tokens: the number of tokens of a prompt; 0 if the model takes no prompts.
+        tokens: the number of tokens of a prompt.
         usual: the default height and width of an image or a frame in pixels.
         unit: ``images`` or ``videos``.
     """
@@ -244,8 +196,8 @@ class LatentInputs:
             frames: the number of frames of a video; None for the default.
 
         Raises:
-            ValueError: the arguments of the model's forward are not known, or the model does not take prompts, videos, or this
-                number of tokens or frames.
+            ValueError: the arguments of the model's forward are not known, or the model does not take videos, or this number of
+                frames.
         """
         kind = type(module).__name__
         if kind not in _FAMILIES:
@@ -259,17 +211,11 @@ class LatentInputs:
         self._config: Any = module.config
         self._taken = list(inspect.signature(module.forward).parameters)
         family = self._family
-        if tokens is not None and not family.text:
-            raise ValueError(f"--tokens {tokens}: {kind} takes no prompts. Leave --tokens out.")
         if frames is not None and not family.frames:
             raise ValueError(f"--frames {frames}: {kind} takes images. Leave --frames out.")
-        # The first axis of rotary positions counts the tokens of a prompt. The tokens of the image share one more position.
-        places = next(iter(self._of("axes_lens") or ()), math.inf)
-        if tokens is not None and tokens >= places:
-            raise ValueError(f"--tokens {tokens}: {str(file)!r} has {places} positions. Use --tokens {places - 1}.")
-        self.tokens = tokens or self._of("max_text_seq_length") or int(min(family.tokens, places - 1))
+        self.tokens = tokens or family.tokens
         self.unit = "videos" if family.frames else "images"
-        self._frames = frames or self._of("sample_frames") or family.frames
+        self._frames = frames or family.frames
         if family.frames and (more := (self._frames - 1) % family.frame_scale):
             raise ValueError(
                 f"--frames {self._frames}: {kind} takes 1 frame and a multiple of {family.frame_scale}. Use --frames "
@@ -279,9 +225,7 @@ class LatentInputs:
         self._scale = {3: 1, 48: 16}.get(self._of("in_channels"), family.scale)
         sample = self._of("sample_size")
         sides = [sample, sample] if isinstance(sample, int) else sample
-        sides = sides or [self._of("sample_height"), self._of("sample_width")]
-        height, width = family.size
-        self.usual = (sides[0] * self._scale, sides[1] * self._scale) if all(sides) else (height, width)
+        self.usual = (sides[0] * self._scale, sides[1] * self._scale) if sides else family.size
 
     def _of(self, name: str) -> Any:
         """Returns a field of the config; None if the config does not have it."""
@@ -344,19 +288,39 @@ class LatentInputs:
         if self._patch is not None:
             latents += f", {self.positions(size)} tokens"
         batch = f"{self._batch} {one}{'s' if many else ''} of {pixels} ({latents})"
-        return f"{batch}, {'prompts' if many else 'a prompt'} of {self.tokens} tokens" if self.tokens else batch
+        return f"{batch}, {'prompts' if many else 'a prompt'} of {self.tokens} tokens"
 
     def arguments(self, size: tuple[int, int]) -> dict[str, Any]:
         """Returns the arguments of the forward. Floating-point tensors have torch's default dtype."""
+        batch, tokens, family, grid = self._batch, self.tokens, self._family, self._grid(size)
+        width = self._of("encoder_hid_dim") or self._of(family.text)
+        sizes: dict[str, Any] = {
+            "batch": batch,
+            "tokens": tokens,
+            "width": width if isinstance(width, int) else width[0],  # a UNet may have a width for each of its blocks
+            "positions": self.positions(size),
+            "axes": len(self._of("axes_dims_rope") or ()),
+            "masked": family.masked,
+        }
         # The latents are the first argument of the forward of every model.
         made: dict[str, Any] = {self._taken[0]: self._noise(size)}
-        for name, value in self._more(size):
-            if name in self._taken:
-                made[name] = value()
-        for name in ("timestep", "t"):
-            if name in self._taken:
-                made[name] = torch.zeros(self._batch)
-        return made
+        for name, (needed, shape, dtype) in _INPUTS.items():
+            if name in self._taken and (sizes.get(needed) or self._of(needed)):
+                lengths = [each if isinstance(each, int) else sizes.get(each) or self._of(each) for each in shape]
+                made[name] = torch.ones(lengths, dtype=dtype)
+        others: dict[str, Any] = {
+            "cap_feats": [torch.zeros(tokens, sizes["width"]) for _ in range(batch)],
+            "img_shapes": [[grid]] * batch,
+        }
+        if family.layout == "packed":
+            others |= zip(("num_frames", "height", "width"), grid, strict=True)
+        if self._of("addition_embed_type") == "text_time":
+            pooled = self._of("projection_class_embeddings_input_dim") - _TIME_IDS * self._of("addition_time_embed_dim")
+            others["added_cond_kwargs"] = {
+                "text_embeds": torch.zeros(batch, pooled),
+                "time_ids": torch.zeros(batch, _TIME_IDS),
+            }
+        return made | {name: value for name, value in others.items() if name in self._taken}
 
     def _noise(self, size: tuple[int, int]) -> Any:
         frames, *sides = self._latents(size)
@@ -366,54 +330,4 @@ class LatentInputs:
             return torch.zeros(self._batch, self.positions(size), channels)
         if layout == "list":
             return [torch.zeros(channels, frames, *sides) for _ in range(self._batch)]
-        between = {"image": (channels,), "video": (channels, frames), "frames": (frames, channels)}[layout]
-        return torch.zeros(self._batch, *between, *sides)
-
-    def _more(self, size: tuple[int, int]) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """Yields the names of all inputs except latents and times, each with a function that creates the input.
-
-        The forward of a model takes only some of these inputs.
-        """
-        batch, tokens, family = self._batch, self.tokens, self._family
-        grid, positions = self._grid(size), self.positions(size)
-        if family.text:
-            width = self._of("encoder_hid_dim") or self._of(family.text)
-            width = width if isinstance(width, int) else width[0]  # a UNet may have a width for each of its blocks
-            yield "encoder_hidden_states", lambda: torch.zeros(batch, tokens, width)
-            yield "cap_feats", lambda: [torch.zeros(tokens, width) for _ in range(batch)]
-        if family.masked:
-            yield "encoder_attention_mask", lambda: torch.ones(batch, tokens, dtype=torch.bool)
-        if self._of("pooled_projection_dim"):
-            yield "pooled_projections", lambda: torch.zeros(batch, self._of("pooled_projection_dim"))
-        if self._of("guidance_embeds"):
-            yield "guidance", lambda: torch.zeros(batch)
-        # Positions of tokens: one number for each axis, or the shape of the grid.
-        axes = len(self._of("axes_dims_rope") or ())
-        yield "img_ids", lambda: torch.zeros(positions, axes)
-        yield "txt_ids", lambda: torch.zeros(tokens, axes)
-        yield "img_shapes", lambda: [[grid]] * batch
-        if family.layout == "packed":
-            yield from zip(("num_frames", "height", "width"), (partial(int, each) for each in grid), strict=True)
-        if self._of("use_rotary_positional_embeddings"):
-            shape = (positions, self._of("attention_head_dim"))
-            yield "image_rotary_emb", lambda: (torch.zeros(shape), torch.zeros(shape))
-        # Conditions of some models other than the prompt.
-        if self._of("num_class_embeds") or self._of("num_embeds_ada_norm"):
-            yield "class_labels", lambda: torch.zeros(batch, dtype=torch.long)
-        if self._of("image_dim"):
-            yield "encoder_hidden_states_image", lambda: torch.zeros(batch, _IMAGE_TOKENS, self._of("image_dim"))
-        if self._of("ofs_embed_dim"):
-            yield "ofs", lambda: torch.zeros(1)
-        if self._of("use_additional_t_cond"):
-            yield "additional_t_cond", lambda: torch.zeros(batch, dtype=torch.long)
-        if self._of("addition_embed_type") == "text_time":
-            pooled = self._of("projection_class_embeddings_input_dim") - _TIME_IDS * self._of("addition_time_embed_dim")
-            yield (
-                "added_cond_kwargs",
-                lambda: {"text_embeds": torch.zeros(batch, pooled), "time_ids": torch.zeros(batch, _TIME_IDS)},
-            )
-        if self._kind == "PixArtTransformer2DModel":
-            yield (
-                "added_cond_kwargs",
-                lambda: {"resolution": torch.zeros(batch, 2), "aspect_ratio": torch.zeros(batch, 1)},
-            )
+        return torch.zeros(self._batch, channels, *[frames] * (layout == "video"), *sides)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -43,12 +43,6 @@ from sp_lightning.torch_compat.private import (
     tree_map_only,
 )
 from sp_lightning.tuning.visits import Visit
-
-FUSED = 1 / 3
-"""The time of elementwise operations in compiled blocks, divided by their time in eager blocks. Assumed, not measured.
-
-OneTrainer (#1114) reports 25 to 35 % less time for whole steps. This is about the same if elementwise operations take half of
-an eager step."""
 
 
 @dataclass
@@ -124,7 +118,7 @@ class Work:
         """Returns :attr:`activation_bytes` with other modes. In the dry run, all activations are kept."""
         return self.activation_bytes - self.saved("keep") + self.saved(modes)
 
-    def visits(self, *, flops: float, memory: float, compiled: Collection[int] = ()) -> list[Visit]:
+    def visits(self, *, flops: float, memory: float) -> list[Visit]:
         """Returns the layer calls with their times.
 
         The time of a call is the longer one of its FLOPs and its ``read`` bytes, plus that of its ``moved`` bytes.
@@ -132,18 +126,16 @@ class Work:
         Args:
             flops: the device's FLOP/s.
             memory: bytes/s of the device's memory.
-            compiled: the indices of compiled layers. Their ``moved`` bytes take :data:`FUSED` of the time.
         """
-        fused = [FUSED if any(layer in compiled for layer in cost.layers) else 1.0 for cost in self.costs]
         return [
             Visit(
                 cost.layers,
-                max(cost.flops / flops, cost.share * cost.read / memory) + factor * cost.moved / memory,
+                max(cost.flops / flops, cost.share * cost.read / memory) + cost.moved / memory,
                 cost.backward,
                 tuple(cost.needs),
                 share=cost.share,
             )
-            for cost, factor in zip(self.costs, fused, strict=True)
+            for cost in self.costs
         ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 
 from sp_lightning import registry
 from sp_lightning.activations.chunked_loss import chunk_loss
-from sp_lightning.activations.policy import EXEMPT, FREEING, Call, peak_bytes
-from sp_lightning.model.compile import expect_blocks, find_blocks
+from sp_lightning.activations.policy import EXEMPT, FREEING, peak_bytes
 from sp_lightning.model.find import find_layers
 from sp_lightning.model.found import Found
+from sp_lightning.model.rows import row_finder
 from sp_lightning.plan.choices import Mode, Modes
 from sp_lightning.plan.host_memory import all_but_an_eighth
 from sp_lightning.plan.plan import Plan, make_plan, plan_contents
 from sp_lightning.planner.adapters import add_adapters
 from sp_lightning.planner.arguments import PRECISIONS, Question, contradictions, in_pixels
-from sp_lightning.planner.dry_run import Cost, Work, estimate
+from sp_lightning.planner.dry_run import Work, estimate
 from sp_lightning.planner.fake import VALUES_NEEDED, fake_tensors
 from sp_lightning.planner.host import HostMemory, HostStep, host_memory, host_step, update_rates
 from sp_lightning.planner.known_values import answered
@@ -47,7 +47,7 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
     "gradient_checkpointing", "loss_tokens", "lora", "optimizer", "optimizer_on", "layers", "keep_on_gpu",
-    "host_tflops", "pack_experts",
+    "pack_experts",
 )  # fmt: skip
 """The arguments that change the dry run of a batch or the optimizer's step, except ``optimizer_overlap``."""
 
@@ -68,14 +68,11 @@ class Estimate:
         items: the contents of a batch, in words.
         step: the optimizer's step; None for inference.
         work: the work of a batch; if tokens are generated, the work of the last token.
-        why_guessed: the reason why no batch could be run; empty if a batch was run. With a reason, ``work`` is a guess without
-            activations.
-        uses: the number of times that a forward uses each weight, for the guess.
         prompts: the work of the prompts, if tokens are generated.
         notes: sentences for the user, for example on parts of a batch that are not counted, or on weights without adapters.
         unit: the name of the items in a batch of a diffusion model; empty for other models.
-        blocks: the indices of the layers that ``compile_blocks`` compiles, in whole or in part.
         contents: the layers with their sizes, as every plan has them.
+        stacked: True if the model has stacked experts.
     """
 
     question: Question
@@ -83,13 +80,11 @@ class Estimate:
     items: str
     step: HostStep | None
     work: Work
-    why_guessed: str = ""
-    uses: int = 0
     prompts: Work | None = None
     notes: tuple[str, ...] = ()
     unit: str = ""
-    blocks: frozenset[int] = frozenset()
     contents: Mapping[str, Any] = field(default_factory=dict)
+    stacked: bool = False
 
     @cached_property
     def _predictions(self) -> dict[Any, Prediction]:
@@ -235,9 +230,7 @@ class Estimate:
         if step is not None and ledger is not None:
             updates = update_rates(asked, step, self.plan(1, 1), ledger, self._traffic[0])
         visit, weight = asked.measured.python or HOST_SECONDS["inference" if asked.predict else "training"]
-        devices, nodes = asked.devices - 1, asked.nodes - 1  # the numbers of other devices and nodes
-        # Sums of 16-bit gradients are transferred in float32.
-        wide = 2 if asked.stores_16_bits else 1
+        others = asked.devices - 1  # the number of other devices
         return Rates(
             upload=asked.pcie,
             download=asked.pcie,
@@ -246,10 +239,7 @@ class Estimate:
             visit_seconds=visit,
             weight_seconds=weight,
             # Each device keeps its own part of a gradient, and sends the other parts to the other devices.
-            links=asked.links * asked.devices / devices if devices else math.inf,
-            # A node sends to each other node the part of its sum that the other node adds up, and later the total of its own
-            # part. The devices of a node share the network.
-            network=asked.network * asked.nodes / (2 * nodes * wide) if nodes else math.inf,
+            links=asked.links * asked.devices / others if others else math.inf,
             disk=asked.disk or math.inf,
             synchronous=asked.measured.synchronous,
         )
@@ -257,8 +247,7 @@ class Estimate:
     def _balance(self, plan: Plan, rates: Rates) -> Balance:
         """Returns the activations and layer calls of a batch, with times at the question's rates."""
         asked = self.question
-        compiled = self.blocks if asked.compile_blocks else frozenset[int]()
-        visits = self.work.visits(flops=asked.tflops * 1e12, memory=asked.device_bandwidth, compiled=compiled)
+        visits = self.work.visits(flops=asked.tflops * 1e12, memory=asked.device_bandwidth)
         return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
 
     def modes(self, plan: Plan) -> Modes:
@@ -294,7 +283,7 @@ class Estimate:
             updates: False to predict the time as if updates took no time and no bandwidth of host memory.
         """
         rates = rates or self.rates
-        key = (plan.k, plan.k_prime, plan.stay, plan.nodes, tuple(modes.values()), rates, updates)
+        key = (plan.k, plan.k_prime, plan.stay, tuple(modes.values()), rates, updates)
         if key not in self._predictions:
             found = self._batch(plan, modes, rates, updates=updates, moves=True)
             if (batches := self.question.accumulate_grad_batches) > 1:
@@ -321,7 +310,7 @@ def _plan(question: Question, found: Found, k: int, k_prime: int, contents: Mapp
     stay = 0
     if share != "auto":
         stay = share if isinstance(share, int) else round(share * len(found.layers))
-    options: dict[str, Any] = {"ranks": question.devices, "nodes": question.nodes, "training": training, "stay": stay}
+    options: dict[str, Any] = {"ranks": question.devices, "training": training, "stay": stay}
     plan = make_plan(found, k=k, k_prime=k_prime, contents=contents, **options)
     return replace(plan, steps_on_device=training and question.optimizer_on == "gpu")
 
@@ -332,8 +321,8 @@ def estimate_model(question: Question) -> Estimate:
     A default of ``question.tokens`` is changed to a number that the model takes.
 
     Raises:
-        ValueError: the question contradicts itself; the model is unknown or does not take the batch; or the model has no
-            parameters to stream or train.
+        ValueError: the question contradicts itself; the model is unknown, does not take the batch, or reads values in its
+            forward; or it has no parameters to stream or train.
         ImportError: a library is missing.
     """
     question = _with_fast_steps(question)
@@ -367,16 +356,11 @@ def estimate_model(question: Question) -> Estimate:
             )
         else:
             with torch.set_grad_enabled(not question.predict):
-                items, known, why = _run_batch(source, found, question)
+                items, work, uncounted = _run_batch(source, found, question)
             step = None if question.predict else host_step(question, module)
-            work, guessed = (known, "") if known else (_guess(question, found, source.uses), why)
-            notes += [why] if why and not guessed else []
-            made = Estimate(
-                question, found, items, step, work, guessed, source.uses, notes=tuple(notes), unit=source.unit
-            )
-        # expect_blocks raises an error if the model has no blocks.
-        blocks = (expect_blocks if question.compile_blocks else find_blocks)(module)
-        made = replace(made, blocks=_layers_of([name for name, _ in blocks], found), contents=plan_contents(found))
+            made = Estimate(question, found, items, step, work, notes=(*notes, *uncounted), unit=source.unit)
+        stacked = any(map(row_finder().stacked, module.modules()))
+        made = replace(made, contents=plan_contents(found), stacked=stacked)
     return _with_whole_tables(made)
 
 
@@ -388,15 +372,6 @@ def _with_fast_steps(question: Question) -> Question:
     fast = question.but(optimizer_on="gpu")
     slow = question.optimizer == "adamw8bit" and "optimizer_on" not in question.given
     return fast if slow and not question.predict and not any(True for _ in contradictions(fast)) else question
-
-
-def _layers_of(blocks: Sequence[str], found: Found) -> frozenset[int]:
-    """Returns the indices of the layers that are blocks, are parts of blocks, or contain parts (of a block with experts)."""
-    return frozenset(
-        index
-        for index, layer in enumerate(found.layers)
-        if any(f"{layer.name}.".startswith(f"{name}.") or name.startswith(f"{layer.name}.") for name in blocks)
-    )
 
 
 def _enable_checkpoints(module: nn.Module) -> None:
@@ -442,33 +417,32 @@ def _with_whole_tables(made: Estimate) -> Estimate:
 # ---------------------------------------------------------------------- a batch
 
 
-def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[str, Work | None, str]:
+def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[str, Work, list[str]]:
     """Runs the batches of the source in turn until the model takes one.
 
     Returns:
-        The contents of the batch in words, its work, and sentences on parts that are not counted. If no batch could be run, the
-        contents are those of the asked batch, the work is None, and the third value is the reason.
+        The contents of the batch in words, its work, and sentences on parts that are not counted.
 
     Raises:
-        ValueError: the model does not take the asked size.
+        ValueError: the model has no forward, or its inputs are not known; or it does not take the asked size, or reads values.
     """
-    module, items = source.module, next(iter(source.batches), "no batch known")
+    module, items = source.module, next(iter(source.batches), "")
     if not has_forward(module):
-        why = (
+        raise ValueError(
             f"{type(module).__name__} has no forward; define one that calls the network as training_step does, or give what "
-            "makes the network itself (package.module:make_network)"
+            "makes the network itself (package.module:make_network)."
         )
-        return items, None, why
     if not source.batches:
-        why = "the inputs of the model are not known: add --input SIZE …, or set its example_input_array"
-        return items, None, f"ValueError: {why}"
+        raise ValueError(
+            f"The inputs of {question.model!r} are not known: add --input SIZE …, or set its example_input_array."
+        )
     autocast, failed = dtypes(question.precision)[1], dict[str, Exception]()
     for batch, arguments in source.batches.items():
         try:
             told: list[str] = []
             run = partial(_forward, source, arguments, autocast, told)
             work = answered(partial(estimate, found, run), at_once=source.images)
-        except Exception as error:  # a module that reads values may raise any error; the answer contains it
+        except Exception as error:  # a module that reads values may raise any error; the message contains it
             failed[batch] = error
             continue
         if failed and question.image is not None:
@@ -480,7 +454,7 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
             told.append(_LOSS_OF_TOKENS)
         if source.images and failed and "image" not in batch:
             told.append(_UNCOUNTED.format(_in_one_line(failed[items])))
-        return batch, work, " ".join(dict.fromkeys(told))
+        return batch, work, [*dict.fromkeys(told)]
     if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
         # The first batch has floating-point numbers, the last one integers.
         floating, *_, whole = map(_in_one_line, failed.values())
@@ -489,7 +463,10 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
             f"(floating-point: {floating}; integers: {whole}). Give the shape of a whole batch, or set "
             "example_input_array in the module to what its forward takes, and leave --input out."
         )
-    return items, None, _in_one_line(failed[items])
+    raise ValueError(
+        f"{question.model!r}: no batch ({items}) could be run without values ({_in_one_line(failed[items])}). A forward whose "
+        "control flow depends on values cannot be planned. print(trainer.strategy.plan) lists the memory of a run."
+    )
 
 
 _NO_LOSS = (
@@ -534,20 +511,6 @@ def _forward(
         if len(leaves) > 1 or outputs[0].ndim > 0:  # a single scalar is the loss
             told.append(_NO_LOSS)
         return outputs[0].float().mean()
-
-
-def _guess(question: Question, found: Found, uses: int) -> Work:
-    """Returns a guess of the work of a batch that could not be run, if a forward uses each weight ``uses`` times."""
-    plan = _plan(question, found, 1, 1)
-    counts = [sum(math.prod(span.shape) for span in (*layer.spans, *layer.casts)) for layer in plan.layers]
-    costs = [Cost((layer,), backward=False, flops=2 * uses * counts[layer]) for layer in plan.order]
-    if not question.predict:
-        costs += [
-            Cost((layer,), backward=True, flops=4 * uses * counts[layer], needs={layer: None})
-            for layer in reversed(plan.order)
-        ]
-    calls = tuple(Call(layer.name, saved=0, inputs=0) for layer in plan.layers)
-    return Work(tuple(costs), 0, calls, outside=0, largest_outside=None)
 
 
 def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Work, Work]:

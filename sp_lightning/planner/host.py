@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning.plan.ledger import ON_DEVICE, Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.plan.plan import Plan
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sp_lightning.disk.state_placement import OnDisk, StatePlacement
 
 _PASSING = "buffers for the disk"
-_MOST_OBLONG = 8  # Muon is for the matrices of layers; the ratio of height and width is larger in embeddings and heads
+_HOST_FLOPS = 1e12  # floating-point operations per second of the host, for Muon's products
 
 
 # ---------------------------------------------------------------------- the step
@@ -71,7 +71,10 @@ def on_device(step: HostStep, question: Question) -> HostStep:
     """
     seconds, why = None, ""
     if step.flops:
-        seconds, why = _multiplied(step.flops, "device", question.tflops, "--tflops")
+        seconds = step.flops / (question.tflops * 1e12)
+        why = (
+            f"{step.flops / 1e12:.3g} TFLOP on the device, {seconds:.3g} s with {question.tflops:g} TFLOP/s (--tflops)"
+        )
     # With weights of 16 bits ("bf16-true"), Lightning sets torch's default dtype to 16 bits during the forward. A step that runs
     # at the same time would create the optimizer's new tensors in that dtype, unlike a step of plain Lightning. So the step does
     # not overlap.
@@ -134,17 +137,6 @@ def _stay_rate(question: Question, step: HostStep, gradients: int, state: float)
     return question.device_bandwidth / passes
 
 
-def _multiplied(flops: int, place: str, tflops: float, option: str) -> tuple[float, str]:
-    """Returns the seconds of floating-point operations, as a number and in words."""
-    seconds = flops / (tflops * 1e12)
-    return seconds, f"{flops / 1e12:.3g} TFLOP on the {place}, {seconds:.3g} s with {tflops:g} TFLOP/s ({option})"
-
-
-def _on_host(question: Question, flops: int) -> tuple[float | None, str]:
-    """Returns the seconds of Muon's operations on the host, as a number and in words; None if there are no operations."""
-    return _multiplied(flops, "host", question.host_tflops, "--host-tflops") if flops else (None, "")
-
-
 def _step_of(question: Question, module: nn.Module) -> HostStep:
     """Returns :func:`host_step`, on the CPU."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -155,19 +147,11 @@ def _step_of(question: Question, module: nn.Module) -> HostStep:
     if own and all(map(has_known_state, own)):
         overlap = question.mode if all(map(has_fused_step, own)) else "off"
         flops = sum(muon_flops(g["params"]) for o in own if type(o) is torch.optim.Muon for g in o.param_groups)
-        seconds, why = _on_host(question, flops)
-        return HostStep(name, own, overlap, seconds, why, source="configure_optimizers", flops=flops)
+        step = HostStep(name, own, overlap, source="configure_optimizers", flops=flops)
+        seconds = flops / _HOST_FLOPS
+        why = f"{flops / 1e12:.3g} TFLOP on the host, {seconds:.3g} s with {_HOST_FLOPS / 1e12:g} TFLOP/s (assumed)"
+        return replace(step, seconds=seconds, why=why) if flops else step
     source = f"in place of {name}, whose state is not known" if own else "--optimizer"
-    if question.optimizer == "muon":
-        matrices = [weight for weight in trained if _is_for_muon(weight)]
-        # SGD with momentum has the state of Muon: one tensor per matrix. By convention, AdamW updates all other weights.
-        others = [weight for weight in trained if not _is_for_muon(weight)]
-        momentum = [torch.optim.SGD(matrices, momentum=0.95)] if matrices else []
-        optimizers = (*momentum, *([torch.optim.AdamW(others)] if others else []))
-        flops = muon_flops(matrices)
-        seconds, why = _on_host(question, flops)
-        name = "Muon, and AdamW for embeddings, heads and vectors" if others else "Muon"
-        return HostStep(name, optimizers, "off", seconds, why, flops=flops)
     if question.optimizer == "adamw8bit":
         try:
             from torchao.optim import AdamW8bit
@@ -192,11 +176,6 @@ def _configured(module: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
     except Exception:  # user code may raise any error
         return ()
     return tuple(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, torch.optim.Optimizer)))
-
-
-def _is_for_muon(weight: Tensor) -> bool:
-    """Returns True for a matrix that is not as oblong as an embedding or a head."""
-    return weight.ndim == 2 and max(weight.shape) <= _MOST_OBLONG * min(weight.shape)
 
 
 # ---------------------------------------------------------------------- memory

@@ -17,7 +17,7 @@ from sp_lightning.planner.rates import DTYPES, OF_DEVICE, measure_rates
 
 _BYTES = ("device_bandwidth", "pcie", "host_bandwidth", "disk")
 # The measurements that become options. ``disk`` does not, because this option would also put data on a disk.
-_OPTIONS = ("tflops", "host_tflops", "device_bandwidth", "pcie", "host_bandwidth")
+_OPTIONS = ("tflops", "device_bandwidth", "pcie", "host_bandwidth")
 
 
 def run_rates(given: Namespace) -> str:
@@ -61,15 +61,15 @@ def _in_words(name: str, value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def with_rates(questions: Sequence[Question]) -> Sequence[Question]:
-    """Returns the questions with the rates of the ``--rates`` file. Rates on the command line take precedence.
+def with_rates(question: Question) -> Question:
+    """Returns the question with the rates of the ``--rates`` file. Rates on the command line take precedence.
 
     Raises:
         ValueError, OSError: the file cannot be read, or is not an output of ``rates``.
     """
-    file = questions[0].rates
+    file = question.rates
     if file is None:
-        return questions
+        return question
     text = file.read_text(encoding="utf-8")
     try:
         found = json.loads(text)
@@ -79,7 +79,7 @@ def with_rates(questions: Sequence[Question]) -> Sequence[Question]:
         notes = []
         if machine["processor"] != here["processor"] or machine["cores"] != here["cores"]:
             notes.append(f"{file} is of another machine, {_named(machine)}; this one has {_named(here)}.")
-        return [_with_rates(question, measured, notes) for question in questions]
+        return _with_rates(question, measured, notes)
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ArgumentTypeError) as error:
         raise ValueError(
             f"{file} is not a file of rates ({type(error).__name__}: {error}). Make one: "

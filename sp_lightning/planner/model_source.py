@@ -25,7 +25,6 @@ from sp_lightning.planner.diffusion import (
     import_diffusers,
     is_module,
     is_pipeline,
-    other_parts,
     squared_error,
     stored_dtype,
     trained_part,
@@ -37,8 +36,6 @@ from sp_lightning.planner.known_values import answered
 _WHICH_ARE_IMAGES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
 # The key of the class in configs and indices of diffusers. Configs of transformers do not have it.
 _OF_DIFFUSERS = "_class_name"
-# Pixels on each side of a patch in most of transformers' vision models.
-_PATCH = 16
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a forward."""
@@ -56,7 +53,6 @@ class ModelSource:
         module: the model; its parameters have no memory.
         batches: the asked batch, then other batches, which are tried if the model does not take the asked one. Empty if the
             inputs of the model are not known.
-        uses: a guess of the number of times that a forward uses each weight: once for each token, or each patch of an image.
         generation: takes the number of tokens to generate, and returns two functions. The first runs the prompts. The second
             runs the last token with the keys and values of all tokens before it. None if the model has no key-value cache.
         images: True if the model takes images. If the model also takes text, the last batch has no images.
@@ -69,7 +65,6 @@ class ModelSource:
 
     module: nn.Module
     batches: Batches
-    uses: int
     generation: Callable[[int], tuple[Callable[[], None], Callable[[], None]]] | None = None
     images: bool = False
     stored: torch.dtype | None = None
@@ -182,11 +177,6 @@ def _side(asked: Question) -> int | None:
     return asked.image
 
 
-def _patches(size: Any) -> int:
-    """Returns the number of patches of an image with ``size`` pixels on each side; 1 if the size is unknown."""
-    return max(1, size // _PATCH) ** 2 if isinstance(size, int) else 1
-
-
 # ---------------------------------------------------------------------- package.module:Factory
 
 
@@ -209,7 +199,7 @@ def _load_factory(asked: Question) -> ModelSource:
         configure()
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         module.to_empty(device="cpu")  # a run gives such weights memory, and loads their values from a file
-    return ModelSource(module, _examples(module, asked), asked.batch_size * asked.tokens)
+    return ModelSource(module, _examples(module, asked))
 
 
 def _arguments(example: Any) -> Arguments:
@@ -273,7 +263,7 @@ def _load_torchvision(asked: Question) -> ModelSource:
 
     size = _side(asked) or usual
     batches: Batches = {_images(asked.batch_size, each): partial(arguments, each) for each in (size, usual)}
-    return ModelSource(module, batches, asked.batch_size * _patches(size))
+    return ModelSource(module, batches)
 
 
 # ---------------------------------------------------------------------- transformers
@@ -314,10 +304,9 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
     size = _side(asked) or usual
     sizes = (size, usual, None) if inputs.with_text else (size, usual)
     batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in sizes}
-    uses = asked.batch_size * (asked.tokens if inputs.with_text else _patches(size))
     generation = partial(inputs.generation, size) if inputs.cache else None
     return ModelSource(
-        module, batches, uses, generation, images=inputs.with_images, stored=stored, packed=packed, notes=notes
+        module, batches, generation, images=inputs.with_images, stored=stored, packed=packed, notes=notes
     )
 
 
@@ -493,7 +482,10 @@ def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSo
     diffusers = import_diffusers(asked.model, kind)
     if is_pipeline(raw):
         trained = trained_part(raw, file)
-        notes += other_parts(raw, file.parent, trained)
+        notes.append(
+            f"{raw[_OF_DIFFUSERS]}: these sizes are of its {trained}. Its other parts are not counted: compute latents and "
+            "prompt embeddings before training (examples/guide/diffusion.md)."
+        )
         file = file.parent / trained / "config.json"
         raw = _read(file)
         kind = str(raw.get(_OF_DIFFUSERS))
@@ -509,7 +501,7 @@ def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSo
     module = _make(model.from_config, config, file, "diffusers")
     tokens = None if isinstance(asked.tokens, DefaultSize) else asked.tokens
     inputs = LatentInputs(module, file, asked.batch_size, tokens, asked.frames)
-    if inputs.tokens and tokens is None:
+    if tokens is None:
         asked.tokens = DefaultSize(inputs.tokens)
     stored = stored_dtype(file)
     if stored is None and asked.lora is not None and asked.precision.endswith("-mixed"):
@@ -526,7 +518,6 @@ def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSo
     return ModelSource(
         module,
         batches,
-        asked.batch_size * inputs.positions(size),
         stored=stored,
         notes=tuple(notes),
         unit=inputs.unit,

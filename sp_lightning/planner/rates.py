@@ -22,7 +22,7 @@ OF_DEVICE = ("tflops", "device_bandwidth", "pcie")
 """The measurements of the device, by the names of ``plan``'s options."""
 ADAMW_BYTES = 28
 """Bytes that a step of AdamW with float32 state reads (4 tensors) and writes (3) for each parameter."""
-_SHARES = 10  # each timed measurement (at most nine) gets this fraction of the seconds
+_SHARES = 9  # each timed measurement (at most eight) gets this fraction of the seconds
 # The messages of a DirectFile.
 _SAID = ("The drive cannot be read", "The drive cannot be written", "The file", ": name another folder with --disk")
 
@@ -38,7 +38,7 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
     Returns:
         The measurements by the names of ``plan``'s options:
 
-        - ``tflops``: a dict by :data:`DTYPES`; ``host_tflops``: in bfloat16.
+        - ``tflops``: a dict by :data:`DTYPES`.
         - ``pcie`` (each way while both are busy), ``device_bandwidth``, ``host_bandwidth`` (reads and writes of AdamW), ``disk``:
           bytes per second.
 
@@ -50,7 +50,6 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
     """
     share = seconds / _SHARES
     nbytes = min(2**29, max(2**26, int(share * 2**30)))  # larger than caches, if the time allows it
-    host = Device(torch.device("cpu"))
     adamw = {name: adamw_seconds(nbytes // 4, share, fused=True, dtype=dtype) for name, dtype in DTYPES.items()}
     found: dict[str, Any] = {}
     if device is not None:
@@ -60,7 +59,6 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
             "pcie": link_bytes(device, nbytes, share),
         }
     return found | {
-        "host_tflops": matrix_flops(torch.bfloat16, host, share) / 1e12,
         "host_bandwidth": ADAMW_BYTES / adamw["fp32"],
         "adamw": adamw,
         **({} if disk is None else {"disk": disk_bytes(disk, nbytes)}),

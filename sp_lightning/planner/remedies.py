@@ -1,86 +1,119 @@
-"""Finds changes of a question with which a model fits. Cheaper changes are tried first, each with a new plan."""
+"""Changes of a question with which a model fits. Each is one of a few fixed changes, the cheapest first, and is planned anew."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
 from typing import Any
 
-from sp_lightning.activations.policy import FREEING
 from sp_lightning.planner.answer import Answer, answer
 from sp_lightning.planner.arguments import Question, changed, contradictions
 from sp_lightning.planner.estimate import Estimate, dtypes, estimate_model
 from sp_lightning.planner.verdict import enough_host_memory
 
 _STEP = 2**29  # memory sizes are rounded up to a multiple of these bytes
-_MOST = 3  # the number of fitting changes after which the search ends
+_MOST = 3  # the most changes that are shown, besides more memory
 _MOST_RUNS = 4  # the most dry runs of changed questions
 _OF_LOSS = 3  # a loss over tokens needs at most this multiple of the bytes that it saves for backward
-_DEVICE = frozenset({"device"})
-_HOST = frozenset({"host"})
 
 Changes = dict[str, Any]
 """New values of arguments, by their names."""
 
 
-def remedies(asked: Answer, notify: Callable[[str], None]) -> list[Answer]:
-    """Returns the answers to changed questions that fit, four at most.
+def remedies(asked: Answer, notify: Callable[[str], None]) -> Iterator[Answer]:
+    """Yields the answers to changed questions that fit: the three cheapest changes, and more memory.
 
-    These are the cheapest changes that do not contain each other, a change with which plain Lightning fits, and more memory.
+    A change that contains a cheaper one is left out, except if only with it plain Lightning fits.
 
     Args:
         asked: an answer in which plain Lightning does not fit. If this strategy fits, only changes for plain Lightning are tried.
         notify: is called with a message before each slow step.
     """
-    found: dict[frozenset[str], Answer] = {}
+    found: list[frozenset[str]] = []
     estimates = [asked.estimate]
-    for changes in _candidates(asked) if asked.best is None else ():
+    for for_plain, changes in [*((False, way) for way in _ways(asked)), *((True, way) for way in _for_plain(asked))]:
         names = frozenset(changes)
-        if len(found) == _MOST:
-            break
-        if any(other <= names for other in found):
+        if len(found) == _MOST or (not for_plain and any(other <= names for other in found)):
             continue
-        ways = [changes]
-        if "disk" in changes:  # with "backward", gradients are freed in backward instead of written to the disk
-            ways.append({**changes, "optimizer_overlap": "backward"})
-        fitting = [
-            each for way in ways if (each := _try(asked, way, estimates, notify)) is not None and each.status == 0
-        ]
-        if fitting:
-            found[names] = min(fitting, key=lambda each: each.shown.prediction.seconds)
-    planned = (_try(asked, changes, estimates, notify) for changes in _for_plain(asked, [*found.values()]))
-    without_us = next((each for each in planned if each is not None and each.fits_plain), None)
+        tried = _try(asked, changes, estimates, notify)
+        if tried is not None and (tried.fits_plain if for_plain else tried.status == 0):
+            found.append(names)
+            yield tried
+            if tried.fits_plain:
+                break
     more = _try(asked, _more_memory(asked), estimates, notify)
-    others = [each for each in (without_us, more) if each is not None and each.status == 0]
-    return [*[*found.values()][: _MOST + 1 - len(others)], *others]
+    if more is not None and more.status == 0:
+        yield more
 
 
-def _for_plain(asked: Answer, found: list[Answer]) -> Iterator[Changes]:
-    """Yields changes with which plain Lightning may fit: the model's own checkpoints, a chunked loss, adapters on 16-bit weights.
+def _ways(refused: Answer) -> Iterator[Changes]:
+    """Yields the changes that may reduce every lacking memory, in this order.
 
-    Args:
-        asked: an answer in which plain Lightning does not fit.
-        found: the answers to changed questions that fit.
+    1. The same results: the defaults of the window and the activations, recomputed activations, a chunked loss, updates in
+       backward, a disk.
+    2. Experts in 4 bits, a smaller batch, 16-bit weights.
+    3. Another training (adapters).
     """
-    estimate, limit = asked.estimate, asked.question.gpu_memory
+    asked, estimate, lacking = refused.question, refused.estimate, refused.lacking
+    if refused.best is not None:
+        return
+    backward: Changes = {}
+    if estimate.step is not None and estimate.step.overlap != "off" and not asked.frees:
+        backward = {"optimizer_overlap": "backward"}
+    loss = {"loss_tokens": 1024} if _has_loss(refused) else {}
+    recompute = {} if asked.predict or asked.activations == "recompute" else {"activations": "recompute"}
+    device = [usual := _usual(asked), recompute, loss, {**recompute, **loss}]
+    host = [backward]
+    if asked.disk is None and asked.host_memory is not None:
+        host.append({"disk": asked.measured.drive, **backward})
+    both: list[Changes] = []
+    pack = {"pack_experts": "nvfp4"} if estimate.stacked and not asked.pack_experts else {}
+    if pack and (asked.predict or asked.lora):
+        both.append(pack)
+    if not asked.stores_16_bits:
+        both += [{"precision": "bf16-true"}, {"precision": "bf16-true", **backward}]
+    weights, gradients = refused.shown.plan.plain
+    if (
+        not asked.predict and asked.lora is None and gradients > weights / 2
+    ):  # with few gradients, there are adapters already
+        both += [{"lora": 16}, {"lora": 16, **pack}, {"lora": 16, "precision": "bf16-true", **loss}]
+    if lacking == {"device"}:
+        batch = {"batch_size": count} if asked.batch_size > 1 and (count := _fitting_batch(refused)) else {}
+        yield from (*device, batch, *both)
+    elif lacking == {"host"}:
+        yield from (*host, *both)
+    else:
+        yield from both
+        yield from ({**usual, **recompute, **loss, **way} for way in (*host, *both))
+
+
+def _usual(asked: Question) -> Changes:
+    """Returns the defaults of the options that the user gave and that take device memory."""
+    usual: Changes = {"k": None, "k_prime": None} if asked.k or asked.k_prime else {}
+    if asked.gpu_layers:
+        usual["gpu_layers"] = 0 if asked.gpu_memory is None or asked.gpu_layers == "auto" else "auto"
+    return usual if asked.activations == "auto" or asked.predict else {**usual, "activations": "auto"}
+
+
+def _for_plain(asked: Answer) -> Iterator[Changes]:
+    """Yields changes with which plain Lightning may fit: the model's own checkpoints, a chunked loss, adapters in 16 bits."""
+    estimate, question, limit = asked.estimate, asked.question, asked.question.gpu_memory
+    if limit is None:
+        return
     if asked.fits_checkpointed and asked.best is None:
         yield {"gradient_checkpointing": True}
-    if limit is None or any(each.fits_plain for each in found):
-        return
     least = min(estimate.plain_bytes, estimate.checkpointed_bytes)
     # A chunked loss cannot save more than the whole loss needs.
     if _has_loss(asked) and least - _OF_LOSS * estimate.work.outside <= limit < least:
         yield {"loss_tokens": 1024}
         yield {"loss_tokens": 1024, "gradient_checkpointing": True}
-    steps = {name: value for step, _, _ in _steps(asked) for name, value in step.items()}
-    if "lora" in steps and asked.best is None:
-        yield {name: steps[name] for name in ("precision", "lora", "loss_tokens") if name in steps}
+    if asked.best is None and not question.predict and question.lora is None:
+        yield {"lora": 16, "precision": "bf16-true"} | ({"loss_tokens": 1024} if _has_loss(asked) else {})
 
 
 def _has_loss(asked: Answer) -> bool:
     """Returns True if the batch may have a loss over tokens that is not chunked."""
     question, estimate = asked.question, asked.estimate
-    known = not question.predict and not estimate.why_guessed and question.input is None and not estimate.unit
+    known = not question.predict and question.input is None and not estimate.unit
     return known and question.loss_tokens is None and estimate.work.largest_outside is not None
 
 
@@ -113,58 +146,8 @@ def _is_too_large(refused: Answer, question: Question) -> bool:
     """Returns True if the weights alone exceed host memory, so that no dry run is needed."""
     limit, dtype = refused.estimate.host.limit, dtypes(question.precision)[0]
     needed = refused.estimate.parameters * dtype.itemsize
-    return question.disk is None and question.host_memory == refused.question.host_memory and needed > (limit or needed)
-
-
-def _candidates(refused: Answer) -> Iterator[Changes]:
-    """Yields combinations of one to three of the :func:`_steps` that may reduce every lacking memory.
-
-    Combinations are sorted by price, then by the number of steps.
-    """
-    lacking = refused.lacking
-    steps = [step for step in _steps(refused) if step[1] & lacking]
-    several = [chosen for count in (1, 2, 3) for chosen in combinations(steps, count)]
-    for chosen in sorted(several, key=lambda chosen: sum(price for _, _, price in chosen)):
-        changes = {name: value for step, _, _ in chosen for name, value in step.items()}
-        helped = frozenset[str]().union(*(helps for _, helps, _ in chosen))
-        # Two steps that change the same argument cannot be combined.
-        if lacking <= helped and len(changes) == sum(len(step) for step, _, _ in chosen):
-            yield changes
-
-
-def _steps(refused: Answer) -> Iterator[tuple[Changes, frozenset[str], int]]:
-    """Yields single changes, each with the memories (device, host) of which less may be needed, and a price.
-
-    - 0: another window or number of staying layers.
-    - 1: the same results, but slower.
-    - 2: the same results, but with a disk.
-    - 3: another batch size or precision.
-    - 4: another training (adapters).
-    """
-    asked, estimate = refused.question, refused.estimate
-    step = estimate.step
-    if asked.k or asked.k_prime:
-        yield {"k": None, "k_prime": None}, _DEVICE, 0
-    if asked.gpu_layers:
-        yield {"gpu_layers": 0 if asked.gpu_memory is None or asked.gpu_layers == "auto" else "auto"}, _DEVICE, 0
-    if _has_loss(refused):
-        yield {"loss_tokens": 1024}, _DEVICE, 1
-    if not asked.predict and not estimate.why_guessed:
-        for mode in ("auto", *FREEING):
-            if asked.activations != mode:
-                yield {"activations": mode}, _DEVICE, 1
-    if asked.batch_size > 1 and (count := _fitting_batch(refused)):
-        yield {"batch_size": count}, _DEVICE, 3
-    if step is not None and step.overlap != "off" and not asked.frees:
-        yield {"optimizer_overlap": "backward"}, _HOST, 1
-    if asked.disk is None and asked.host_memory is not None:
-        yield {"disk": asked.measured.drive}, _HOST, 2
-    if not asked.stores_16_bits:
-        yield {"precision": "bf16-true"}, _DEVICE | _HOST, 3
-    weights, gradients = refused.shown.plan.plain
-    # With few gradients, the model has adapters already.
-    if not asked.predict and asked.lora is None and gradients > weights / 2:
-        yield {"lora": 16}, _DEVICE | _HOST, 4
+    elsewhere = question.pack_experts or question.disk or question.host_memory != refused.question.host_memory
+    return not elsewhere and needed > (limit or needed)
 
 
 def _fitting_batch(refused: Answer) -> int:

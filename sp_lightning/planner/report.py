@@ -1,73 +1,53 @@
-"""Formats an answer as text, and as JSON."""
+"""Formats an answer as text, and as fields for JSON."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 from sp_lightning.activations.policy import summary
 from sp_lightning.device.host_kernels import host_kernels
 from sp_lightning.observe.stats import WAITED, remedy
 from sp_lightning.plan.units import in_gib, number
-from sp_lightning.planner.answer import Answer, Row, stepped_otherwise
-from sp_lightning.planner.arguments import MODES, SEVERAL, Question, changed, command
+from sp_lightning.planner.answer import Answer, Row
+from sp_lightning.planner.arguments import MODES, Question, changed, command
 from sp_lightning.planner.estimate import Estimate
-from sp_lightning.planner.verdict import LEAST_WAITING, per_second, speed, too_little, verdict
+from sp_lightning.planner.verdict import speed, verdict
 
-_MOST_REASONS = 10
+LEAST_WAITING = 0.05
+"""The least share of the time for which the answer has advice on a cause of stalls."""
 _DAY = 24 * 60 * 60
 ROUNDED = "without float32 weights each update is rounded to 8 bits of mantissa, and small ones are lost"
-_LEGEND = """
-  k              layers that are usable on the device at once
-  k'             layers that are uploaded meanwhile, at most k' per transfer: k + k' slots. A window is k and k' with their memory
-  weights+grads  weights on the device, and in training gradients that are being offloaded
-  with the rest  the device memory that is needed: also activations, caches and intermediate results
-  waiting        share of the time in which the device does not compute
-  binds          the resource with the most work, which bounds the time; host: Python's own time; host memory: its reads and
-                 writes; links, network: sums of gradients between devices and between nodes
-  ◀              the smallest of the fastest windows that fit"""
 
 
-def as_text(answer: Answer, remedies: Sequence[Answer]) -> str:
-    """Returns the answer as text: the verdict, the remedies, and at most ten lines of reasons.
-
-    With ``--verbose``, the text has all reasons, and tables of layers and windows. If the question names several windows, the
-    table of windows is always there.
+def as_text(answer: Answer, remedies: Iterable[Answer]) -> Iterator[str]:
+    """Yields the answer as text: the verdict, the remedies, windows if the question names several, and reasons.
 
     Args:
         answer: the answer.
-        remedies: the answers to changed questions that fit.
+        remedies: the answers to changed questions that fit, which may be found when they are asked for.
     """
-    reasons = _reasons(answer)
-    lines = [verdict(answer), *_remedies(answer, remedies), ""]
-    if answer.question.verbose:
-        return "\n".join([*lines, *reasons, "", *_details(answer)])
-    asked = answer.question
-    windows = [*_windows(answer), ""] if len(asked.k or ()) > 1 or len(asked.k_prime or ()) > 1 else []
-    more = "--verbose shows layers, windows, and the meaning of the columns"
-    return "\n".join([*lines, *windows, *reasons[:_MOST_REASONS], more])
-
-
-def _remedies(answer: Answer, remedies: Sequence[Answer]) -> list[str]:
+    yield verdict(answer)
     heading = "These changes fit:" if answer.best is None else "With this change, plain Lightning fits:"
-    lines = [heading] if remedies else []
-    for other in remedies:
-        estimate, words = other.estimate, list[str]()
-        if other.best is not None:
-            device, host = in_gib(other.best.device_bytes), in_gib(other.host.nbytes)
-            words.append(f"{device} of GPU memory and {host} of host memory, {speed(other)}")
-        if rounds(other.question) and not rounds(answer.question):
-            words.append(f"but {ROUNDED}")
-        if other.question.lora != answer.question.lora:
-            words.append(f"{number(estimate.trained)} trained parameters")
-        if other.fits_plain:
-            words.append(f"plain Lightning fits ({in_gib(estimate.plain_bytes)} of GPU memory) and is faster")
-        lines += [
-            f"  {changed(answer.question, other.question)}: {'; '.join(words)}",
-            f"    {command(other.question)}",
-        ]
-    return lines
+    for index, other in enumerate(remedies):
+        yield from [*[heading] * (index == 0), *_remedy(answer, other)]
+    asked = answer.question
+    windows = ["", *_windows(answer)] if len(asked.k or ()) > 1 or len(asked.k_prime or ()) > 1 else []
+    yield from ["", *_reasons(answer), *windows]
+
+
+def _remedy(answer: Answer, other: Answer) -> list[str]:
+    """Returns the change of a question, its memory and speed, and its command."""
+    estimate, words = other.estimate, list[str]()
+    if other.best is not None:
+        device, host = in_gib(other.best.device_bytes), in_gib(other.host.nbytes)
+        words.append(f"{device} of GPU memory and {host} of host memory, {speed(other)}")
+    if rounds(other.question) and not rounds(answer.question):
+        words.append(f"but {ROUNDED}")
+    if other.question.lora != answer.question.lora:
+        words.append(f"{number(estimate.trained)} trained parameters")
+    if other.fits_plain:
+        words.append(f"plain Lightning fits ({in_gib(estimate.plain_bytes)} of GPU memory) and is faster")
+    return [f"  {changed(answer.question, other.question)}: {'; '.join(words)}", f"    {command(other.question)}"]
 
 
 def rounds(question: Question) -> bool:
@@ -86,75 +66,8 @@ def _reasons(answer: Answer) -> list[str]:
         _assumed(estimate),
         *_disk(answer),
         *_step(estimate),
-        *_nodes(estimate, row),
         *(f"note: {note}" for note in _notes(estimate, row)),
     ]
-
-
-def _details(answer: Answer) -> list[str]:
-    estimate, question, row = answer.estimate, answer.question, answer.shown
-    ledger, rates = answer.host.ledger, estimate.rates
-    known = "measured" if question.measured.python else "assumed of the host (--rates)"
-    lines = [
-        row.plan.table(state=ledger.state if ledger else None),
-        "",
-        *_windows(answer),
-        _LEGEND,
-        *_experts(estimate, row),
-        "",
-        f"{known}: {1e6 * rates.visit_seconds:.0f} µs of Python for each layer call, and "
-        f"{1e6 * rates.weight_seconds:.0f} µs for each weight of the layer",
-    ]
-    if not estimate.why_guessed and not question.predict:
-        saved = {mode: f"{in_gib(estimate.work.saved(mode)):>10}" for mode in MODES}
-        offloaded = in_gib(estimate.work.offloaded("offload"))
-        saved["offload"] += f", and {offloaded} on the host"
-        lines += ["", "activations=    saved for backward, at most"]
-        lines += [f"  {mode:<10} {size}" for mode, size in saved.items()]
-    return lines
-
-
-# ---------------------------------------------------------------------- several questions
-
-
-def as_table(questions: Sequence[Question], answers: Iterable[Answer]) -> Iterator[str]:
-    """Yields a heading, then a line for each answer as soon as the answer is known, with the options that differ."""
-    asked = [vars(question) for question in questions]
-    differing = [name for name in SEVERAL if name == "model" or len({each[name] for each in asked}) > 1]
-    heading = {"fits plain": 23, "fits here": 9, "k": 2, "k'": 2, "device": 10, "host": 10, "speed": 16, "waiting": 7}
-    widths = [*(max(len(str(each[name])) for each in ({name: name}, *asked)) for name in differing), *heading.values()]
-    yield _in_columns([*differing, *heading], widths)
-    for answer, each in zip(answers, asked, strict=True):
-        fits = answer.best is not None
-        known = not answer.estimate.why_guessed
-        fits_here = "no"
-        if fits:
-            fits_here = "yes" if known else "unknown"
-        plan = answer.shown.plan
-        row = [
-            _plain(answer) if known else "unknown", fits_here, str(plan.k), str(plan.k_prime),
-            in_gib(answer.shown.device_bytes) if known else "unknown", in_gib(answer.host.nbytes),
-            *([per_second(answer), f"{answer.shown.waiting:.0%}"] if fits else [too_little(answer)]),
-        ]  # fmt: skip
-        yield _in_columns([*(str(each[name]) for name in differing), *row], widths)
-
-
-def _plain(answer: Answer) -> str:
-    """Returns "yes", "no" or "checkpointed" for plain Lightning, and its device memory; without a limit only this memory.
-
-    "checkpointed" means that the model fits only with activation checkpointing in each layer.
-    """
-    estimate = answer.estimate
-    if answer.fits_checkpointed and not answer.fits_plain:
-        return f"checkpointed, {in_gib(estimate.checkpointed_bytes)}"
-    needed = in_gib(estimate.plain_bytes)
-    if answer.question.gpu_memory is None:
-        return needed
-    return f"{'yes' if answer.fits_plain else 'no'}, {needed}"
-
-
-def _in_columns(words: Iterable[str], widths: Iterable[int]) -> str:
-    return "  ".join(map(str.ljust, words, widths)).rstrip()
 
 
 # ---------------------------------------------------------------------- reasons
@@ -171,16 +84,10 @@ def _heading(estimate: Estimate) -> str:
     if question.gradient_clip:
         what += f", clipped by {question.gradient_clip}"
     where = f" on each of {question.devices} devices" if question.devices > 1 else ""
-    where += f" {'of' if where else 'on'} each of {question.nodes} nodes" if question.nodes > 1 else ""
     return f"{question.model}: {count}, {question.precision}, {what}, {estimate.items}{where}"
 
 
 def _device(estimate: Estimate, row: Row) -> str:
-    if estimate.why_guessed:
-        return (
-            f"activations unknown: no batch could be run without values ({estimate.why_guessed}). Times are estimated from "
-            f"parameter counts: a forward uses each weight {estimate.uses} times"
-        )
     weights = row.plan.peak_device_bytes
     what = "weights" if estimate.question.predict else "weights and gradients"
     chosen = f" ({summary(row.modes)})" if estimate.activations == "auto" else ""
@@ -199,11 +106,7 @@ def _unit(question: Question) -> str:
 def _host(answer: Answer) -> list[str]:
     """Returns a line on the contents of host memory, and with ``--host-memory`` a line on the part that processes use."""
     estimate, question, host = answer.estimate, answer.question, answer.host
-    node = ""
-    if question.nodes > 1:
-        node = " of each node"
-    elif question.devices > 1:
-        node = " of the node"
+    node = " of the node" if question.devices > 1 else ""
     parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in host.parts.items() if nbytes)
     each = f"{host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter"
     line = f"host memory{node} {in_gib(host.nbytes)}, {each}: {parts}"
@@ -285,26 +188,22 @@ def _assumed(estimate: Estimate) -> str:
     options = f" (--{' --'.join(assumed)})".replace("_", "-") if assumed else ""
     line = f"measured: {', '.join(measured)} ({question.rates}); " if measured else ""
     line += f"assumed: {optimizer}{', '.join(known[name] for name in assumed)}{options}".removesuffix(", ")
-    if question.compile_blocks:
-        line += "; elementwise operations of compiled blocks take a third of the time (--compile-blocks)"
     if step is not None and not step.on_device and step.seconds is None and (package := host_kernels().missing):
         line += f"; updates in one pass, which needs pip install {package} (without it, 1.6 times as long)"
     if question.gpu_memory is None:
         line += "; no --gpu-memory: any amount is there"
     if question.devices > 1:
         line += f"; {question.links / 1e9:g} GB/s from each device to the others (--links)"
-    if question.nodes > 1:
-        line += f"; {question.network / 1e9:g} GB/s from each node to the others, for all its devices (--network)"
     return line
 
 
 def _windows(answer: Answer) -> list[str]:
     """Returns a heading and a line for each window."""
-    estimate, per = answer.estimate, f"s/{_unit(answer.question)}"
+    per = f"s/{_unit(answer.question)}"
     lines = [f"   k  k' {'weights+grads':>14} {'with the rest':>14} {per:>9} {'waiting':>8}  binds"]
     for row in answer.rows:
         weights = in_gib(row.plan.peak_device_bytes)
-        everything = "?" if estimate.why_guessed else in_gib(row.device_bytes)
+        everything = in_gib(row.device_bytes)
         mark = "" if row.fits else "  does not fit"
         if row is answer.best:
             mark = " ◀"
@@ -313,34 +212,6 @@ def _windows(answer: Answer) -> list[str]:
             f"{row.prediction.seconds:>9.3g} {row.waiting:>8.0%}  {row.prediction.binds}{mark}"
         )
     return lines
-
-
-def _experts(estimate: Estimate, row: Row) -> list[str]:
-    """Returns lines on the uploads of stacked experts, for several shares of experts that are already on the device."""
-    stacked = {index for index, layer in enumerate(row.plan.layers) if layer.rows}
-    if not stacked or estimate.why_guessed:
-        return []
-    unit = "batch" if estimate.question.generate is None else "token of each sequence"
-    kept = in_gib(row.plan.stack_bytes)
-    lines = ["", f"per {unit}, by how many of the experts that it is routed to ({kept} in all) are on the GPU:"]
-    for hits in (0.0, 0.25, 0.5, 0.75):
-        costs = tuple(replace(cost, share=cost.share * (1 - hits)) for cost in estimate.work.costs)
-        prediction = replace(estimate, work=replace(estimate.work, costs=costs)).predict(row.plan, row.modes)
-        fetches = [each for each in prediction.intervals if each.kind == "fetch"]
-        fetched = in_gib(sum(each.nbytes for each in fetches))
-        experts = in_gib(sum(each.nbytes for each in fetches if each.layer in stacked))
-        lines.append(f"  {hits:4.0%}  {fetched:>10}, of that experts {experts:>10}  {prediction.seconds:.3g} s")
-    return lines
-
-
-def _less_computation(answer: Answer, now: float) -> str:
-    """Returns advice for a batch that takes ``now`` seconds, nearly all of them for computation."""
-    compiled = answer.estimate.asked(answer.question.but(compile_blocks=True)) if answer.estimate.blocks else None
-    if compiled is not None:
-        seconds = compiled.predict(answer.shown.plan, answer.shown.modes).seconds
-        if now - seconds >= LEAST_WAITING * now:
-            return f"with compiled blocks about {seconds:.3g} s (--compile-blocks)"
-    return "only fewer operations or a faster GPU help"
 
 
 def _faster(answer: Answer) -> str:
@@ -354,39 +225,15 @@ def _faster(answer: Answer) -> str:
         # In seconds, as in the message of a run. The verdict has the share of the time.
         why = f"the GPU waits {waited[what]:.3g} of {now:.3g} s for {WAITED[what]}. {remedy(what, plan)}."
     else:
-        why = f"the GPU computes {1 - row.waiting:.0%} of the time; {_less_computation(answer, now)}."
-    for options, (seconds, more) in (stepped_otherwise(answer.estimate, row) if "updates" in waited else {}).items():
-        if now - seconds >= LEAST_WAITING * now:
-            memory = ""
-            if more:
-                needs = row.device_bytes + more
-                limit = answer.question.gpu_memory
-                over = f", {in_gib(needs - limit)} more than available" if limit is not None and needs > limit else ""
-                memory = f" and {in_gib(needs)} of GPU memory{over}"
-            why += f" {options[0].upper()}{options[1:]} takes {seconds:.3g} s{memory}."
+        why = f"the GPU computes {1 - row.waiting:.0%} of the time; only fewer operations or a faster GPU help."
     return f"faster: with k = {plan.k} and k' = {plan.k_prime}, {why}"
-
-
-def _nodes(estimate: Estimate, row: Row) -> list[str]:
-    """Returns a line on the speed of several nodes compared with one node; no line for one node, or without training."""
-    question = estimate.question
-    if question.nodes == 1 or question.predict:
-        return []
-
-    def seconds(nodes: int) -> float:
-        asked = replace(estimate, question=question.but(nodes=nodes))
-        return asked.predict(replace(row.plan, nodes=nodes), row.modes).seconds
-
-    one = seconds(1)
-    gains = [f"{n} train {n * one / seconds(n):.3g} times as many samples" for n in sorted({2, question.nodes})]
-    return [f"nodes: one takes {one:.3g} s per batch; compared with it, {', '.join(gains)}"]
 
 
 def _notes(estimate: Estimate, row: Row) -> list[str]:
     """Returns sentences on parts of a batch that are not counted, and on large activations outside of all layers."""
     work = estimate.work
     notes = [*estimate.question.measured.notes, *estimate.notes]
-    if estimate.why_guessed or estimate.question.predict:
+    if estimate.question.predict:
         return notes
     notes += [estimate.found.grouping_advice] if estimate.found.grouping_advice else []
     largest = work.largest_outside
@@ -408,34 +255,28 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
 # ---------------------------------------------------------------------- JSON
 
 
-def in_json(answers: Sequence[dict[str, object]]) -> str:
-    """Returns the JSON of one answer, or of a list if there are several answers."""
-    return json.dumps(answers if len(answers) > 1 else answers[0], indent=2)
-
-
 def as_fields(answer: Answer) -> dict[str, object]:
     """Returns one answer as fields for JSON."""
     estimate, best, question, work = answer.estimate, answer.best, answer.question, answer.estimate.work
     plan, modes = answer.rows[0].plan, answer.rows[0].modes
-    known, rates = not estimate.why_guessed, ("device_bandwidth", "pcie", "host_bandwidth", "links", "network")
+    rates = ("device_bandwidth", "pcie", "host_bandwidth", "links")
     return {
         "model": question.model, "precision": question.precision, "optimizer_on": question.optimizer_on,
         "gpu_layers": question.gpu_layers,
-        "compile_blocks": question.compile_blocks, "pack_experts": question.pack_experts,
+        "pack_experts": question.pack_experts,
         "batch": estimate.items, "training": not question.predict,
-        "devices": question.devices, "nodes": question.nodes, "generated_tokens": question.generate,
+        "devices": question.devices, "generated_tokens": question.generate,
         "parameters": estimate.parameters, "trained_parameters": estimate.trained,
         "tables": [{"name": table.name, "bytes": table.nbytes} for table in plan.tables],
         "layers": [{"name": layer.name, "bytes": layer.nbytes} for layer in plan.layers],
         "activations": estimate.activations,
-        "activation_bytes": estimate.activation_bytes if known else None,
-        "saved_bytes": {mode: work.saved(mode) for mode in MODES} if known else None,
-        "offloaded_bytes": work.offloaded("offload") if known else None,
-        "flops": estimate.flops(plan, modes) if known else None,
-        "why_no_activations": estimate.why_guessed or None,
+        "activation_bytes": estimate.activation_bytes,
+        "saved_bytes": {mode: work.saved(mode) for mode in MODES},
+        "offloaded_bytes": work.offloaded("offload"),
+        "flops": estimate.flops(plan, modes),
         "prompt_seconds": answer.prompt_seconds,
-        "plain_bytes": estimate.plain_bytes if known else None,
-        "checkpointed_bytes": estimate.checkpointed_bytes if known else None,
+        "plain_bytes": estimate.plain_bytes,
+        "checkpointed_bytes": estimate.checkpointed_bytes,
         "host_bytes": answer.host.nbytes, "host_bytes_while_training": answer.host.stepping_bytes,
         "host_parts": dict(answer.host.parts), "host_fits": answer.host.fits,
         "disk": _disk(answer) or None,

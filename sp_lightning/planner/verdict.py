@@ -12,8 +12,6 @@ from sp_lightning.planner.answer import Answer, Row
 from sp_lightning.planner.arguments import Question
 from sp_lightning.planner.estimate import Estimate
 
-LEAST_WAITING = 0.05
-"""The least share of the time for which the answer has advice: on a cause of stalls, or on an option that saves this share."""
 _OVER = {"updates": " in host memory", "fetches": " over PCIe", "gradient offloading": " over PCIe"}
 
 
@@ -36,13 +34,6 @@ def verdict(answer: Answer) -> str:
 
 
 _CHECKPOINTED = "Plain Lightning fits if each layer runs in torch.utils.checkpoint"
-
-
-def too_little(answer: Answer) -> str:
-    """Returns the memories that are too small for this strategy, each as "needed of given bytes"."""
-    device, host = answer.question.gpu_memory or 0, answer.question.host_memory or 0
-    needed = {"device": (answer.shown.device_bytes, device), "host": (enough_host_memory(answer), host)}
-    return f"no: {', '.join(f'{name} {_of(*needed[name])}' for name in sorted(answer.lacking))}"
 
 
 def _of(needed: int, limit: int) -> str:
@@ -90,15 +81,11 @@ def _recommended(answer: Answer, best: Row) -> str:
     question, estimate = answer.question, answer.estimate
     limited = question.gpu_memory is not None
     fits = "It fits" if limited else "The fastest"
-    if estimate.why_guessed:
-        fits = "Weights and gradients fit, activations are unknown" if limited else "Perhaps the fastest"
-    elif answer.fits_plain or answer.fits_checkpointed:
+    if answer.fits_plain or answer.fits_checkpointed:
         fits = "With this strategy"
     plain = "" if limited else f" Plain Lightning needs {in_gib(estimate.plain_bytes)} of GPU memory."
     inside = f" in Trainer({options})" if (options := trainer_options(question)) else ""
     chosen = f"{strategy(estimate, best.plan)}{inside}{beside(estimate)}"
-    if estimate.why_guessed:
-        return f"{fits}: {chosen}."
     return f"{fits}: {chosen}, {speed(answer)}; {waiting(answer)}.{plain}"
 
 
@@ -136,7 +123,7 @@ def _staying(answer: Answer, best: Row) -> list[str]:
 def speed(answer: Answer) -> str:
     """Returns the seconds of a batch, or of prompts and tokens, and the items per second."""
     question, seconds = answer.question, answer.shown.prediction.seconds
-    each = " on each device" if question.devices * question.nodes > 1 else ""
+    each = " on each device" if question.devices > 1 else ""
     time = f"{seconds:.3g} s per batch{each}"
     if answer.prompt_seconds is not None:
         time = (
@@ -197,11 +184,8 @@ def strategy(estimate: Estimate, plan: Plan) -> str:
 
 
 def trainer_options(question: Question) -> str:
-    """Returns the Trainer's arguments for devices and nodes; an empty text for one device."""
-    if question.devices * question.nodes == 1:
-        return ""
-    nodes = f", num_nodes={question.nodes}" if question.nodes > 1 else ""
-    return f"devices={question.devices}{nodes}"
+    """Returns the Trainer's arguments for devices; an empty text for one device."""
+    return f"devices={question.devices}" if question.devices > 1 else ""
 
 
 def beside(estimate: Estimate) -> str:
@@ -216,8 +200,6 @@ def beside(estimate: Estimate) -> str:
         text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'
     if question.pack_experts:
         text += f' and sp_lightning.pack_experts(model, "{question.pack_experts}")'
-    if question.compile_blocks:
-        text += " and sp_lightning.compile_blocks(model)"
     if question.loss_tokens:
         text += f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens})"
     return text

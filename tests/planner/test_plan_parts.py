@@ -11,7 +11,7 @@ import pytest
 from sp_lightning.plan.units import parse_bytes
 from sp_lightning.planner import dry_run
 from sp_lightning.planner.answer import Answer, answer
-from sp_lightning.planner.arguments import Question, make_parser, separate
+from sp_lightning.planner.arguments import Question, make_parser
 from sp_lightning.planner.estimate import Estimate, estimate_model
 from sp_lightning.planner.report import as_text
 from tests.support.tiers import first
@@ -37,8 +37,7 @@ MODELS: list[Any] = [
 
 
 def estimated(*words: str) -> Estimate:
-    (question,) = separate(make_parser().parse_args(["plan", *words], namespace=Question()))
-    return estimate_model(question)
+    return estimate_model(make_parser().parse_args(["plan", *words], namespace=Question()))
 
 
 def check_parts(found: Answer) -> None:
@@ -51,7 +50,7 @@ def check_parts(found: Answer) -> None:
         assert sum(host.values()) == row.host.nbytes
         assert host["activations"] == found.question.devices * work.offloaded(row.modes)
         assert bool(host["activations"]) <= ("offload" in row.modes.values())
-    text = as_text(found, [])
+    text = "\n".join(as_text(found, []))
     assert " -" not in text.replace(" --", "")
     for whole, parts in re.findall(r"^(?:device|host) memory(?: of the node)? (.*?)[:,] (.*)", text, re.MULTILINE):
         sizes = re.findall(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
-from sp_lightning.planner.arguments import Question, make_parser, separate
+from sp_lightning.planner.arguments import Question, make_parser
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -27,5 +27,4 @@ def question(*arguments: str) -> Question:
     """What such a command line asks."""
     asked = make_parser().parse_args(["plan", *arguments], namespace=Question())
     asked.given = frozenset(vars(make_parser(usual=False).parse_args(["plan", *arguments])))
-    (one,) = separate(asked)
-    return one
+    return asked
