@@ -38,7 +38,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.ring import Slots
 from sp_lightning.planner.answer import Row, answer
-from sp_lightning.planner.arguments import make_parser, read, separate
+from sp_lightning.planner.arguments import make_parser, read
 from sp_lightning.planner.estimate import estimate_model
 from sp_lightning.tuning.visits import RESOURCES, Rates
 
@@ -191,7 +191,7 @@ def ask(config: dict[str, Any], card: str, packing: str | None) -> Row:
         file = Path(folder) / "model.json"
         file.write_text(json.dumps(config))
         given: Any = read(make_parser(), ["plan", str(file), *options, *CARDS[card]])
-        found = answer(estimate_model(separate(given)[0]))
+        found = answer(estimate_model(given))
     assert found.best is not None, found
     return found.best
 

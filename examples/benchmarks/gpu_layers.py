@@ -16,7 +16,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from sp_lightning.planner.answer import Row, answer
-from sp_lightning.planner.arguments import Question, make_parser, separate
+from sp_lightning.planner.arguments import Question, make_parser
 from sp_lightning.planner.estimate import Estimate, estimate_model
 
 MACHINES = {
@@ -51,8 +51,7 @@ TARGET = 0.85
 def question(model: str, *options: str) -> Question:
     """What such a command line asks."""
     words = " ".join((OPTIONS, *options)).split()
-    given: Any = make_parser().parse_args(["plan", model, *words], namespace=Question())
-    (asked,) = separate(given)
+    asked: Any = make_parser().parse_args(["plan", model, *words], namespace=Question())
     return asked
 
 

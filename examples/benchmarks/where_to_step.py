@@ -10,16 +10,14 @@ from itertools import product
 from typing import Any
 
 from sp_lightning.planner.answer import answer
-from sp_lightning.planner.arguments import Question, make_parser, separate
+from sp_lightning.planner.arguments import Question, make_parser
 from sp_lightning.planner.estimate import estimate_model
 
 MACHINES = {
     "PCIe 4, two channels of DDR4": "--pcie 25GB/s --host-bandwidth 45GB/s --tflops 100",
     "PCIe 5, two channels of DDR5": "--pcie 50GB/s --host-bandwidth 70GB/s --tflops 150",
-    "H100, eight channels of DDR5": (
-        "--pcie 52GB/s --host-bandwidth 175GB/s --tflops 400 --device-bandwidth 3350GB/s --host-tflops 4"
-    ),
-    "GH200": "--pcie 400GB/s --host-bandwidth 400GB/s --tflops 400 --device-bandwidth 4000GB/s --host-tflops 4",
+    "H100, eight channels of DDR5": ("--pcie 52GB/s --host-bandwidth 175GB/s --tflops 400 --device-bandwidth 3350GB/s"),
+    "GH200": "--pcie 400GB/s --host-bandwidth 400GB/s --tflops 400 --device-bandwidth 4000GB/s",
 }
 BATCHES = {"2,048": "--tokens 2048", "6,144": "--tokens 6144", "65,536": "--tokens 4096 --accumulate-grad-batches 16"}
 PLACES = {
@@ -27,16 +25,15 @@ PLACES = {
     "device": "--optimizer-on gpu",
     "device, in backward": "--optimizer-on gpu --optimizer-overlap backward",
 }
-OPTIMIZERS = ("adamw", "muon", "adamw8bit")
+OPTIMIZERS = ("adamw", "adamw8bit")
 
 
 def seconds(model: str, *options: str) -> float:
     """Of a whole step, all accumulated batches together."""
-    given: Any = make_parser().parse_args(
+    question: Any = make_parser().parse_args(
         ["plan", model, "--gradient-checkpointing", "--k", "2", "--k-prime", "1", *" ".join(options).split()],
         namespace=Question(),
     )
-    (question,) = separate(given)
     return question.accumulate_grad_batches * answer(estimate_model(question)).shown.prediction.seconds
 
 

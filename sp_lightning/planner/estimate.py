@@ -355,9 +355,9 @@ def estimate_model(question: Question) -> Estimate:
                 question, found, next(iter(source.batches)), None, work, prompts=prompts, notes=tuple(notes)
             )
         else:
+            step = None if question.predict else host_step(question, module)
             with torch.set_grad_enabled(not question.predict):
                 items, work, uncounted = _run_batch(source, found, question)
-            step = None if question.predict else host_step(question, module)
             made = Estimate(question, found, items, step, work, notes=(*notes, *uncounted), unit=source.unit)
         stacked = any(map(row_finder().stacked, module.modules()))
         made = replace(made, contents=plan_contents(found), stacked=stacked)

@@ -19,7 +19,7 @@ from sp_lightning.__main__ import main
 from sp_lightning.device.device import Device
 from sp_lightning.observe.reached import Reached
 from sp_lightning.planner import rates as measuring
-from sp_lightning.planner.arguments import Question, make_parser, separate
+from sp_lightning.planner.arguments import Question, make_parser
 from sp_lightning.planner.budget import best_first, budgets
 from tests.support.answers import plan
 from tests.support.models import Module, Stack, vectors
@@ -53,7 +53,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_what_a_time_is_enough_for_is_the_best_rows_arithmetic(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     data = ("--dataset-tokens", "100k", "--batch-size", "2", "--precision", "bf16-mixed")
-    found = plan(capsys, config, "--hours", "0.5", "--least-steps", "10", *data)
+    found = plan(capsys, config, "--hours", "0.5", *data)
     best, row = found["budget"], found["best"]
     step = best["batch_size"] * best["tokens"] * best["accumulate_grad_batches"]
     (chosen,) = [each for each in found["windows"] if (each["k"], each["k_prime"]) == (row["k"], row["k_prime"])]
@@ -67,51 +67,6 @@ def test_what_a_time_is_enough_for_is_the_best_rows_arithmetic(config: str, caps
     )
     assert 'max_time={"seconds": 1800}' in found["trainer"]
     assert eval(found["trainer"], {"Trainer": dict, **globals()})["strategy"]._options.k == found["strategy"]["k"]
-
-
-@pytest.mark.rest("seconds of planning; tests/planner/test_plan_measured.py has the parts of it")
-def test_samples_are_so_many_tokens(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = (config, "--hours", "0.5", "--batch-size", "1", "--precision", "bf16-mixed", "--tokens", "32")
-    found = plan(capsys, *asked, "--samples", "1k")["budget"]
-    assert found["epochs"] == found["total_tokens"] / 32_000
-    said = plan(capsys, *asked, "--devices", "2")["trainer"]
-    assert ", devices=2, max_time" in said
-
-
-@pytest.mark.rest("a dozen plans")
-def test_no_other_way_that_was_asked_for_is_faster(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = (config, "--precision", "bf16-mixed", "--batch-size", "2", "--hours", "1", "--least-steps", "1")
-    best = plan(capsys, *asked)["budget"]
-    for way in (
-        (), ("--optimizer-overlap", "backward"), ("--optimizer-on", "gpu"),
-        ("--accumulate-grad-batches", "4"), ("--accumulate-grad-batches", "16"),
-        ("--optimizer-overlap", "backward", "--accumulate-grad-batches", "16"), ("--optimizer-overlap", "off"),
-    ):  # fmt: skip
-        other = plan(capsys, *asked, *way)["budget"]
-        assert other["total_tokens"] <= 1.02 * best["total_tokens"]
-
-
-def test_a_step_that_cannot_overlap_on_the_host_may_on_the_device(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = (
-        config,
-        "--hours",
-        "1",
-        "--batch-size",
-        "4",
-        "--precision",
-        "bf16-mixed",
-        "--optimizer",
-        "muon",
-        "--least-steps",
-        "1",
-    )
-    best = plan(capsys, *asked, "--accumulate-grad-batches", "1")["budget"]
-    early = plan(
-        capsys, *asked, "--accumulate-grad-batches", "1", "--optimizer-overlap", "backward", "--optimizer-on", "gpu"
-    )["budget"]
-    assert best["total_tokens"] >= early["total_tokens"] > 0
 
 
 GIVEN = [
@@ -136,31 +91,6 @@ def test_what_fits_by_computing_again_alone_is_found(config: str, capsys: pytest
     assert plan(capsys, *asked, "--activations", "recompute")["best"] is not None
     found = plan(capsys, *asked, "--hours", "1", "--batch-size", "1")
     assert found["strategy"]["activations"] in ("auto", "recompute")
-
-
-def test_batches_of_a_factory_are_not_counted_as_samples(capsys: pytest.CaptureFixture[str]) -> None:
-    hours = (
-        "--hours",
-        "1",
-        "--precision",
-        "bf16-mixed",
-        "--optimizer-overlap",
-        "forward",
-        "--optimizer-on",
-        "cpu",
-        "--accumulate-grad-batches",
-        "1",
-    )
-    assert "--input SIZE SIZE" in refused(capsys, FACTORY, *hours, "--samples", "1k")
-    assert plan(capsys, FACTORY, *hours, "--samples", "1k", "--input", "4", "16")["budget"]["epochs"] > 0
-    image = ("--batch-size", "1", "--dataset-tokens", "1M")
-    assert "give --samples in place" in refused(capsys, "resnet18", *hours, *image)
-
-
-@pytest.mark.rest("seconds of planning; tests/planner/test_plan_measured.py has the parts of it")
-def test_nothing_that_fits_is_json_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, config, "--hours", "1", "--gpu-memory", "100kB")
-    assert found["best"] is None
 
 
 def test_less_than_a_step_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,28 +118,6 @@ def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) 
     assert found["strategy"]["optimizer_overlap"] == "forward"
 
 
-@pytest.mark.rest("seconds of planning; tests/planner/test_plan_measured.py has the parts of it")
-def test_enough_steps_come_before_more_tokens(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = (
-        config,
-        "--hours",
-        "0.01",
-        "--batch-size",
-        "8",
-        "--host-bandwidth",
-        "0.1GB/s",
-        "--optimizer-overlap",
-        "forward",
-        "--optimizer-on",
-        "cpu",
-    )
-    few = plan(capsys, *asked, "--least-steps", "1")["budget"]
-    assert few["accumulate_grad_batches"] > 1, "because an update takes long"
-    many = plan(capsys, *asked, "--least-steps", str(2 * few["steps"]))["budget"]
-    assert many["steps"] >= 2 * few["steps"]
-    assert many["total_tokens"] <= few["total_tokens"]
-
-
 @pytest.mark.rest("two searches over everything; the arithmetic of one is in the first tier")
 def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, config, "--hours", "1")["precision"] == "bf16-mixed"
@@ -229,7 +137,7 @@ def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixtu
             "The data has 10 tokens, and one step takes ",
         ),
         (("--hours", "1", "--predict"), "--hours plans a training"),
-        (("--hours", "1", "--samples", "1k", "--dataset-tokens", "1M"), "both give the size of the data"),
+        (("--dataset-tokens", "1M"), "--dataset-tokens needs --hours"),
     ],
 )
 def test_a_time_that_cannot_be_is_refused(
@@ -296,16 +204,6 @@ def test_without_an_accelerator_its_rates_stay_assumed(
     assert not set(found["assumed"]) & set(found["measured"])
     used = plan(capsys, config, "--rates", str(tmp_path / "rates.json"))["assumed"]
     assert (used["tflops"], used["pcie_gbps"]) == (100, 25)
-
-
-def test_rates_of_another_machine_are_said_to_be(
-    rates: Callable[..., dict[str, Any]], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found, file = rates(), tmp_path / "rates.json"
-    found["machine"] |= {"processor": "Abacus", "accelerator": "Loom"}
-    file.write_text(json.dumps(found))
-    main(["plan", config, "--rates", str(file)])
-    assert f"{file} is of another machine, Loom, Abacus" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "report"}', '{"kind": "rates", "measured": {}}'])
@@ -377,13 +275,6 @@ def test_accumulated_batches_count_as_often_as_they_come() -> None:
     assert found["batches"] == 11, "the third step's batches, and three more"
 
 
-def test_tokens_are_the_shape_of_a_batch() -> None:
-    reached = Reached()
-    for step in range(4):
-        reached.batch_ended(step, {"labels": torch.zeros(4), "input_ids": torch.zeros(4, 32)}, step)
-    assert reached.as_dict(1)["shape"] == [4, 32]
-
-
 def test_validation_is_no_batch(tmp_path: Path) -> None:
     class Slow(Example):
         def validation_step(self, *_: Any) -> None:
@@ -431,9 +322,9 @@ def test_what_is_measured_counts_what_moves(monkeypatch: pytest.MonkeyPatch) -> 
 # ---------------------------------------------------------------------- which way comes first
 
 
-def way(steps: int, count: int, precision: str = "bf16-mixed", least: int = 1000) -> Any:
+def way(steps: int, count: int, precision: str = "bf16-mixed") -> Any:
     """A way to train with so many steps of so many tokens."""
-    question = SimpleNamespace(stores_16_bits=precision == "bf16-true", least_steps=least, predict=False)
+    question = SimpleNamespace(stores_16_bits=precision == "bf16-true", predict=False)
     return SimpleNamespace(steps=steps, count=count, total=steps * count, answer=SimpleNamespace(question=question))
 
 
@@ -460,13 +351,5 @@ def test_larger_batches_are_tried_until_they_are_no_faster(config: str) -> None:
     asked = make_parser().parse_args(["plan", config, "--hours", "1", "--tflops", "0.01"], namespace=Question())
     asked.given = frozenset({"precision", "accumulate_grad_batches", "optimizer_overlap", "optimizer_on"})
     said: list[str] = []
-    tried = {each.answer.question.batch_size for each in budgets(separate(asked)[0], said.append)}
+    tried = {each.answer.question.batch_size for each in budgets(asked, said.append)}
     assert len(said) == len(tried) < 5, "of seven"
-
-
-def test_the_batch_of_a_factory_is_its_own() -> None:
-    asked = make_parser().parse_args(["plan", FACTORY, "--hours", "1"], namespace=Question())
-    asked.given = frozenset({"precision", "accumulate_grad_batches", "optimizer_overlap", "optimizer_on"})
-    said: list[str] = []
-    budgets(separate(asked)[0], said.append)
-    assert len(said) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from itertools import pairwise
 from typing import Any
@@ -118,25 +117,6 @@ def test_layers_that_cannot_stay(arguments: list[str], said: str, capsys: pytest
         main(["plan", "resnet18", *arguments])
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_room_on_the_card_is_advised_for_layers_that_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    """With clipping all updates wait for the norm, and only a forward hides them."""
-    asked = [*WINDOW, "--gradient-clip", "norm", "--host-bandwidth", "0.005GB/s"]
-
-    def faster(*more: str) -> list[tuple[str, str, str]]:
-        main(["plan", *asked, *more])
-        (line,) = re.findall(r"^faster: (.*)$", capsys.readouterr().out, re.MULTILINE)
-        return re.findall(r"--gpu-layers (\d+) takes (\S+) s and (\S+ KiB) of GPU memory\.", line)
-
-    limits = {n: plan(capsys, *asked, "--gpu-layers", str(n))["windows"][0] for n in (0, 4)}
-    four = limits[4]
-    assert faster("--gpu-memory", f"{four['device_bytes']}B") == [
-        ("4", f"{four['seconds']:.3g}", in_gib(four["device_bytes"]))
-    ]
-    assert faster("--gpu-memory", f"{limits[0]['device_bytes']}B") == [], "no room"
-    assert faster() == [], "no limit is known"
-    assert faster("--gpu-memory", f"{four['device_bytes']}B", "--gpu-layers", "2") == [], "it was chosen"
 
 
 def test_fewer_stay_where_those_that_were_asked_for_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

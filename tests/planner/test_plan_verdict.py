@@ -1,4 +1,4 @@
-"""The first lines of ``plan``: it fits without us, it fits with us, it does not and what would; and tables of several."""
+"""The first lines of ``plan``: it fits without us, it fits with us, it does not and what would."""
 
 from __future__ import annotations
 
@@ -109,17 +109,14 @@ def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
     assert float(line[5]) / 100 == pytest.approx(1 - best["busy_seconds"]["compute"] / best["seconds"], abs=0.01)
     assert sum(map(int, re.findall(r"(\d+)% for ", lines[0]))) == int(line[5]), "the parts add up to the whole"
     assert lines[1] == ""
-    assert 4 <= len(lines) - 3 <= 10, "reasons"
+    assert 4 <= len(lines) - 2 <= 10, "reasons"
     assert any(re.match(r"device memory .*; plain Lightning needs ", each) for each in lines)
     assert not any(word in "\n".join(lines) for word in ("binds", "weights+grads", "slots"))
-    detailed = said(capsys, *asked, "--verbose")
-    assert detailed.startswith("\n".join(lines[:-1]))
-    assert all(word in detailed for word in ("binds", "weights+grads", "slots"))
 
 
 def test_speed_is_of_all_devices_and_of_what_the_model_takes(capsys: pytest.CaptureFixture[str]) -> None:
     for options, count, what in (
-        (["resnet18", "--batch-size", "3", "--devices", "2", "--nodes", "2"], 12, "images"),
+        (["resnet18", "--batch-size", "3", "--devices", "2"], 6, "images"),
         (["tests.support.models:Stack", "--input", "4", "16"], 4, "samples"),
     ):
         asked = [*options, "--k", "1", "--k-prime", "1"]
@@ -312,7 +309,7 @@ def test_the_batch_that_fits_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_command_asks_the_same_question() -> None:
     asked = [
         "plan", "a model.json", "--batch-size", "3", "--k", "2", "4", "--gpu-memory", "10737418241B", "--disk", "3.5GB/s",
-        "--network", "200Gb/s", "--nodes", "2", "--layers", "a.*", "b",
+        "--links", "200Gb/s", "--devices", "2", "--layers", "a.*", "b",
         "--gradient-checkpointing", "--tflops", "312.5", "--gradient-clip", "norm",
         "--loss-tokens", "64", "--lora", "8", "--optimizer-overlap", "off", "--precision", "16-mixed",
     ]  # fmt: skip
@@ -336,50 +333,6 @@ def test_activations_that_are_chosen_take_the_host_memory_that_there_is(
     assert least < found["host_bytes"] < (least + most) // 2
 
 
-# ---------------------------------------------------------------------- several
-
-
-@pytest.mark.rest("several plans of several models")
-def test_several_models_and_options_are_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    models = [small_llama(tmp_path / f"{n}", num_hidden_layers=n) for n in (2, 8)]
-    asked = ["--precision", "bf16-mixed", "32-true", "--tokens", "64", "--gpu-memory", "25MiB"]
-    text = said(capsys, *models, *asked)
-    head, *rows = [re.split(r"\s{2,}", line) for line in text.splitlines()]
-    assert head == ["model", "precision", "fits plain", "fits here", "k", "k'", "device", "host", "speed", "waiting"]
-    assert [row[:2] for row in rows] == [[model, name] for model in models for name in ("bf16-mixed", "32-true")]
-    assert [row[2].partition(",")[0] for row in rows] == ["yes", "yes", "no", "no"]
-    main(["plan", *models, *asked, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    for row, answer in zip(rows, found, strict=True):
-        best = next(each for each in answer["windows"] if {n: each[n] for n in ("k", "k_prime")} == answer["best"])
-        assert row[2].endswith(f", {in_gib(answer['plain_bytes'])}")
-        assert row[3:6] == ["yes", str(best["k"]), str(best["k_prime"])]
-        assert row[6:8] == [in_gib(best["device_bytes"]), in_gib(answer["host_bytes"])]
-        assert float(row[8].removesuffix(" tokens/s")) == pytest.approx(64 / best["seconds"], rel=0.01)
-        assert float(row[9].removesuffix("%")) <= 100
-    little = said(capsys, *models, *asked[:-1], "4MiB", status=1)
-    for row in (re.split(r"\s{2,}", line) for line in little.splitlines()[1:]):
-        assert (row[3], row[8]) == ("no", f"no: device {row[6]} of 4.0 MiB")
-    little = said(capsys, models[0], *asked[:-1], "4MiB", "--host-memory", "0.5GiB", status=1)
-    assert re.search(r"  no: device [\d.]+ MiB of 4\.0 MiB, host 0\.9\d+ GiB of 0\.5 GiB$", little, re.MULTILINE)
-    longer = [models[1], "--tokens", "512"]
-    alone = plan(capsys, *longer, "--precision", "32-true")
-    text = said(capsys, *longer, *asked[:3], "--gpu-memory", f"{alone['plain_bytes'] - 1}B")
-    (row,) = (re.split(r"\s{2,}", line) for line in text.splitlines() if "  32-true  " in line)
-    assert row[2] == f"checkpointed, {in_gib(alone['checkpointed_bytes'])}"
-
-
-def test_a_row_comes_as_soon_as_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second model cannot be made, which is noticed after the first row."""
-    (tmp_path / "other.json").write_text(json.dumps({"model_type": "none such"}))
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "tests.support.models:Stack", str(tmp_path / "other.json"), "--tokens", "4"])
-    assert ended.value.code == 2
-    printed = capsys.readouterr()
-    assert "got 'none such'" in printed.err
-    assert [line.split()[0] for line in printed.out.splitlines()] == ["model", "tests.support.models:Stack"]
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -390,11 +343,10 @@ def test_a_row_comes_as_soon_as_it_is_known(tmp_path: Path, capsys: pytest.Captu
 def test_a_wrong_name_is_refused_before_libraries_are_imported(
     name: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And before other models are made, which takes longer still."""
     for library in ("transformers", "torchvision"):
         monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(SystemExit) as ended:
-        main(["plan", "tests.support.models:Stack", name])
+        main(["plan", name])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -403,8 +355,8 @@ def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         main(["plan", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "plan MODEL [MODEL ...] [options]" in text
-    assert re.search(r"exit status: 0 if it fits.*; 1 if it does not, .*; 2 if .*; 3 if ", text)
+    assert "plan MODEL [options]" in text
+    assert re.search(r"exit status: 0 if it fits.*; 1 if it does not, .*; 2 if ", text)
 
 
 # ---------------------------------------------------------------------- adapters, the hub's cache, and what libraries say
