@@ -39,6 +39,7 @@ from tests.support.runs import loader, trainer_for
         ("2", TypeError, "integer (a number of layers), found '2'"),
         (True, TypeError, "integer (a number of layers), found True"),
         (None, TypeError, "integer (a number of layers), found None"),
+        (torch.tensor(2.5), TypeError, "integer (a number of layers), found tensor(2.5000)"),
     ],
 )
 def test_k_and_k_prime(option: str, value: Any, error: type[Exception], message: str) -> None:
