@@ -202,7 +202,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
 WAITED = {
     "fetches": "uploads", "gradient offloading": "gradient offloading", "updates": "optimizer steps", "the host": "Python",
     "several things at once": "several things at once", "sums of gradients": "gradient sums",
-    "sums over nodes": "gradient sums over nodes", "the disk": "the disk", "activations": "activations",
+    "the disk": "the disk", "activations": "activations",
     "optimizers' steps": "optimizer steps",
 }  # fmt: skip
 """The causes of waits, by their keys, as messages name them."""
@@ -222,7 +222,6 @@ def remedy(what: str, plan: Plan) -> str:
         "the host": "Use larger layers (layers=), or more tokens or images per batch",
         "several things at once": "Use more tokens or images per batch",
         "sums of gradients": "Use more tokens or images per batch",
-        "sums over nodes": "Use more tokens or images per batch, or a faster network",
         "the disk": "Use more CPU memory, or more tokens or images per batch",
         "activations": "Recompute some of them, or use a larger gpu_memory",
         "optimizers' steps": f'{fewer_steps}. Adam, AdamW, SGD and Adagrad of torch can overlap (optimizer_overlap="forward")',

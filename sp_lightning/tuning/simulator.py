@@ -179,7 +179,7 @@ class Walk:
         busy = {
             name: sum(event.end - event.begin for event in intervals if event.kind in kinds)
             for name, kinds in RESOURCES.items()
-            if (name != "disk" or self._on_disk) and (name != "network" or self._plan.nodes > 1)
+            if name != "disk" or self._on_disk
         }
         if self._plan.stay:
             stepped = [each for each in intervals if each.kind == "update" and each.layer in self._plan.stay]
@@ -292,7 +292,6 @@ class Walk:
             device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
             sent = nbytes - layer.planned.narrow_bytes  # casts' gradients are sent in half as many bytes
             device.spend(Stream.REDUCE, sent / self._rates.links, "reduce", layer.index, sent)
-            device.spend(Stream.REDUCE, nbytes / self._rates.network, "network", layer.index, nbytes)
             device.wait(Stream.DOWNLOAD, device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         else:
             device.wait(Stream.DOWNLOAD, device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)

@@ -18,7 +18,6 @@ RESOURCES: dict[str, tuple[Kind, ...]] = {
     "drain": ("drain", "store", "take"),
     "optimizer": ("update",),
     "links": ("reduce",),
-    "network": ("network",),
     "disk": ("read", "write"),
 }
 """The kinds of intervals during which each resource is busy."""
@@ -57,7 +56,6 @@ class Rates:
         weight_seconds: additional seconds of Python for each weight of those layers.
         synchronous: True if nothing else runs during a copy, as on the CPU.
         links: gradients that are summed over the devices of a node.
-        network: gradients that are summed over nodes.
         disk: reads or writes of a disk.
         update_upload, update_download: if the optimizer steps on the device, bytes that an update uploads and downloads for each
             byte of its layer's gradients; otherwise 0.
@@ -72,7 +70,6 @@ class Rates:
     weight_seconds: float = 0.0
     synchronous: bool = False
     links: float = math.inf
-    network: float = math.inf
     disk: float = math.inf
     update_upload: float = 0.0
     update_download: float = 0.0
@@ -155,8 +152,8 @@ class Prediction:
     Attributes:
         seconds: from the beginning of one batch to that of the next.
         busy: seconds of work by resource: ``compute``, ``fetch``, ``drain``, ``optimizer``, ``links`` (between
-            devices), ``network`` (between nodes, if there are several), ``disk`` (if it is used), ``host``
-            (Python), ``host memory`` (of the node), ``gpu steps`` (of staying layers, if there are any).
+            devices), ``disk`` (if it is used), ``host`` (Python), ``host memory`` (of the node), ``gpu steps`` (of staying
+            layers, if there are any).
         stalls: seconds that compute waited, by cause. The keys are the index of each layer, ``gradients`` (their offload),
             ``residents``, and ``activations`` (their offload and upload).
         intervals: all copies and computations, in seconds from the beginning of the batch.
