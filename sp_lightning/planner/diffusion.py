@@ -125,29 +125,20 @@ def is_pipeline(raw: dict[str, Any]) -> bool:
     return str(raw["_class_name"]).endswith("Pipeline")
 
 
-def trained_part(raw: dict[str, Any], file: Path) -> str:
+def trained_part(index: Path) -> str:
     """Returns the name of the trained part of a pipeline. Its folder has the same name.
 
     Raises:
-        ValueError: the pipeline has no transformer and no UNet, or the config of the trained part is missing.
+        ValueError: no folder of a transformer or a UNet has a config.
     """
-    name = next((name for name in _TRAINED if _is_part(raw.get(name))), None)
-    if name is None:
-        parts = ", ".join(name for name, value in raw.items() if _is_part(value))
-        raise ValueError(
-            f"{str(file)!r}: expected a part named {' or '.join(_TRAINED)}, found {parts}. Give the folder of the part that you "
-            f"train, {str(file.parent / 'NAME')!r}."
-        )
-    if not (config := file.parent / name / "config.json").is_file():
-        raise ValueError(
-            f"{str(file)!r}: expected {str(config)!r}, which does not exist. Copy the part's config there."
-        )
-    return name
-
-
-def _is_part(value: Any) -> bool:
-    """Returns True if a value of an index is the library and the class of a part. Both are None for a part that is left out."""
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, str) for each in value)
+    for name in _TRAINED:
+        if (index.parent / name / "config.json").is_file():
+            return name
+    expected = " or ".join(f"{name}/config.json" for name in _TRAINED)
+    raise ValueError(
+        f"{str(index)!r}: expected {expected} beside it. Copy the config there, or give the folder of the part that you train, "
+        f"{str(index.parent / 'NAME')!r}."
+    )
 
 
 def stored_dtype(config: Path) -> torch.dtype | None:

@@ -481,7 +481,7 @@ def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSo
     notes: list[str] = []
     diffusers = import_diffusers(asked.model, kind)
     if is_pipeline(raw):
-        trained = trained_part(raw, file)
+        trained = trained_part(file)
         notes.append(
             f"{raw[_OF_DIFFUSERS]}: these sizes are of its {trained}. Its other parts are not counted: compute latents and "
             "prompt embeddings before training (examples/guide/diffusion.md)."

@@ -90,13 +90,7 @@ def test_in_inference_adapters_are_beside_the_weights(
     """They were refused there."""
     asked = [
         config_file(tmp_path, "LlamaForCausalLM"),
-        "--tokens",
-        "8",
-        "--predict",
-        "--k",
-        "1",
-        "--k-prime",
-        "1",
+        *["--tokens", "8", "--predict", "--k", "1", "--k-prime", "1"],
         *more,
     ]
     merged, beside = plan(capsys, *asked), plan(capsys, *asked, "--lora", "4")

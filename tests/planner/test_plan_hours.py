@@ -99,7 +99,7 @@ def test_less_than_a_step_is_refused(config: str, capsys: pytest.CaptureFixture[
 
 
 def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = (
+    given = [
         "--batch-size",
         "3",
         "--accumulate-grad-batches",
@@ -108,7 +108,7 @@ def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) 
         "32-true",
         "--optimizer-overlap",
         "forward",
-    )
+    ]
     found = plan(capsys, config, "--hours", "1", "--optimizer-on", "cpu", *given)
     assert (found["budget"]["batch_size"], found["budget"]["accumulate_grad_batches"], found["precision"]) == (
         3,

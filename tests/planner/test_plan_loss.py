@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 
 from sp_lightning.__main__ import main
+from tests.support.answers import plan
 
 VOCABULARY, TOKENS, CHUNK = 20_000, 256, 32
 WHOLE = TOKENS * VOCABULARY * 4  # bytes of the logits in float32
@@ -22,30 +22,11 @@ def shape(folder: Path) -> str:
     return str(folder)
 
 
-def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    main(
-        [
-            "plan",
-            *arguments,
-            "--tokens",
-            str(TOKENS),
-            "--precision",
-            "bf16-true",
-            "--k",
-            "1",
-            "--k-prime",
-            "1",
-            "--json",
-        ]
-    )
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 @pytest.mark.rest("two plans of a whole model")
 def test_it_takes_less_memory_and_more_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = shape(tmp_path)
-    whole, chunks = (ask(capsys, model, *options) for options in ((), ("--loss-tokens", str(CHUNK))))
+    asked = (model, "--tokens", str(TOKENS), "--precision", "bf16-true", "--k", "1", "--k-prime", "1")
+    whole, chunks = (plan(capsys, *asked, *options) for options in ((), ("--loss-tokens", str(CHUNK))))
     # At its peak the whole loss has three tensors in float32; then there are a few chunks.
     assert 1.5 * WHOLE < whole["activation_bytes"] - chunks["activation_bytes"] < 4.1 * WHOLE
     assert chunks["flops"] - whole["flops"] == 2 * TOKENS * VOCABULARY * 64  # the head's second product

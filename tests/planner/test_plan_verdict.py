@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import peft
 import pytest
 import torch
 import transformers
@@ -219,15 +218,6 @@ def test_remedies_of_a_large_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert not re.search(r"\d (MiB|KiB|GB(?!/s))\b", text), "one unit"
 
 
-@pytest.mark.long(BILLIONS)
-def test_a_loss_in_chunks_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [LLAMA, "--gradient-checkpointing", "--tokens", "8192", "--precision", "bf16-true", "--gpu-memory", "16GiB"]
-    asked += ["--activations", "keep"]
-    changes = check_remedies(capsys, said(capsys, *asked, status=1))
-    assert changes[0] == "--loss-tokens 1024"
-    assert changes[-1] == "--gpu-memory 18GiB"
-
-
 @pytest.mark.rest("several plans of a model")
 def test_where_adapters_let_plain_lightning_do_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither of the two cheapest remedies does without this strategy. Each says its price.
@@ -360,25 +350,6 @@ def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # ---------------------------------------------------------------------- adapters, the hub's cache, and what libraries say
-
-
-@pytest.mark.rest("several plans of a model")
-def test_adapters_without_a_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = small_llama(tmp_path)
-    found = plan(capsys, file, "--tokens", "64", "--lora", "4", "--k", "1", "--k-prime", "1")
-    net = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(tmp_path))
-    full = sum(parameter.numel() for parameter in net.parameters())
-    real = peft.get_peft_model(net, peft.LoraConfig(r=4, target_modules="all-linear"))
-    trained, everything = real.get_nb_trainable_parameters()
-    assert found["parameters"] == everything == full + trained
-    assert found["activation_bytes"], "it was run on paper"
-    # Float32 and its cast, or a table without one; then gradients and two moments of what is trained.
-    assert 4 * everything + 12 * trained < found["host_bytes"] < 6 * everything + 16 * trained + 2**18
-    assert ' and PEFT\'s LoraConfig(r=4, target_modules="all-linear"), ' in found["verdict"]
-    assert found["plain_bytes"] < plan(capsys, file, "--tokens", "64", "--k", "1", "--k-prime", "1")["plain_bytes"]
-    text = said(capsys, file, "--tokens", "64", "--lora", "4", "--k", "1", "--k-prime", "1")
-    assert f": {everything / 1e6:.2f} M parameters, of which {trained / 1e6:.2f} M are trained, bf16-mixed" in text
-    assert "experts" not in text
 
 
 def test_a_name_of_the_hub_is_read_from_the_cache(
