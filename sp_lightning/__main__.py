@@ -17,9 +17,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the arguments of the command line; None: those of this process.
 
     Raises:
-        SystemExit: with status 2 after an error in a command. ``plan``: with status 1 if a model does not fit, 3 if it is
-            unknown whether a model fits. ``check``: with status 1 if results differ, 2 if nothing was compared. The message
-            has the reason.
+        SystemExit: with status 2 after an error in a command. ``plan``: with status 1 if a model does not fit. ``check``: with
+            status 1 if results differ, 2 if nothing was compared. The message has the reason.
         MissingCapabilityError: the folder of the command line is missing.
     """
     with needed_for("The command line", can_leave_out=False):
