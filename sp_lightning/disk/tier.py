@@ -21,7 +21,7 @@ from sp_lightning.device.host_memory import free_garbage, return_free_memory, re
 from sp_lightning.device.layout import whole_pages
 from sp_lightning.disk import state_on_disk
 from sp_lightning.disk.away import leave_files
-from sp_lightning.disk.direct_file import ScratchFile, file_system, refuse_full
+from sp_lightning.disk.direct_file import ScratchFile, refuse_full
 from sp_lightning.disk.file_source import WINDOW as STAGED
 from sp_lightning.disk.host_budget import room_for
 from sp_lightning.disk.mapped_file import is_on_disk, supported
@@ -71,10 +71,7 @@ class DiskTier(StateStore):
         self.state: StateOnDisk | None = None
         self.steps = 0
         self._moved_first = 0  # bytes before the second step, which the average leaves out: the first reads no state
-        if file_system(folder) in ("tmpfs", "ramfs"):
-            tmpfs = "is on a tmpfs, which is CPU memory and no disk. It saves none: name a folder on a drive."
-            say_once(log, f"Superpipeline: disk={str(folder)!r} {tmpfs}")
-        elif not self._file.direct:
+        if not self._file.direct:
             copied = "has no direct I/O: bytes are copied once more."
             say_once(log, f"Superpipeline: the file system of disk={str(folder)!r} {copied}")
 

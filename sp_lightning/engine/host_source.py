@@ -126,12 +126,6 @@ class HostSource(BlockSource):
             if layer.owner.update is None and not layer.owner.kept:
                 layer.casts.invalidate()
 
-    def adopt(self) -> None:
-        """Adopts memory that user code has given to parameters of any layer."""
-        for layer in self._layers:
-            if displaced := layer.block.displaced:
-                self._adopt(layer, displaced)
-
     def _adopt(self, layer: StreamedLayer, displaced: Sequence[int]) -> None:
         """Adopts memory that user code has given to some of the layer's parameters. ``displaced``: their indices."""
         block = layer.block

@@ -290,11 +290,6 @@ class Streamer:
         """True if a backward runs."""
         return bool(self._backward.tasks)
 
-    @property
-    def uploaded_again(self) -> Sequence[StreamedLayer]:
-        """The layers that the running step, or the last one, uploads again, because user code has touched their weights."""
-        return [each for each in self._step.uploaded_again or () if not each.on_demand]
-
     def prefetch_for(self, phase: str, *, training: bool) -> None:
         """Fetches the first layers of the next step, of ``phase``. The caller ensures that no code writes weights before it."""
         with self._lock:

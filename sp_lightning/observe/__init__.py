@@ -3,7 +3,6 @@
 - ``stats``: the counters of a run, its metrics, and the lines in the log that explain them.
 - ``messages``: notes that are added to errors, and errors that replace unclear ones of torch's.
 - ``reached``: the measured speed of a run, for its report.
-- ``recompiles``: notices that ``torch.compile`` makes new graphs again and again.
 - ``plot``: draws a timeline or a range of windows with matplotlib, if that is installed.
 
 The inputs are numbers, intervals (``device.timeline``) and plans; the outputs are text and files. This folder may import

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from zlib import crc32
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from sp_lightning.device.device import Device
 from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.device.layout import Span, bytes_of, whole_pages
+from sp_lightning.device.layout import Span, bytes_of, part, whole_pages
 from sp_lightning.device.pages import Page
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.shared_memory import OwnView, SharedMemory, commit_or_drop
+from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import Allocate, BlockMemory
+from sp_lightning.torch_compat.modes import no_inference_mode
 
 
 def shared_allocator(ranks: Ranks, device: Device, nbytes: int) -> Allocate:
@@ -122,3 +125,36 @@ def merge(blocks: Iterable[BlockMemory]) -> int:
     for block in shared:
         block.written = False
     return commit_or_drop([block.area for block in shared], commit=any(block.primary for block in shared))
+
+
+@contextmanager
+def written_in_common(block: HostBlock) -> Iterator[None]:
+    """A context for an optimizer's step: the parameters that it may write are views of the memory that all ranks share.
+
+    Outside of the context, user code of each rank writes to its own view of that memory.
+
+    Raises:
+        RuntimeError: the optimizer has given a parameter another dtype or shape, which does not fit its place in the block.
+    """
+    # Optimizers step parameters with a gradient. A parameter that was frozen may have kept its gradient.
+    stepped = [i for i, p in enumerate(block.parameters) if p.requires_grad or p.grad is not None]
+    seen = {i: block.parameters[i].data for i in stepped if i not in block.retyped}
+    common = {i: part(block.memory.common, block.planned.spans[i]) for i in seen}
+    try:
+        with no_inference_mode(), torch.no_grad():
+            for index, memory in common.items():
+                block.parameters[index].data = memory
+        yield
+        with no_inference_mode(), torch.no_grad():
+            for (
+                index,
+                memory,
+            ) in common.items():  # if the optimizer has given a parameter other memory, its value goes to all ranks
+                parameter = block.parameters[index]
+                if parameter.data_ptr() != memory.data_ptr():
+                    block.refuse_other_form(index, "given to it by the optimizer's step (param.data = other)")
+                    memory.copy_(parameter.data)
+    finally:
+        with no_inference_mode(), torch.no_grad():
+            for index, value in seen.items():
+                block.parameters[index].data = value

@@ -1,4 +1,4 @@
-"""The group of several devices: implements the interface of ``trainer.group`` with :class:`~sp_lightning.ranks.ranks.Ranks`."""
+"""The group of several devices: :class:`~sp_lightning.ranks.ranks.Ranks` with the interface of ``trainer.group``."""
 
 from __future__ import annotations
 
@@ -24,60 +24,36 @@ from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.options import Options
 
 
-class RankGroup(Group):
-    """The processes of several devices.
-
-    Args:
-        ranks: the connected processes.
-    """
+class RankGroup(Ranks, Group):
+    """The processes of several devices, as the interface of the trainer has them. The arguments are those of ``Ranks``."""
 
     alone = False
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.size = ranks.size
-        self.nodes = ranks.nodes
-        self.primary = ranks.primary
-        self.first = ranks.first
-
-    @property
-    def closed(self) -> bool:
-        return self.ranks.closed
-
-    @property
-    def failure(self) -> str:
-        return self.ranks.failure
-
     def check_model(self, module: pl.LightningModule, options: Options, plugin: Any) -> None:
         refuse_on_ranks(module, options, plugin)
-        compare_models(self.ranks, module, options)
+        compare_models(self, module, options)
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        compare_optimizers(self.ranks, optimizers)
+        compare_optimizers(self, optimizers)
 
     def check_batches(self, trainer: pl.Trainer) -> None:
-        compare_batches(self.ranks, trainer)
+        compare_batches(self, trainer)
 
     def check_weights(self, module: pl.LightningModule, when: str, optimizers: Sequence[Optimizer]) -> None:
-        compare_weights(self.ranks, module, when, optimizers)
+        compare_weights(self, module, when, optimizers)
 
     def placement(self) -> Placement:
-        return RankPlacement(self.ranks)
+        return RankPlacement(self)
 
     def steps(self, engine: Callable[[], Streamer]) -> RankSteps:
         return RankSteps(engine)
 
     def note_place(self, place: str) -> None:
-        self.ranks.place = place
-
-    def barrier(self, what: str) -> None:
-        self.ranks.barrier(what)
+        self.place = place
 
     def gather(self, number: int, what: str) -> list[int]:
-        return self.ranks.of_node(number, what)
+        first = self.node * self.size
+        return [int(each) for each in self.barrier(what, number)[first : first + self.size]]
 
     def send_buffers(self, module: pl.LightningModule) -> None:
-        self.ranks.broadcast([buffer for buffer in module.buffers() if buffer.numel()])
-
-    def fail(self, error: BaseException) -> None:
-        self.ranks.fail(error)
+        self.broadcast([buffer for buffer in module.buffers() if buffer.numel()])

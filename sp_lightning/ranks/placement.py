@@ -60,6 +60,7 @@ class RankPlacement(Placement):
     def turns(
         self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
     ) -> RankTurns:
+        assert isinstance(source, SharedSource)
         turns = RankTurns(lock, self._ranks, layers, source, step, self._gradients)
         if self._ranks.primary:
             turns.cast()  # the casts are in shared memory, so only the primary computes them

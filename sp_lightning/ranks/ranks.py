@@ -129,11 +129,6 @@ class Ranks(Collectives):
                     f"{first} on rank 0. {remedy}"
                 )
 
-    def of_node(self, number: int, what: str) -> list[int]:
-        """Returns the numbers that this node's ranks pass. Collective on all nodes. The arguments are those of :meth:`same`."""
-        first = self.node * self.size
-        return [int(each) for each in self.barrier(what, number)[first : first + self.size]]
-
     def same(self, number: int, what: str) -> bool:
         """Returns True if all ranks have the same number. Collective.
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.ranks.block_memory import merge
+from sp_lightning.ranks.block_memory import merge, written_in_common
 from sp_lightning.ranks.failures import LOST
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.reduced_gradients import ReducedGradients
@@ -47,7 +47,7 @@ class SharedUpdates(BackgroundUpdates):
             if self._ranks.primary:
                 # From now on until the run has waited for the update, the layer's parameters and gradients are the shared memory.
                 for member in layer.family:
-                    common.enter_context(member.block.written_in_common())
+                    common.enter_context(written_in_common(member.block))
                 common.enter_context(self._gradients.places.written_in_common([layer]))
 
             def after() -> None:

@@ -49,7 +49,7 @@ class RankStrategy(_Base):
     def _ranks(self) -> Ranks | None:
         """The connected processes; None before they are connected, and after another object has closed them."""
         group = self._group
-        return group.ranks if isinstance(group, RankGroup) else None
+        return group if isinstance(group, RankGroup) else None
 
     # ------------------------------------------------------------------ a run begins and ends
 
@@ -87,13 +87,13 @@ class RankStrategy(_Base):
         refuse_other_places(self)
         again = not self._connected.alone
         try:
-            ranks = Ranks(self.root_device, len(self._devices))
+            ranks = RankGroup(self.root_device, len(self._devices))
         except dist.DistError as error:
             raise RankError(
                 f"rank {self.global_rank} cannot connect to the other ranks ({error}). Their processes may have ended since the "
                 "last run. All ranks must call trainer.fit and the like in the same order."
             ) from error
-        self._connected = RankGroup(ranks)
+        self._connected = ranks
         # Messages of rank 0 hold for all ranks, but a warning may concern only one rank.
         if not ranks.first and not again:
             self.log = self.log.getChild(f"rank{self.global_rank}")

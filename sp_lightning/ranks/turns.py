@@ -18,7 +18,7 @@ from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.ring import Staged
-from sp_lightning.ranks.block_memory import SharedBlockMemory, merge
+from sp_lightning.ranks.block_memory import SharedBlockMemory, merge, written_in_common
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.reduced_gradients import ReducedGradients
 
@@ -40,7 +40,7 @@ class RankTurns(Turns):
         lock: threading.RLock,
         ranks: Ranks,
         layers: Sequence[StreamedLayer],
-        source: HostSource,
+        source: SharedSource,
         step: Step,
         gradients: ReducedGradients,
     ) -> None:
@@ -63,7 +63,7 @@ class RankTurns(Turns):
         self.begin(what, weights=weights)
         with ExitStack() as stack:
             for layer in self._layers if weights else ():
-                stack.enter_context(layer.block.written_in_common())
+                stack.enter_context(written_in_common(layer.block))
             stack.enter_context(self._gradients.places.written_in_common(self._layers))
             yield
         if weights:
@@ -165,6 +165,12 @@ class SharedSource(HostSource):
     The primary keeps the casts in shared memory up to date. If this rank's user code has written to a layer since the last
     update, the layer is uploaded from this rank's private view, with casts of its own. Private pages are not page-locked.
     """
+
+    def adopt(self) -> None:
+        """Adopts memory that user code has given to parameters of any layer."""
+        for layer in self._layers:
+            if displaced := layer.block.displaced:
+                self._adopt(layer, displaced)
 
     def stage(self, layer: StreamedLayer) -> Staged:
         """Returns the layer's bytes as this rank's user code sees them, in shared memory or in the private view.

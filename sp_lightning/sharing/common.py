@@ -7,12 +7,11 @@ pages were written, so users need not declare which weights are common.
 
 from __future__ import annotations
 
-import errno
 import os
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +26,6 @@ from sp_lightning.plan.plan import PlannedLayer
 from sp_lightning.store.block import HostBlock
 from sp_lightning.store.block_memory import BlockMemory
 from sp_lightning.torch_compat.modes import no_inference_mode
-
-R = TypeVar("R")
 
 ON_DEVICE = 2
 """The default number of common layers on the device, in addition to the trials' windows."""
@@ -52,7 +49,7 @@ class SharedLayer:
 
     def __init__(self, device: Device, nbytes: int, most: int, *, pin: bool) -> None:
         self.nbytes = whole_pages(most)
-        self._file = _with_descriptor(create, self.nbytes, "superpipeline-base")
+        self._file = create(self.nbytes, "superpipeline-base")
         weakref.finalize(self, os.close, self._file)
         memory = self._map(self.nbytes, shared=True)
         self._locked = PinnedMemory(device, memory=memory[: whole_pages(nbytes)], pin=pin)
@@ -67,20 +64,7 @@ class SharedLayer:
     def _map(self, nbytes: int, *, shared: bool) -> Tensor:
         # Python's mmap would keep a descriptor for each mapping. torch's keeps none: one descriptor per layer serves all trials.
         file = f"/proc/self/fd/{self._file}"
-        return _with_descriptor(torch.from_file, file, shared=shared, size=nbytes, dtype=torch.uint8)
-
-
-def _with_descriptor(opens: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    """Calls a function that opens a file. If the process has too many open files, raises an OSError with a remedy."""
-    try:
-        return opens(*args, **kwargs)
-    except (OSError, RuntimeError) as error:
-        if os.strerror(errno.EMFILE) not in str(error):
-            raise
-        raise OSError(
-            errno.EMFILE, "A SharedBase needs an open file for each layer, and this process may have no more. Raise its limit: "
-            "`ulimit -n 65536` in the shell that starts it",
-        ) from error  # fmt: skip
+        return torch.from_file(file, shared=shared, size=nbytes, dtype=torch.uint8)
 
 
 class TrialMemory(BlockMemory):
@@ -137,13 +121,12 @@ class TrialBlock(HostBlock):
 
     Attributes:
         common_bytes: the bytes of weights that were equal to the common weights at set-up.
-        travels: True if the layer is uploaded as a whole in each step.
     """
 
     memory: TrialMemory
 
     def __init__(self, shared: SharedLayer, *arguments: Any, **options: Any) -> None:
-        self.common_bytes, self.travels = 0, not options.get("fetched_seldom")
+        self.common_bytes = 0
         layer, planned, device, staging, _ = arguments
         memory = TrialMemory(device, shared, planned.nbytes)
         super().__init__(layer, planned, device, staging, lambda *_: memory, **options)

@@ -132,7 +132,6 @@ class SharedBase:
         self,
         function: Callable[..., R],
         *arguments: Iterable[Any],
-        max_trials: int | None = None,
         return_exceptions: bool = False,
     ) -> list[Any]:
         """Calls a function with each of some arguments, as the builtin ``map`` does. Each call is a trial in a thread.
@@ -140,7 +139,6 @@ class SharedBase:
         Args:
             function: the function to run as trials.
             arguments: an iterable for each argument of the function. All iterables have the same length.
-            max_trials: the maximum number of trials that run at the same time, within the limit of the base; None for all.
             return_exceptions: True to return errors in place of results. Otherwise the first error is raised after all trials
                 have ended.
 
@@ -148,13 +146,12 @@ class SharedBase:
             The results, in the order of the arguments.
 
         Raises:
-            ValueError: ``max_trials`` is not an integer of at least 1, or the iterables differ in length.
+            ValueError: the iterables differ in length.
             RuntimeError: called inside a trial.
         """
         _refuse_inside()
-        _check_counts(max_trials=max_trials)
         calls = list(zip(*arguments, strict=True))
-        at_once = max(1, min(each for each in (max_trials, self.max_trials, len(calls)) if each is not None))
+        at_once = max(1, len(calls) if self.max_trials is None else min(self.max_trials, len(calls)))
         trials = [Trial(self, at_once) for _ in calls]
         with ThreadPoolExecutor(at_once, "superpipeline-trial") as pool:
             each_with = zip(trials, calls, strict=True)
@@ -222,7 +219,6 @@ class Trial(Placement, RunScope):
         self._at_once = at_once
         self._runs = WeakSet[Any]()
         self._blocks: list[TrialBlock] = []
-        self._travels = 0  # bytes of frozen weights or their casts that are uploaded in each step
         self._shares = False  # True after a run of the trial had weights in common with the base
 
     def check_devices(self) -> None:
@@ -335,9 +331,6 @@ class Trial(Placement, RunScope):
 
     def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
         frozen = sum(not parameter.requires_grad for _, parameter in layer.parameters)
-        if not options.get("fetched_seldom"):
-            named = zip((*planned.spans, *planned.casts), (*layer.parameters, *layer.lowered), strict=True)
-            self._travels += sum(span.nbytes for span, (_, parameter) in named if not parameter.requires_grad)
         if not frozen:
             return super().block(layer, planned, *args, **options)
         pin = options["pin"] and not options.get("fetched_seldom")
@@ -347,7 +340,6 @@ class Trial(Placement, RunScope):
 
     def uploads(self, device: Device, log: logging.Logger | None) -> Uploads:
         blocks, self._blocks = self._blocks, []
-        travels, self._travels = self._travels, 0
         # A later run of the trial may train all weights, which is not an error.
         self._shares = self._shares or any(block.common_bytes for block in blocks)
         if not self._shares:
@@ -360,12 +352,7 @@ class Trial(Placement, RunScope):
         others = [trial.turn.device for trial in self._base._under_way if trial is not self]
         self.turn.device = device
         device.begin_turn(sum(each.held for each in others if each is not None))
-        base, common = self._base, sum(block.common_bytes for block in blocks if block.travels)
-        if common < travels / 2:
-            self.turn.log.warning(
-                "Superpipeline: %d %% of the frozen weights that travel in this trial are in common with others'. Equal ones are "
-                "shared, in the dtype in which they travel: under bf16-mixed load the base in bfloat16.", 100 * common // travels,
-            )  # fmt: skip
+        base = self._base
         return SharedUploads(device, base._common, partial(TURNS.pass_on, self.turn), lambda: len(base._under_way) == 1)
 
 

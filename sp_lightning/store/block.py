@@ -7,8 +7,7 @@ weight, and ``torch.save`` writes only that weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -180,7 +179,7 @@ class HostBlock:
         """
         displaced = self.displaced
         for index in displaced:
-            self._refuse_other_form(index, "in the middle of a step or in a call outside any step")
+            self.refuse_other_form(index, "in the middle of a step or in a call outside any step")
             with torch.DisableTorchFunctionSubclass():
                 if shared(self.parameters[index]):
                     say_once(LOG, KEPT_MEMORY)
@@ -253,35 +252,7 @@ class HostBlock:
             self.parameters[index].data = target
         self._storages[index] = StorageWeakRef(target.untyped_storage())
 
-    @contextmanager
-    def written_in_common(self) -> Iterator[None]:
-        """A context for an optimizer's step: the parameters that it may write are views of the memory that all processes share.
-
-        Outside of the context, user code of each process writes to its own view of that memory.
-
-        Raises:
-            RuntimeError: the optimizer has given a parameter another dtype or shape, which does not fit its place in the block.
-        """
-        # Optimizers step parameters with a gradient. A parameter that was frozen may have kept its gradient.
-        stepped = [i for i, p in enumerate(self.parameters) if p.requires_grad or p.grad is not None]
-        seen = {i: self.parameters[i].data for i in stepped if i not in self.retyped}
-        try:
-            with no_inference_mode(), torch.no_grad():
-                for index in seen:
-                    self.parameters[index].data = part(self.memory.common, self.planned.spans[index])
-            yield
-            with no_inference_mode(), torch.no_grad():
-                for index in seen:  # if the optimizer has given a parameter other memory, its value goes to all ranks
-                    parameter, common = self.parameters[index], part(self.memory.common, self.planned.spans[index])
-                    if parameter.data_ptr() != common.data_ptr():
-                        self._refuse_other_form(index, "given to it by the optimizer's step (param.data = other)")
-                        common.copy_(parameter.data)
-        finally:
-            with no_inference_mode(), torch.no_grad():
-                for index, value in seen.items():
-                    self.parameters[index].data = value
-
-    def _refuse_other_form(self, index: int, when: str) -> None:
+    def refuse_other_form(self, index: int, when: str) -> None:
         """Raises a RuntimeError if a parameter's new memory does not have the dtype and shape of its place in the block.
 
         Args:

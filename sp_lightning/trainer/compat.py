@@ -10,8 +10,7 @@ from ``lightning`` also stands for its namesake in ``pytorch_lightning``. The cl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
-from importlib.metadata import entry_points
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -50,19 +49,6 @@ def base_of(value: object, kind: type[T]) -> type[T]:
     """Returns ``kind`` or its namesake, whichever is a base of the value's class; ``kind`` if neither is a base."""
     name = path(kind)
     return next((base for base in type(value).__mro__ if path(base) == name), kind)
-
-
-@cache
-def _callback_factories() -> dict[str, str]:
-    """Returns the installed packages that add callbacks to every Trainer, by the top-level module of their factory."""
-    groups = ("lightning.pytorch.callbacks_factory", "pytorch_lightning.callbacks_factory")
-    found = [each for group in groups for each in entry_points(group=group) if each.dist is not None]
-    return {each.module.partition(".")[0]: each.dist.name for each in found if each.dist is not None}
-
-
-def added_by(callback: object) -> str:
-    """Returns the installed package that has added a callback to every Trainer; empty if the user has added the callback."""
-    return _callback_factories().get(type(callback).__module__.partition(".")[0], "")
 
 
 # ---------------------------------------------------------------------- the trainer

@@ -57,6 +57,8 @@ class Group:
         nodes: the number of nodes.
         primary: True if this process updates the weights of its node.
         first: True if this process is the first of all nodes.
+        closed: True if the group has ended. The strategy then uses :data:`ALONE`, and behaves as on one device.
+        failure: the message of this process's own error; empty if it has none.
     """
 
     alone = True
@@ -64,16 +66,8 @@ class Group:
     nodes = 1
     primary = True
     first = True
-
-    @property
-    def closed(self) -> bool:
-        """True if the group has ended. The strategy then uses :data:`ALONE`, and behaves as on one device."""
-        return False
-
-    @property
-    def failure(self) -> str:
-        """The message of this process's own error; empty if it has none."""
-        return ""
+    closed = False
+    failure = ""
 
     # ------------------------------------------------------------------ before work begins
 
@@ -125,7 +119,7 @@ class Group:
             place: the point in words. If other processes wait for this process in vain, their errors name the point.
         """
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, what: str) -> object:
         """Waits until all processes of all nodes have called this method. ``what`` names the barrier in errors."""
 
     def gather(self, number: int, what: str) -> list[int]:

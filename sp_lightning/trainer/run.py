@@ -41,21 +41,18 @@ from sp_lightning.observe.messages import (
     note,
     say_once,
 )
-from sp_lightning.observe.recompiles import Recompiles
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.host_memory import HostBudget, check_host
 from sp_lightning.plan.plan import Plan, cap_remarks
-from sp_lightning.plan.units import human_bytes
 from sp_lightning.plan.window import Window, about_others
 from sp_lightning.registry import layer_stepper, make_tuner
-from sp_lightning.torch_compat.private import compiled_graphs
 from sp_lightning.trainer.compat import last_checkpoint, note_device, skips_backward
 from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.run_scope import current
-from sp_lightning.trainer.user_hooks import UserHooks, hooks_of_users
+from sp_lightning.trainer.user_hooks import UserHooks
 
 
 @dataclass(frozen=True)
@@ -164,8 +161,6 @@ class Run:
         self.streamer: Streamer | None = None
         self.tuner: BaseTuner
         self.hooks = UserHooks(trainer)
-        self._recompiles = Recompiles()
-        self._batches_uploaded_again = 0
         self.steps = OptimizerSteps(self, options, log)
         try:
             self._build()
@@ -186,23 +181,6 @@ class Run:
         """True if Lightning calls backward and the optimizers (automatic optimization)."""
         return bool(self.trainer.lightning_module.automatic_optimization)
 
-    def note_uploaded_again(self, phase: str) -> None:
-        """Logs a line, once, if user code makes layers be uploaded again in several batches. Called when a step has begun.
-
-        Args:
-            phase: the loop of the step: "validate", "test" or "predict".
-        """
-        layers = self.engine.uploaded_again
-        self._batches_uploaded_again += bool(layers)
-        if layers and self._batches_uploaded_again == 2:  # the first time may be the only one
-            nbytes = human_bytes(sum(layer.planned.nbytes for layer in layers))
-            names = ", ".join(hooks_of_users(self.trainer, phase)) or "no hook of a batch"
-            self._log.info(
-                f"Superpipeline uploads {nbytes} of weights again in each batch of {phase!r}: code between batches ({names}) "
-                "writes them, or has their memory (.data, .detach(), state_dict()). Code that only calls p.norm(), p.sum() or "
-                "p.clone() makes no layer be uploaded again."
-            )
-
     # ------------------------------------------------------------------ batches
 
     def batch_starts(self, phase: str, batch: Any) -> None:
@@ -213,11 +191,8 @@ class Run:
             batch: the batch, whose size the tuner compares with earlier batches.
         """
         self.renew()
-        if phase == "train":
-            if line := self._recompiles.batch_begins(compiled_graphs()):
-                say_once(self._log, line)
-            if self.hooks.may_write_weights("train"):  # other loops: `quiet` in :meth:`step`
-                self.engine.invalidate()
+        if phase == "train" and self.hooks.may_write_weights("train"):  # other loops: `quiet` in :meth:`step`
+            self.engine.invalidate()
         if (phase == "train") == self.trains:  # not for validation within training, which the tuner does not measure
             stay = self.engine.plan.stay
             self.tuner.batch_starts(batch, self.steps.overlap)
@@ -251,8 +226,6 @@ class Run:
         with self.whole_after_failure(make_room=True):
             manual = training and not ends_with_backward
             streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
-            if not training:
-                self.note_uploaded_again(phase)
             with streamer.saving():
                 output = user_code()
                 if ends_with_backward:

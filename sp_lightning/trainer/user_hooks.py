@@ -27,7 +27,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from sp_lightning.torch_compat.patched import attributes_of, is_patched
 from sp_lightning.torch_compat.private import step_pre_hooks
-from sp_lightning.trainer.compat import added_by, base_of, is_exactly
+from sp_lightning.trainer.compat import base_of, is_exactly
 
 # Callbacks whose hooks write no weights, as their code shows. A subclass of them may write weights, so its hooks count.
 WRITE_NO_WEIGHTS: set[type[Callback]] = {
@@ -155,10 +155,7 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
         for owner, kind in owners:
             base: Any = base_of(owner, kind)
             name = type(owner).__name__
-            named = [f"{name}.{hook}" for hook in hooks if hasattr(base, hook) and is_overridden(hook, owner, base)]
-            package = added_by(owner) if named and kind is Callback else ""
-            origin = f" (which the package {package!r} adds to every Trainer)" if package else ""
-            found += [f"{each}{origin}" for each in named]
+            found += [f"{name}.{hook}" for hook in hooks if hasattr(base, hook) and is_overridden(hook, owner, base)]
         if point == "train":  # after on_train_batch_end, Lightning steps only the schedulers that reduce on plateaus
             late = [config.scheduler for config in trainer.strategy.lr_scheduler_configs if config.reduce_on_plateau]
             own = [type(each) for each in late if not type(each).step.__module__.startswith("torch.")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import re
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -86,12 +85,6 @@ def test_numbers_that_are_compared_are_counted() -> None:
     """The line "scheduler state 0 equal" read as if there were no scheduler. Its state are numbers."""
     report = Report(rows={"scheduler state": Compared(values=12), "losses": Compared(values=2, tensors=2)})
     assert "scheduler state        0  equal (12 values)\nlosses                 2  equal\n" in str(report)
-
-
-@pytest.mark.rest("two checks")
-def test_scheduler_state_is_a_row_only_if_there_is_a_scheduler() -> None:
-    assert "scheduler state" not in str(check(lambda: Module(Stack()), vectors))
-    assert re.search(r"^scheduler state +0  equal \(\d+ values\)$", str(check(planted.Everything, None)), re.MULTILINE)
 
 
 # ---------------------------------------------------------------------- planted errors
@@ -199,13 +192,6 @@ def test_code_between_modules_is_not_taken_for_the_next_module() -> None:
     assert "What it is given differs already, by code outside of modules that runs before it." in report.explanation
 
 
-@pytest.mark.rest("the first tier has modules that run once")
-def test_forwards_that_run_again_in_backward_are_no_calls_of_their_own() -> None:
-    """They were counted under the strategy alone, so that a second forward was compared with them, and the first block named."""
-    report = check(planted.OtherInSecondCall, activations="recompute", optimizer_overlap="off")
-    assert "The first module whose output differs is 'net.blocks.2', call 2, in training batch 0." in report.explanation
-
-
 # ---------------------------------------------------------------------- what user code keeps by itself
 
 
@@ -251,15 +237,6 @@ def test_what_is_logged_by_methods_of_the_logger_is_compared(wrong: str, where: 
     assert report.status == bool(wrong), str(report)
     assert not wrong or where in findings(report)["logged values"]
     assert [path for folder in temporary.iterdir() for path in folder.iterdir()] == []
-
-
-@pytest.mark.rest("the first tier has values that repeat")
-def test_logged_values_that_do_not_repeat_are_named_and_left_out() -> None:
-    """A time that is logged made two runs of plain Lightning differ, and nothing was compared."""
-    report = check(planted.LogsTimes)
-    assert report.status == 0, str(report)
-    assert "Not compared, because plain Lightning logs others when run twice: seconds." in report.notes
-    assert "loss" in findings(check(lambda: planted.LogsTimes(wrong=True)))["logged values"]
 
 
 def test_callbacks_of_the_module_s_own_write_no_files(temporary: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -202,17 +201,6 @@ def test_a_base_of_8_bits() -> None:
 def test_sizes_that_change_make_no_further_graphs(dynamic: bool | None) -> None:
     batches = [torch.randn(2 + size, 16, requires_grad=True) for size in (0, 3, 5, 3, 7)]
     both(compiled(lambda: Module(Stack()), dynamic=dynamic), batches)
-
-
-@pytest.mark.rest("many graphs are compiled")
-@pytest.mark.parametrize(("dynamic", "told"), [(None, 0), (False, 1)])
-def test_graphs_that_are_made_late_are_told(dynamic: bool | None, told: int, caplog: pytest.LogCaptureFixture) -> None:
-    batches = [torch.randn(size, 16) for size in range(2, 10)]
-    with caplog.at_level(logging.INFO, "lightning.pytorch"):
-        both(compiled(lambda: Module(Stack()), dynamic=dynamic), batches)
-    lines = [each.message for each in caplog.records if "still makes new graphs" in each.message]
-    assert len(lines) == told
-    assert all(f"after {number} training batches" in each for number, each in zip([6], lines, strict=False))
 
 
 def test_torch_compile_of_a_block_and_of_a_part_of_a_block() -> None:

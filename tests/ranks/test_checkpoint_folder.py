@@ -206,19 +206,6 @@ def test_the_plain_tensors_of_a_wrapped_one_are_entries(tmp_path: Path) -> None:
     assert torch.equal(found.dequantize(), linear.weight.dequantize())
 
 
-@pytest.mark.parametrize("mapped", [1, checkpoint_folder.MAPPED])
-def test_small_tensors_are_not_mapped(mapped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sp_lightning.disk.weights_in_files import Mappings
-
-    monkeypatch.setattr(checkpoint_folder, "MAPPED", mapped)
-    write({"a": torch.ones(2000)}, tmp_path / "a", {})
-    found = read(tmp_path / "a", True)["a"]
-    assert (Mappings().place(found) is None) == (mapped > 1)
-    if mapped > 1:  # an empty tensor cannot be mapped
-        write({"a": torch.zeros(0, 4)}, tmp_path / "a", {})
-        assert read(tmp_path / "a", True)["a"].shape == (0, 4)
-
-
 def test_what_dcp_alone_would_lose(tmp_path: Path) -> None:
     content = {"empty": {}, "list": [], "tuple": (1, torch.ones(2)), "numbers": {1: {"1": torch.ones(2)}, (2, 3): None}}
     content[REST] = {"a": torch.ones(2)}  # the entry for the rest has the same name
@@ -232,11 +219,6 @@ def test_names_that_read_alike_are_apart(tmp_path: Path) -> None:
     content = {"a.b": torch.ones(3), "a": {"b": torch.zeros(3), 0: torch.full((3,), 2.0), "0": torch.full((3,), 3.0)}}
     write(content, tmp_path / "a", {})
     assert_equal(read(tmp_path / "a", True), content, "content")
-
-
-def test_it_says_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    write({"a": torch.ones(2)}, tmp_path / "a", {})
-    assert [str(each.message) for each in recwarn] == []
 
 
 # ---------------------------------------------------------------------- a name that is taken
@@ -271,15 +253,6 @@ def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "logs" / "thesis.tex").read_text() == "all of it"
     assert torch.equal(read(tmp_path / "mine", True)["a"], torch.ones(9))
     assert sorted(os.listdir(tmp_path)) == ["logs", "mine"]
-
-
-def test_hidden_folders_of_another_name_are_kept(tmp_path: Path) -> None:
-    """A writer removes what killed writers of the same name have left."""
-    number = "0" * 32
-    for name in ("a.b", "a"):
-        (tmp_path / f".{name}.{number}.part").mkdir()
-    write({"a": torch.ones(9)}, tmp_path / "a", {})
-    assert sorted(os.listdir(tmp_path)) == [f".a.b.{number}.part", "a"]
 
 
 def test_a_folder_that_is_mapped_may_be_replaced(tmp_path: Path) -> None:
@@ -368,13 +341,6 @@ def test_a_thread_that_cannot_write_is_noticed(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch, "save", fails)
     with pytest.raises(OSError, match="could not be written: rank 0: Input/output error"):
         write({f"x{i}": torch.ones(90) for i in range(40)}, tmp_path / "a", {})
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_that_is_no_disk_s_stays_itself(tmp_path: Path) -> None:
-    with pytest.raises(AttributeError, match="local object"):
-        write({"a": torch.ones(9), "b": lambda: None}, tmp_path / "a", {})
     assert os.listdir(tmp_path) == []
 
 

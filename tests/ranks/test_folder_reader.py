@@ -14,7 +14,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from sp_lightning.__main__ import main
 from sp_lightning.ranks import checkpoint_folder
 from sp_lightning.ranks.checkpoint_folder import REST, read, write
-from sp_lightning.torch_compat import private as torch_private
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 
@@ -32,16 +31,6 @@ def test_files_that_are_not_whole(tmp_path: Path) -> None:
     file.unlink()
     with pytest.raises(ValueError, match=f"lacks its file '{file.name}'"):
         read(tmp_path / "a", True)
-
-
-def test_a_part_of_a_file_is_read_as_a_file(tmp_path: Path) -> None:
-    values = torch.arange(1000)
-    with (tmp_path / "parts").open("w+b") as stream:
-        stream.write(b"before")
-        torch.save(values, stream)
-        nbytes = stream.tell() - 6
-        stream.write(b"behind")
-        assert torch.equal(torch.load(torch_private.part_of_file(stream, 6, nbytes), weights_only=True), values)
 
 
 def test_a_reader_finds_one_checkpoint_or_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,14 +75,6 @@ def test_a_damaged_file_is_named(name: str, damage: str, tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         main(["convert", str(tmp_path / "a"), str(tmp_path / "b")])
     assert file.name in capsys.readouterr().err
-
-
-def test_a_damaged_part_is_named(tmp_path: Path) -> None:
-    write({"a": torch.zeros(900)}, tmp_path / "a", {})
-    file = file_of(tmp_path / "a", "a")
-    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
-    with pytest.raises(ValueError, match=f"{file.name} is damaged"):
-        read(tmp_path / "a", True)
 
 
 def test_a_folder_without_metadata_is_incomplete(tmp_path: Path) -> None:

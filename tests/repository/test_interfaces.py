@@ -20,9 +20,6 @@ PACKAGE = Path(sp_lightning.__file__).parent
 
 FOR_CAPABILITIES = {
     "HostBlock.show": "gpu_steps",
-    "HostBlock.written_in_common": "ranks",
-    "HostSource.adopt": "ranks",
-    "Group.failure": "ranks",
     "RowFinder.routed_share": "planner",
     "BackgroundUpdates.land_layers_of": "gpu_steps",
 }

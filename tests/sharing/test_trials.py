@@ -348,23 +348,6 @@ def test_the_base_is_once_in_memory() -> None:
     assert all(0 < each < frozen / 1.5 for each in own[2:])
 
 
-def test_little_in_common_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    class Others(Learner):
-        def __init__(self, rate: float) -> None:
-            super().__init__(rate)
-            for block in self.net[:3] if rate != RATES[0] else ():  # type: ignore[index, union-attr]
-                nn.init.uniform_(block.base.weight)
-
-    with caplog.at_level("WARNING", "lightning.pytorch.superpipeline"):
-        SharedBase().map(lambda rate: learn(rate, make=Others), RATES[:3], max_trials=1)
-    assert caplog.text.count("26 % of the frozen weights that travel") == 2
-    caplog.clear()
-    with caplog.at_level("WARNING", "lightning.pytorch.superpipeline"):
-        SharedBase().map(lambda rate: learn(rate, precision="bf16-mixed"), RATES[:2])
-        SharedBase().map(learn, RATES[:2])
-    assert caplog.text.count("0 % of the frozen weights that travel") == 2
-
-
 def test_no_more_than_max_trials_run_at_once() -> None:
     under_way = list[int]()
     base = SharedBase(max_trials=2)
@@ -377,7 +360,7 @@ def test_no_more_than_max_trials_run_at_once() -> None:
     base.map(run, RATES)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(base.wrap(run), RATES[:4]))
-    SharedBase().map(run, RATES[:3], max_trials=1)
+    SharedBase(max_trials=1).map(run, RATES[:3])
     assert max(under_way) == 2
 
 
@@ -595,7 +578,7 @@ def test_shares_of_the_devices_memory_are_equal(monkeypatch: pytest.MonkeyPatch)
     base = SharedBase(max_trials=3)
     base.map(run, [2, 0, 0])
     assert shares == [250, 250, 250]
-    base.map(run, [0], max_trials=1)
+    base.map(run, [0])
     assert shares[3:] == [None]
     base.map(run, [1, 0])
     assert shares[4:] == [400 // 3, 400 // 3], "what is free when none is under way any more"
