@@ -301,7 +301,7 @@ class LayerwiseStep:
         self._engine.backward.on_complete = self._engine.backward.wanted = None  # a later backward is not of this step
         self._updates.end_early()
         # A forward without a backward may have left transfers in flight.
-        self._engine.before(deferred=bool(self.begun), writes=True)
+        self._engine.before(deferred=bool(self.begun))
         self._engine.gather(self._optimizer)
         try:
             by_layer = self._groups_by_layer()

@@ -97,15 +97,13 @@ class Updating:
         tables = [layer for layer in self.layers if layer.kind is Kind.TABLE]
         return iter(dict.fromkeys((*residents, *tables, *self.residency.prefetch.order("train"), *self.layers)))
 
-    def before(self, *, deferred: bool, writes: bool, parameters: Iterable[Tensor] = ()) -> None:
+    def before(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
         """Prepares an optimizer's step: nothing reads the host's weights while the step writes them.
 
         Writes on the device are copied to the host. Outside of backward, modules hold host parameters afterwards.
 
         Args:
             deferred: True if updates may run meanwhile, because the step only submits updates, or has submitted some.
-            writes: False if the step writes no weights before its closure ends, after which this is called again. Prefetches for
-                the closure's forward then go on. To wait for them would delay the forward by all uploads of a window.
             parameters: the host parameters that the step writes. Their writes are counted here, because a fused step does not
                 change versions.
         """
@@ -115,8 +113,6 @@ class Updating:
             self.step.take_back_writes()
             if not self.backward.tasks:  # in backward, where hooks may step each weight, modules keep device parameters
                 self.step.hold_host()
-            if not writes:
-                return
             self.source.synchronize()
             with Untouched():  # reading `grad` would wait for a running update of the parameter
                 for parameter in parameters:

@@ -55,6 +55,9 @@ class StepHooks:
     7. the user's hooks after the step
     8. :meth:`after`, a hook on all optimizers
 
+    If the step certainly calls its closure before other code, :meth:`before` does not prepare the engine, and there is no
+    ``_enter``: the engine is prepared after the closure.
+
     Args:
         engine: returns the engine of the run, which may be built anew; None once the run is over.
         module: the run's module.
@@ -147,12 +150,14 @@ class StepHooks:
         if self._engine.updating.stepper.steps_all:
             self._refuse_without_gpu(optimizer, args, kwargs)
         self._stepping.append(optimizer)
-        self._prepare(optimizer, writes=_writes_first(optimizer, args, kwargs))
         self._remove_hooks(optimizer)  # hooks of an earlier step that raised an error
         afterwards = optimizer.register_step_post_hook(self.give_back_groups)
         run_first_after_step(optimizer, afterwards)  # so that the user's hooks after the step find the user's groups
-        last = optimizer.register_step_pre_hook(self._enter)  # registered now, so that it runs after the user's hooks
-        self._hooks_of[optimizer] = [afterwards, last]
+        self._hooks_of[optimizer] = [afterwards]
+        if not (_has_closure(args, kwargs) and calls_closure_first(optimizer)):
+            self._prepare(optimizer)
+            # Registered now, so that it runs after the user's hooks.
+            self._hooks_of[optimizer].append(optimizer.register_step_pre_hook(self._enter))
         args = (optimizer, *(self._wrap_closure(optimizer, each) for each in args[1:]))
         return args, {name: self._wrap_closure(optimizer, each) for name, each in kwargs.items()}
 
@@ -161,7 +166,7 @@ class StepHooks:
         if updates_here():
             return
         # The user's hooks may have written weights on the device.
-        self._prepare(optimizer, writes=_writes_first(optimizer, args, kwargs))
+        self._prepare(optimizer)
         # With a closure, groups change after it: it computes gradients, and may use the groups.
         if not _has_closure(args, kwargs):
             self._change_groups(optimizer)
@@ -232,25 +237,19 @@ class StepHooks:
         if what:
             raise RuntimeError(f'optimizer_on="gpu": {what}. Leave optimizer_on out: then the CPU steps.')
 
-    def _prepare(self, optimizer: Optimizer, *, writes: bool = True) -> None:
+    def _prepare(self, optimizer: Optimizer) -> None:
         """Prepares the engine for a step: copies weights that user code has written on the device to the host.
 
         Also replaces device parameters in the optimizer by host parameters. If torch's code will do the step, waits for updates.
         Called again after each piece of user code that runs before the optimizer's own code: the step's time counts from the
         last call.
-
-        Args:
-            optimizer: the optimizer.
-            writes: False if the step writes no weights before its closure, after which this is called again.
         """
         parameters = _parameters(optimizer)
         kinds = {*map(type, parameters)}  # few classes; one issubclass() call per weight would take longer
         if any(issubclass(kind, DeviceParameter) for kind in kinds):
             _replace_device_parameters(optimizer)
             parameters = _parameters(optimizer)
-        self._engine.updating.before(
-            deferred=self._layerwise(optimizer) is not None, writes=writes, parameters=parameters
-        )
+        self._engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)
         self._begun = perf_counter()
 
     def _change_groups(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> None:
@@ -365,11 +364,6 @@ _of_process = _OfProcess()
 def _has_closure(args: Any, kwargs: Any) -> bool:
     """Returns True if the arguments of a step, of which the first is the optimizer, include a closure."""
     return any(map(callable, (*args[1:], *kwargs.values())))
-
-
-def _writes_first(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-    """Returns True if a step may write weights before it calls its closure, or has none."""
-    return not (_has_closure(args, kwargs) and calls_closure_first(optimizer))
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

@@ -64,7 +64,7 @@ def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True, q
 
 def update(streamer: Streamer, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step, as the strategy's hooks on it do."""
-    streamer.updating.before(deferred=False, writes=True)
+    streamer.updating.before(deferred=False)
     optimizer.step()
     streamer.invalidate()
 
