@@ -114,8 +114,8 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 **Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine through two interfaces only:
 
 - device parameters through :class:`~sp_lightning.layers.parameter_group.EngineCallbacks`, which ``Uses`` implements;
-- residents and the prefetch, which need layers' bytes on the host, through :class:`~sp_lightning.layers.ring.BlockSource`,
-  which ``HostSource`` implements.
+- residents, which need their bytes on the host, through :class:`~sp_lightning.layers.ring.BlockSource`, which ``HostSource``
+  implements.
 
 The capability ``activations`` gets ``Calls.rerun`` for forwards that run again. The engine imports nothing of Lightning.
 

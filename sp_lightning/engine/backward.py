@@ -21,12 +21,12 @@ from torch import Tensor
 
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.activations import Activations
+from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.layers.device_parameter import Untouched, tensor_grad
 from sp_lightning.layers.gradients import GradientSink, Wanted
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.ring import BlockSource
 from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.cast_gradient import CastGradient
 from sp_lightning.torch_compat.private import current_graph_task, queue_callback
@@ -74,7 +74,7 @@ class Backward:
     threads: OwnThreads
     layers: Sequence[StreamedLayer]
     residency: Residency
-    source: BlockSource
+    source: HostSource
     writes: WriteBack
     gradients: GradientSink
     activations: Activations

@@ -4,13 +4,9 @@
 - :class:`Prefetch` chooses which layers are fetched next, and into which slots.
 - :class:`Residency` moves layers between their states (:mod:`~sp_lightning.layers.states`).
 
-Two interfaces separate these classes from modules and from host memory:
-
-- :class:`~sp_lightning.layers.bound_weights.SlotUsers` attaches device parameters to slots, and detaches them.
-- :class:`~sp_lightning.layers.ring.BlockSource` provides the bytes on the host that a transfer reads.
-
-So the planner's simulator can run these very classes with a simulated device that only counts time. The caller holds the engine's
-lock.
+:class:`~sp_lightning.layers.bound_weights.BoundWeights` attaches device parameters to slots, and
+:class:`~sp_lightning.layers.ring.BlockSource` provides the bytes on the host that a transfer reads. The planner's simulator runs
+these very classes, with other ones in place of these two, and a device that only counts time. The caller holds the engine's lock.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from itertools import chain, filterfalse, islice
 from operator import attrgetter, itemgetter
 from typing import Generic, TypeVar
 
-from sp_lightning.layers.bound_weights import SlotUsers
+from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.layer import NOTHING, Slot, StreamedLayer
 from sp_lightning.layers.ring import BlockSource, Slots
 from sp_lightning.layers.states import IN_USE, RESTING
@@ -320,7 +316,7 @@ class Residency:
         slots: the slots of the layers.
         prefetch: chooses the layers to fetch before a call needs them.
         source: the layers' bytes on the host.
-        slot_users: attaches the device parameters of a layer to its slot, and detaches them.
+        bound_weights: attaches the device parameters of a layer to its slot, and detaches them.
         note_memory: called after a layer may have taken an extra slot, because device memory may be at its peak.
 
     Attributes:
@@ -336,13 +332,13 @@ class Residency:
         slots: Slots,
         prefetch: Prefetch,
         source: BlockSource,
-        slot_users: SlotUsers,
+        bound_weights: BoundWeights,
         note_memory: Callable[[], None],
     ) -> None:
         self.slots = slots
         self.prefetch = prefetch
         self._source = source
-        self._slot_users = slot_users
+        self._bound_weights = bound_weights
         self._note_memory = note_memory
         self.used: dict[StreamedLayer, Slot] = {}
         self.resting: dict[StreamedLayer, Slot] = {}
@@ -357,7 +353,7 @@ class Residency:
         First releases the other layers that no running call uses, so that their slots may be overwritten. If an error is raised,
         no layer counts the call; the next call releases the layers that are locked already.
         """
-        if layers and (self.used or self._slot_users.held):
+        if layers and (self.used or self._bound_weights.held):
             self.release_unpinned(keep=layers)
         counted = 0
         try:
@@ -366,7 +362,7 @@ class Residency:
                 layer.running_calls += 1
                 counted += 1
             for layer in layers:
-                self._slot_users.attach(layer, self.used[layer])
+                self._bound_weights.attach(layer, self.used[layer])
                 layer.state = IN_USE
         except BaseException:
             self.end_call(layers[:counted], release=False)
@@ -422,8 +418,8 @@ class Residency:
             if not layer.whole and not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
-        if self._slot_users.replaced:
-            self._slot_users.before_use(layer)
+        if self._bound_weights.replaced:
+            self._bound_weights.before_use(layer)
         if layer in self.resting:
             if not layer.outdated:
                 layer.visits += not backward
@@ -475,18 +471,15 @@ class Residency:
         if self.slots.none_evicted and len(self.resting) == len(self.slots.never_evicted):
             return  # every layer rests, so every layer is on the device
         # Uploads end in the order in which they are issued. So of several rings, the one whose layer is used next is first.
+        next_use = self.prefetch.trace.next_use
         transfers = {ring: found for ring in self.prefetch.rings if (found := self.prefetch.next(ring))[0]}
         while transfers:
             one = len(transfers) == 1  # nearly always
-            ring = next(iter(transfers)) if one else min(transfers, key=lambda ring: self._next_use(transfers[ring][0]))
+            ring = next(iter(transfers)) if one else min(transfers, key=lambda ring: next_use(transfers[ring][0][0][0]))
             pairs, more = transfers.pop(ring)
             self._fetch(pairs)
             if more and (found := self.prefetch.next(ring))[0]:
                 transfers[ring] = found
-
-    def _next_use(self, pairs: Sequence[tuple[StreamedLayer, Slot]]) -> float:
-        """Returns the number of uses of layers before the next use of the first layer of a transfer."""
-        return self.prefetch.trace.next_use(pairs[0][0])
 
     def renew_views(self) -> None:
         """Fetches the host's present weights into stale slots that tensors view.
@@ -518,14 +511,14 @@ class Residency:
             layer.invalidate()
             return
         # Write back first: the fetch overwrites the slot, and would lose the writes on the device.
-        self._slot_users.before_renewal(layer)
+        self._bound_weights.before_renewal(layer)
         slot = self.used[layer]
         layer.rows.drop_cached()
         layer.casts.invalidate()  # staging then casts the new masters
         slot.stale = True
         self._fetch([(layer, slot)])
         self.slots.wait_for_upload(slot)
-        self._slot_users.renewed(layer, slot)
+        self._bound_weights.renewed(layer, slot)
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
         """Releases the members of a layer's family whose host parameters user code has given other memory (``.data =``).
@@ -543,7 +536,7 @@ class Residency:
         All prefetches and fetches on demand end here. Before the slots are overwritten, writes through views of them are copied
         to the host.
         """
-        self._slot_users.take_back_late(map(_slot_of_pair, pairs))
+        self._bound_weights.take_back_late(map(itemgetter(1), pairs))
         transfer = []
         try:
             for layer, slot in pairs:
@@ -556,13 +549,13 @@ class Residency:
             raise
         self.slots.fetch(transfer)  # (1)
         for layer, _ in pairs:
-            self._slot_users.fetched(layer)
+            self._bound_weights.fetched(layer)
 
     # ------------------------------------------------------------------ layers are released
 
     def release(self, layer: StreamedLayer) -> None:
         """Releases a layer that no call uses. If no tensor views its slot, the slot may then be overwritten; otherwise HELD."""
-        self._slot_users.release(layer, self.used.pop(layer))
+        self._bound_weights.release(layer, self.used.pop(layer))
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:
         """Releases the locked layers that no running call uses, or lets them rest, except ``keep``.
@@ -575,21 +568,23 @@ class Residency:
         unpinned = [layer for layer in self.used if not layer.running_calls and layer not in keep] if self.used else ()
         for layer in unpinned:
             self._leave(layer)
-        return (bool(self._slot_users.held) and self._slot_users.free_dropped()) or bool(unpinned)
+        return (bool(self._bound_weights.held) and self._bound_weights.free_dropped()) or bool(unpinned)
 
     def _leave(self, layer: StreamedLayer) -> None:
         """Releases a layer whose last call has ended, or lets it rest."""
         if self.rests and layer.state.attached and layer in self.slots.never_evicted:
-            self._slot_users.rest(layer)
+            self._bound_weights.rest(layer)
             layer.state = RESTING
             self.resting[layer] = self.used.pop(layer)
         else:
-            self._slot_users.release(layer, self.used.pop(layer))
+            self._bound_weights.release(layer, self.used.pop(layer))
 
     def let_rest(self, rests: bool) -> None:
         """Sets whether layers may rest. Releases resting layers if they may not, or if they were written on the device."""
         self.rests = rests
-        self.release_resting(None if not rests else [each for each in self.resting if self._slot_users.written(each)])
+        self.release_resting(
+            None if not rests else [each for each in self.resting if self._bound_weights.written(each)]
+        )
 
     def release_resting(self, layers: Collection[StreamedLayer] | None = None) -> None:
         """Releases those of these layers that rest. ``layers``: None for all."""
@@ -603,4 +598,3 @@ class Residency:
 
 _gain = itemgetter(0)
 _slot_of = attrgetter("slot")  # None if the layer is absent
-_slot_of_pair: Callable[[tuple[StreamedLayer, Slot]], Slot] = itemgetter(1)

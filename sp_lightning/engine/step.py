@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from sp_lightning.device.device import Device
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.activations import Activations
+from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.layers.layer import Kind, StreamedLayer
 from sp_lightning.layers.residents import Residents
-from sp_lightning.layers.ring import BlockSource
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.write_guard import drop_if_empty
 from sp_lightning.layers.writes import WriteBack
@@ -54,7 +54,7 @@ class Step:
     threads: OwnThreads
     residency: Residency
     residents: Residents
-    source: BlockSource
+    source: HostSource
     swap: ParameterSwap
     writes: WriteBack
     activations: Activations

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device, Wait
 from sp_lightning.engine.backward import Backward
+from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.turns import Turns
@@ -20,7 +21,6 @@ from sp_lightning.layers.device_parameter import Untouched
 from sp_lightning.layers.freed_gradient import forget, free
 from sp_lightning.layers.gradients import GradientSink
 from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
-from sp_lightning.layers.ring import BlockSource
 from sp_lightning.layers.write_guard import drop_if_empty
 from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.modes import held
@@ -47,7 +47,7 @@ class Updating:
     device: Device
     layers: Sequence[StreamedLayer]
     residency: Residency
-    source: BlockSource
+    source: HostSource
     writes: WriteBack
     gradients: GradientSink
     updates: BackgroundUpdates

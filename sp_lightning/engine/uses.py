@@ -21,7 +21,7 @@ from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, OwnThreads
 from sp_lightning.engine.activations import Activations
 from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.host_source import tied
+from sp_lightning.engine.host_source import HostSource, tied
 from sp_lightning.engine.saved_tensors import RunningCalls, packs
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step
@@ -29,7 +29,7 @@ from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.residents import Residents
-from sp_lightning.layers.ring import BlockSource, Staged
+from sp_lightning.layers.ring import Staged
 from sp_lightning.layers.swap import ParameterSwap
 from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.modes import held
@@ -54,7 +54,7 @@ class Uses:
     residency: Residency
     bound_weights: BoundWeights
     residents: Residents
-    source: BlockSource
+    source: HostSource
     swap: ParameterSwap
     writes: WriteBack
     activations: Activations

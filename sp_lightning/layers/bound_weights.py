@@ -16,13 +16,15 @@ from sp_lightning.layers.writes import WriteBack
 from sp_lightning.torch_compat.modes import no_inference_mode
 
 
-class SlotUsers:
-    """The interface that :class:`~sp_lightning.engine.schedule.Residency` calls when a layer changes its state.
+class BoundWeights:
+    """Binds the device parameters of a model to slots. The caller holds the engine's lock.
 
-    The methods of this class do nothing with modules. A simulation, which has no modules, uses this class itself.
+    :class:`~sp_lightning.engine.schedule.Residency` calls it when a layer changes its state. The planner's simulator has a
+    subclass, because its layers have no parameters.
 
     Args:
-        slots: the slots of the layers.
+        slots: the slots, of which device parameters become views.
+        writes: copies weights to the host that were written on the device.
 
     Attributes:
         held: released layers whose device parameters a graph still holds.
@@ -30,66 +32,28 @@ class SlotUsers:
         take_back_late: called with slots that are about to be overwritten, because writes through their views would be lost.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self.held: set[StreamedLayer] = set()
-        self.replaced: set[StreamedLayer] = set()
-        self.take_back_late: Callable[[Iterable[Slot]], None] = lambda slots: None
-
-    def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used, if any layer is ``replaced``: the host weights of the used layer must be up to date."""
-
-    def fetched(self, layer: StreamedLayer) -> None:
-        """Called after the transfer of a layer was issued."""
-
-    def attach(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Attaches a layer, because a module call uses it: makes its device parameters views of the slot."""
-
-    def release(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Releases a layer that no call uses: makes its device parameters stand-ins, and releases the slot."""
-        self._slots.release(layer, slot)
-
-    def before_renewal(self, layer: StreamedLayer) -> None:
-        """Called before a fetch overwrites the slot of a layer in use with the host's present weights."""
-
-    def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Called after the fetch of :meth:`before_renewal` was issued."""
-
-    def rest(self, layer: StreamedLayer) -> None:
-        """Called instead of :meth:`release` for a layer that rests and keeps its slot."""
-
-    def written(self, layer: StreamedLayer) -> bool:
-        """Returns True if a resting layer may have been written on the device, so that its weights must be copied back."""
-        return False
-
-    def free_dropped(self) -> bool:
-        """Frees device parameters that graphs held and have dropped. Returns True if a slot may have become free."""
-        return False
-
-
-class BoundWeights(SlotUsers):
-    """Binds the device parameters of a model to slots. The caller holds the engine's lock.
-
-    Args:
-        slots: the slots, of which device parameters become views.
-        writes: copies weights to the host that were written on the device.
-    """
-
     def __init__(self, slots: Slots, writes: WriteBack) -> None:
-        super().__init__(slots)
+        self._slots = slots
         self._writes = writes
+        self.held: set[StreamedLayer] = set()
         self.replaced = writes.replaced
-        self.take_back_late = writes.take_back_late
+        self.take_back_late: Callable[[Iterable[Slot]], None] = writes.take_back_late
 
     # ------------------------------------------------------------------ a use begins
 
     def before_use(self, layer: StreamedLayer) -> None:
-        """Copies to the host all weights that were written outside the layer's slot (``param.data = other``)."""
+        """Called before a layer is used, if any layer is ``replaced``.
+
+        Copies to the host all weights of the layer that were written outside its slot (``param.data = other``).
+        """
         for member in layer.family:
             self._writes.take_back_replaced(member)
 
     def fetched(self, layer: StreamedLayer) -> None:
-        """Records that the device has the host's present values. If the slot is compared with digests, takes new digests."""
+        """Records, after a transfer was issued, that the device has the host's present values.
+
+        If the slot is compared with digests, takes new digests.
+        """
         layer.parameters.fetched()
         if layer.guard is not None and layer.guard.digests is not None and layer.slot is not None:
             self._slots.wait_for_upload(layer.slot)  # user code that holds a view of the slot may read it at any time
@@ -113,7 +77,7 @@ class BoundWeights(SlotUsers):
             layer.casts.offer(views[len(group.all) :])
 
     def before_renewal(self, layer: StreamedLayer) -> None:
-        """Copies to the host all weights that were written on the device.
+        """Copies to the host all weights that were written on the device, before a fetch overwrites the slot of a layer in use.
 
         Raises:
             RuntimeError: a weight was given other memory on the host, or was written on the host and on the device.
@@ -145,7 +109,10 @@ class BoundWeights(SlotUsers):
             )
 
     def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Copies the new values to weights that were given other memory in this use, and offers the new casts."""
+        """Copies the new values to weights that were given other memory in this use, and offers the new casts.
+
+        Called after the fetch of :meth:`before_renewal` was issued.
+        """
         group, guard = layer.parameters, layer.guard
         places = self._slots.views(layer, slot)
         # If a signal handler has interrupted `attach`, device parameters may still be stand-ins, which have no other memory.

@@ -58,12 +58,6 @@ class BlockSource:
         """
         raise NotImplementedError
 
-    def synchronize(self) -> None:
-        """Waits until no transfer reads the host's weights, so that other code may write the weights."""
-
-    def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
-        """Marks the device's copies of these layers as out of date, because host weights may have been written unnoticed."""
-
 
 class Uploads:
     """Copies layers from host memory into slots. A subclass may copy them from elsewhere.

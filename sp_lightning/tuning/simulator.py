@@ -17,10 +17,10 @@ from sp_lightning.device.device import Stream, Wait
 from sp_lightning.device.timeline import Kind
 from sp_lightning.engine.assembly import kinds
 from sp_lightning.engine.schedule import Prefetch, Residency
-from sp_lightning.layers.bound_weights import SlotUsers
+from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.gradients import Transfers
 from sp_lightning.layers.layer import Kind as LayerKind
-from sp_lightning.layers.layer import StreamedLayer
+from sp_lightning.layers.layer import Slot, StreamedLayer
 from sp_lightning.layers.ring import BlockSource, Slots, Staged, Uploads
 from sp_lightning.plan.plan import Plan, PlannedLayer
 from sp_lightning.tuning.clocks import ClockDevice, HostBytes
@@ -44,6 +44,28 @@ class _SimulatedLayer(StreamedLayer):
     @property
     def outdated(self) -> bool:
         """False: at the end of a step :class:`Walk` invalidates the layer itself."""
+        return False
+
+
+class _Unbound(BoundWeights):
+    """Binds nothing, because a simulated layer has no parameters."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self.held = set()
+        self.replaced = set()
+        self.take_back_late = lambda slots: None
+
+    def fetched(self, layer: StreamedLayer) -> None: ...
+
+    def attach(self, layer: StreamedLayer, slot: Slot) -> None: ...
+
+    def release(self, layer: StreamedLayer, slot: Slot) -> None:
+        self._slots.release(layer, slot)
+
+    def rest(self, layer: StreamedLayer) -> None: ...
+
+    def written(self, layer: StreamedLayer) -> bool:
         return False
 
 
@@ -148,7 +170,7 @@ class Walk:
         self._source = _Source(self.device, weights)
         slots = Slots(plan, moving, self.device, Uploads(self.device))
         prefetch = Prefetch(plan, slots, self._layers, self._source.ready)
-        self._residency = Residency(slots, prefetch, self._source, SlotUsers(slots), note_memory=lambda: None)
+        self._residency = Residency(slots, prefetch, self._source, _Unbound(slots), note_memory=lambda: None)
         self._drains = Transfers(self.device, plan.k_prime + 1, self._apply)
         self._on_device = bool(rates.update_download) and self._training
         # True if the gradients of any number of layers may wait on the host for their updates (see `_apply`).
