@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -23,7 +22,7 @@ from tests.support.crowded import crowded
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.experts import CASES as EXPERTS
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.runs import Outcome, assert_same, fit, fused, loader, superpipeline, trainer_for
+from tests.support.runs import Outcome, assert_same, fit, fused, superpipeline
 from tests.support.saving import Saves, rows, saving
 from tests.support.simdevice import SimDevice, simulated
 
@@ -85,24 +84,12 @@ def test_nothing_changes_if_all_activations_fit(options: dict[str, Any], monkeyp
     assert set(runs["auto"][5].values()) == {"keep"}
 
 
-def test_auto_is_the_default(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
-    phases = Phases(monkeypatch)
-    train(ROOM_FOR_ALL, eight, rows())
-    assert phases.seen == ["headroom", "keep", "keep"]
-
-
 def test_keep_means_keep(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
     phases = Phases(monkeypatch)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train(4 * Saves.SIZE + 24_000, eight, rows(), activations="keep")
     assert phases.seen == [], "the engine's default, KeepAll, has run"
     assert 'Use a smaller batch, or SuperpipelineStrategy(activations="auto").' in "".join(raised.value.__notes__)
-
-
-def test_without_a_limit_nothing_is_watched(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
-    phases = Phases(monkeypatch)
-    assert_same(fit(eight, rows(), superpipeline()), fit(eight, rows()))
-    assert phases.seen == [], "the engine's default, KeepAll, has run"
 
 
 # ---------------------------------------------------------------------- they do not
@@ -239,16 +226,6 @@ def test_room_for_the_loss_is_made_before_the_head() -> None:
     ours, device = train(capacity, make, batches)
     assert_same(ours, fit(make, batches))
     assert device.peak <= capacity
-
-
-def test_inference_is_as_with_keep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is saved there: ``"auto"`` never chose a window."""
-    monkeypatch.setattr(Tuner, "_seconds", lambda self, plan: 1 / plan.k)
-    with simulated(capacity=10**6):
-        strategy = superpipeline(k="auto", k_prime="auto", activations="auto")
-        pl.seed_everything(7, verbose=False)
-        trainer_for(strategy).validate(Module(Stack()), loader([*vectors(), *vectors()]), verbose=False)
-    assert strategy.plan.k > 1
 
 
 # ---------------------------------------------------------------------- what cannot be recomputed

@@ -1,7 +1,7 @@
-"""State on a disk that user code moves between parameters and groups without a look at it, and what several threads look at.
+"""State on a disk that user code moves between parameters and groups without a look at it.
 
-A stranger found these: what was moved within a layer was copied over what was still to be moved, a layer whose state stays in
-memory kept a tensor that is on the disk, and what one thread computed with was sent away for another one.
+A stranger found these: what was moved within a layer was copied over what was still to be moved, and a layer whose state stays in
+memory kept a tensor that is on the disk.
 """
 
 from __future__ import annotations
