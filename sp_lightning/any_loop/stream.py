@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -179,6 +179,14 @@ class Stream:
         """Returns the counters. Also after the end."""
         return self._run.results.stats
 
+    def gpu_released(self) -> AbstractContextManager[None]:
+        """A context between two steps in which other code can use the GPU's memory.
+
+        See :meth:`SuperpipelineStrategy.gpu_released`.
+        """
+        self._end_without_graph()
+        return self._run.gpu_released()
+
     # ------------------------------------------------------------------ a call of the root
 
     def _surround(self) -> None:
@@ -202,8 +210,7 @@ class Stream:
 
     def _call(self, forward: Callable[[], Any], batch: Any) -> Any:
         run, engine = self._run, self._run.engine
-        if engine.in_step and not any(each() for each in self._graphs):
-            engine.end(writes_follow=True)  # no graph is left, so no backward follows
+        self._end_without_graph()
         if engine.in_step:
             with run.whole_after_failure(make_room=True), engine.saving():
                 return self._await(forward())
@@ -214,6 +221,12 @@ class Stream:
             self._batch_starts(phase, batch)
         output = run.step(phase, forward, ends_with_backward=training)
         return self._await(output) if training else output
+
+    def _end_without_graph(self) -> None:
+        """Ends a step whose graphs are gone: no backward follows."""
+        engine = self._run.engine
+        if engine.in_step and not any(each() for each in self._graphs):
+            engine.end(writes_follow=True)
 
     def _await(self, output: Any) -> Any:
         """Notes the graphs of an output: the running step ends with their backward, or when they are gone."""

@@ -158,6 +158,10 @@ class Accelerator(Device):
     def make_current(self) -> None:
         torch.accelerator.set_device_index(self.device.index)
 
+    def release_unused(self) -> None:
+        torch.accelerator.synchronize(self.device)
+        torch.accelerator.empty_cache()
+
     def free_bytes(self) -> int | None:
         free = self._counted("get_memory_info")
         if (

@@ -396,6 +396,9 @@ class Device:
             self._background.close()
             self._background = None
 
+    def release_unused(self) -> None:
+        """Gives memory that torch's allocator keeps without need back to the device, for other allocators and programs."""
+
     def free_bytes(self) -> int | None:
         """Returns the bytes of device memory that can still be allocated; None for the CPU."""
         return None

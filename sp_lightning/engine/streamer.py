@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -389,6 +390,19 @@ class Streamer:
             if plan.stay and not self.updates.stepper.steps_some:
                 self._use_stepper(plan)
             self._note_memory()
+
+    def leave_device(self) -> None:
+        """Frees the device memory of all weights and of steps. Layers that stay are landed. :meth:`resize` takes new memory.
+
+        Memory that tensors of user code view is not freed. A module that is called before :meth:`resize` takes extra slots.
+        """
+        with self._lock:
+            rings = tuple(replace(ring, slots=0) for ring in self.plan.rings)
+            landed = self.updates.has_landed
+            self.resize(replace(self.plan, rings=rings, stay=(), cache_bytes=0))
+            self.updates.has_landed = landed  # otherwise the tuner would let no layer stay after a loan in each step
+            self._residents.leave()
+            self.updates.stepper.close()
 
     def recount(self, plan: Plan) -> None:
         """Takes a plan of the same layers and slots that counts other gradients, because layers were unfrozen."""

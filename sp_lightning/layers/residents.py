@@ -56,7 +56,7 @@ class Residents:
         if not group.stale or self._is_compared:
             self.take_back_writes()
         weights, staged = self._source.stage(layer)
-        if self._slot.stale or self._slot.lease.moved:
+        if self._is_absent or self._slot.stale or self._slot.lease.moved:
             # User code has given a host parameter other memory (param.data = other), and graphs that have saved views of the
             # present device memory keep that memory, as with plain autograd. Or share_memory_ has moved the parameters.
             self._take_memory()
@@ -95,6 +95,8 @@ class Residents:
 
         If user code keeps views of the memory, takes digests, to detect later writes.
         """
+        if self._is_absent:
+            return
         written, replaced = self._writes.take_back_slot(self._slot)
         if replaced:
             # User code has given a parameter other memory on the device (param.data = other). A graph that has saved a view of
@@ -124,6 +126,19 @@ class Residents:
         )
         return self._slot.lease.in_use_beside(own)
 
+    @property
+    def _is_absent(self) -> bool:
+        """True if the residents have no device memory, after :meth:`leave`."""
+        return self.nbytes < self.layer.planned.nbytes
+
+    def leave(self) -> None:
+        """Frees the device memory between two steps, except memory that tensors view. :meth:`refresh` takes new memory."""
+        self.take_back_writes()
+        self._current = False
+        if not self._is_compared and self.group.detach():
+            self._writes.resident_storages.discard(self.address)
+            self._slot = self._new_slot(0)
+
     def close(self) -> None:
         """Frees the device memory."""
         self._slot = self._new_slot(0)
@@ -131,10 +146,10 @@ class Residents:
     def _take_memory(self) -> None:
         """Allocates new memory on the device, and makes the device parameters views of it.
 
-        Called by ``__init__``. Later only if ``share_memory_`` has moved the parameters, or if user code has given one of them
-        other memory (``param.data = other``), on the host (:meth:`refresh`) or on the device (:meth:`take_back_writes`): graphs
-        may have saved views of the old memory, and have to keep the old values, as with plain autograd. An upload to the old
-        memory would change these values.
+        Called by ``__init__``, and after :meth:`leave`. Otherwise only if ``share_memory_`` has moved the parameters, or if user
+        code has given one of them other memory (``param.data = other``), on the host (:meth:`refresh`) or on the device
+        (:meth:`take_back_writes`): graphs may have saved views of the old memory, and have to keep the old values, as with plain
+        autograd. An upload to the old memory would change these values.
         """
         self._writes.resident_storages.discard(self.address)
         if self.layer.guard is not None:

@@ -49,6 +49,7 @@ class Window:
 
     Attributes:
         k, k_prime: as given.
+        budget: as given. Takes effect with :meth:`begin`.
         steps_on_device: True if plans have room for optimizer steps on the device.
         may_stay: True if results do not depend on how many layers stay, so that ``"auto"`` may choose their number.
     """
@@ -67,7 +68,7 @@ class Window:
     ) -> None:
         self.k = k
         self.k_prime = k_prime
-        self._budget = budget
+        self.budget = budget
         self._margin = _MARGIN if "auto" in (k, k_prime) else 0  # only chosen windows fill the memory
         self._training = training
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
@@ -109,7 +110,7 @@ class Window:
         Raises:
             ValueError: the plan does not fit the budget, or the budget is a share and the device has no memory of its own.
         """
-        free, budget = device.free_bytes(), self._budget
+        free, budget = device.free_bytes(), self.budget
         self._found, self.free = found, free
         self.rest = self.rest_gradients = 0
         if isinstance(budget, int):
@@ -143,14 +144,14 @@ class Window:
         if there is None:
             self.room -= self.room // 16
         else:
-            share = 1 - self._margin if self._budget is None else 1
+            share = 1 - self._margin if self.budget is None else 1
             self.room = min(self.room, int(there * share))
 
     @property
     def filled_room(self) -> int | None:
         """Bytes of the budget if kept activations may fill it, even if k and k' are numbers."""
         # No limit; or the user's limit, which may be filled; or a limit that leaves a margin already.
-        if self.room is None or self._budget is not None or self._margin:
+        if self.room is None or self.budget is not None or self._margin:
             return self.room
         return int(self.room * (1 - _MARGIN))
 
@@ -266,7 +267,7 @@ class Window:
             remedy = self._smaller_layers(plan, smallest, room, find)
         free = f"{_bytes(room)} are free on {device.device}"
         available = (
-            free if self._budget is None else f"with gpu_memory={as_option(self._budget)} there are {_bytes(room)}"
+            free if self.budget is None else f"with gpu_memory={as_option(self.budget)} there are {_bytes(room)}"
         )
         if (others := device.held_by_others()) is not None:
             remedy += f" {about_others(*others)}"
@@ -286,7 +287,7 @@ class Window:
         with suppress(ValueError):  # the pattern matches no module, or the modules that it matches overlap
             cut = self._make(find([f"{alike}.*"]), k=1, k_prime=1).peak_device_bytes if find is not None else None
             if cut is not None and cut < smallest.peak_device_bytes:
-                if cut > room and self._budget is None:
+                if cut > room and self.budget is None:
                     said += f"Even its parts (layers=) need {human_bytes(cut)}. "
                     return f'{said}Use precision="bf16-true", or a GPU with as much memory.'
                 more = "" if cut <= room else f', gpu_memory="{enough_bytes(cut)}"'

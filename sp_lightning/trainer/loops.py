@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from sp_lightning.observe.messages import BEING_UPDATED, not_whole
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.choices import Mode
 from sp_lightning.plan.ledger import Ledger
+from sp_lightning.plan.options import checked_budget
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.update_policy import UpdatePolicy
 from sp_lightning.trainer.compat import last_checkpoint
@@ -155,6 +157,37 @@ class ReadableStrategy(HostStrategy):
     def _known(self) -> Results | None:
         run = self._run  # read once: another thread may call this while the run ends
         return self._last if run is None else run.results
+
+    @property
+    def gpu_memory(self) -> int | float | None:
+        """The limit of GPU memory: bytes, a share of the free memory, or None. It may be set between two batches.
+
+        The engine is then built again, and the run measures two batches anew, as at its beginning.
+
+        Raises:
+            ValueError, TypeError: no such value is possible, or the model does not fit. The former limit stays.
+            RuntimeError: a step runs, or several devices train.
+        """
+        return self._options.gpu_memory
+
+    @gpu_memory.setter
+    def gpu_memory(self, value: int | float | str | None) -> None:
+        budget = checked_budget("gpu_memory", value)
+        if self._run is not None:
+            self._run.change_gpu_memory(budget)
+        self._options = replace(self._options, gpu_memory=budget)
+
+    def gpu_released(self) -> AbstractContextManager[None]:
+        """A context between two batches in which other code can use the GPU's memory, for example an engine that generates.
+
+        Weights, buffers and optimizer state leave the GPU, with the layers that stay there. They return afterwards, each when it
+        is needed, and results do not change. Modules may be called in the context. Tensors of your code stay where they are.
+
+        Raises:
+            RuntimeError: a step runs, the GPU is released already, or several devices train.
+            torch.OutOfMemoryError: at the end of the context, other code still has the memory.
+        """
+        return nullcontext() if self._run is None else self._run.gpu_released()
 
     def remarks(self) -> list[str]:
         """Returns sentences for the user about this run, which are logged with the plan."""

@@ -47,6 +47,7 @@ from sp_lightning.plan.host_memory import HostBudget, check_host
 from sp_lightning.plan.plan import Plan, cap_remarks
 from sp_lightning.plan.window import Window, about_others
 from sp_lightning.registry import layer_stepper, make_tuner
+from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.trainer.compat import last_checkpoint, note_device, skips_backward
 from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
@@ -157,6 +158,7 @@ class Run:
         self._host_room: int | None = None  # bytes of host memory for activations; None for no limit
         self._activations = ActivationPlan()
         self._must_send_buffers = trains  # see step_begins()
+        self._lent = False  # True in the context :meth:`gpu_released`
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
         self.tuner: BaseTuner
@@ -340,6 +342,88 @@ class Run:
             self.steps.engine_rebuilt()
         else:
             self.steps.check_batch_settings()
+
+    # ------------------------------------------------------------------ GPU memory between steps
+
+    def change_gpu_memory(self, budget: int | float | None) -> None:
+        """Builds the engine again for another limit of device memory, between two steps. The tuner measures again.
+
+        Args:
+            budget: the limit: bytes, a share of the free memory, or None.
+
+        Raises:
+            RuntimeError: a step runs, or several devices or trials train.
+            ValueError: the model does not fit. The former limit stays.
+        """
+        self._refuse_to_lend("gpu_memory")
+        before, self._window.budget = self._window.budget, budget
+        self.finish_updates()
+        self._end_engine()
+        try:
+            self._build()
+        except ValueError:
+            self._window.budget = before
+            self._build()
+            raise
+        finally:
+            if self.streamer is not None:
+                self.steps.engine_rebuilt()
+
+    @contextmanager
+    def gpu_released(self) -> Generator[None, None, None]:
+        """A context between two steps, in which the run has no weights, buffers and optimizer state on the device.
+
+        At its end, buffers and modules that stay on the device as a whole return; layers are uploaded when they are needed.
+
+        Raises:
+            RuntimeError: a step runs, the device is released already, or several devices or trials train.
+            torch.OutOfMemoryError: at the end, the device has no memory for the slots.
+        """
+        self._refuse_to_lend("gpu_released()")
+        with self.whole_after_failure():
+            self.engine.updates.wait_for_all()
+            self.placement.complete_pending()
+        self.tuner.stop_timing()
+        engine, host = self.engine, torch.device("cpu")
+        plan, found, averages = engine.plan, engine.found, find_averages(self.module)
+        self._lent = True
+        moved: list[tuple[dict[Any, Any], Any]] = []
+        try:
+            engine.leave_device()
+            move_to_device(self.module, found, (), host)
+            for optimizer in self.trainer.optimizers if self.trains else ():
+                for state in state_of(optimizer).values():
+                    moved += [(state, key) for key, value in state.items() if _is_on(value, self._device)]
+            for state, key in moved:
+                state[key] = state[key].to(host)
+            engine.device.release_unused()
+            yield
+        finally:
+            self._lent = False
+            if self.streamer is engine:  # otherwise the run has ended
+                move_to_device(self.module, found, averages, self._device)
+                for state, key in moved:
+                    state[key] = state[key].to(self._device)
+                try:
+                    engine.resize(plan)
+                except torch.OutOfMemoryError as error:
+                    error.add_note("Free what was allocated in the context gpu_released() before its end.")
+                    raise
+
+    def _refuse_to_lend(self, what: str) -> None:
+        """Raises a RuntimeError if a step runs, if the device is released, or if others use the engine, too."""
+        engine = self.engine
+        if engine.in_step or engine.in_backward or self.steps.running or self.is_foreign:
+            raise RuntimeError(
+                f"{what} was used while a step runs. Expected a moment between two steps: on_train_batch_end of a callback, or "
+                "after optimizer.step() in a loop of your own."
+            )
+        if self._lent:
+            raise RuntimeError(
+                f"{what} was used inside of gpu_released(): the GPU is released already. Leave it first."
+            )
+        if not self.group.alone or self.shares_base:
+            raise RuntimeError(f"{what} needs a training of its own on one device. Use Trainer(devices=1).")
 
     def close(self) -> None:
         """Ends the run. The module then has ordinary parameters on the host, and optimizers are as they were configured."""
@@ -556,6 +640,10 @@ class Run:
             self.engine.allow_writes()  # the code that catches the error may write weights
         except Exception:
             self._log.exception("Superpipeline could not put the CPU's parameters back after the error that follows.")
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and device.type != "cpu" and value.device.type == device.type
 
 
 def _refuse_in_step(module: pl.LightningModule) -> None:

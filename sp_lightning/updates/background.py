@@ -59,6 +59,7 @@ class BackgroundUpdates:
         stepper: steps layers on the GPU, and lands those that stay there.
         landed_in_a_row: the number of steps in a row, up to now, in which user code has landed a layer that stays. Landing in
             every step costs more than staying saves, so the tuner then lets no layer stay.
+        has_landed: True if user code has landed a layer since the present step began.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
@@ -74,7 +75,7 @@ class BackgroundUpdates:
         self._waiting_role = type("PendingUpdate", (_PendingUpdate,), {"_updates": self})
         self.stepper = LayerStepper()
         self.landed_in_a_row = 0
-        self._has_landed = False  # since the present step began
+        self.has_landed = False  # since the present step began
         self.torn: str | None = None
         self.urgency: Mapping[StreamedLayer, int] = {}
         self._updated: list[str] = []  # the layers that the present step has updated, by name
@@ -95,8 +96,8 @@ class BackgroundUpdates:
     def begin(self) -> None:
         """Called when a step begins, before its first update."""
         self._updated = []
-        self.landed_in_a_row = self.landed_in_a_row + 1 if self._has_landed else 0
-        self._has_landed = False
+        self.landed_in_a_row = self.landed_in_a_row + 1 if self.has_landed else 0
+        self.has_landed = False
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Gives the update of a layer to the background thread. If an earlier update has failed, this one is skipped.
@@ -243,7 +244,7 @@ class BackgroundUpdates:
             if layer in self._under_way:
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
             if layer.kept:
-                self._has_landed = True
+                self.has_landed = True
                 self.stepper.land(layer)
                 self.stepper.make_host_valid(layer)
 

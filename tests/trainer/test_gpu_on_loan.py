@@ -1,0 +1,171 @@
+"""The GPU on loan: between two steps the run gives its memory back, and its limit changes; results stay as they are."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning import stream
+from tests.support.engine import streamer_of
+from tests.support.models import Module, Stack, vectors
+from tests.support.nets import Does
+from tests.support.on_device import Stepped, on_device
+from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.simdevice import simulated
+
+WAYS: dict[str, Any] = {
+    "moving layers": lambda: superpipeline(k=2, optimizer_overlap="off"),
+    "updates in forward": lambda: superpipeline(k=1, optimizer_overlap="forward", fused_optimizer="auto"),
+    "layers that stay": lambda: on_device(gpu_layers=0.5, optimizer_overlap="off"),
+    "steps on the GPU": lambda: on_device(optimizer_overlap="forward"),
+}
+
+
+class WithBuffers(Stack):
+    """Has a buffer that changes in forward, and a parameter outside of all layers, which stays on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16, affine=False)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x * self.scale))
+
+
+def resident() -> Module:
+    module = Stepped()
+    module.net = WithBuffers()
+    return module
+
+
+def lends(trainer: Any, module: Any, *_: Any) -> None:
+    """Lends the GPU, and uses the module meanwhile."""
+    streamer = streamer_of(trainer.strategy)
+    plan = streamer.plan
+    with trainer.strategy.gpu_released():
+        assert streamer.weight_bytes == streamer.found.staying[0]
+        with torch.no_grad():
+            module.net(vectors(1)[0])
+        assert all(parameter.isfinite().all() for parameter in module.parameters())
+    assert streamer.plan == plan
+    assert streamer.updates.landed_in_a_row == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [Stepped, resident])
+def test_a_loan_after_each_batch(way: str, make: Any) -> None:
+    """Staying layers return with their state; nothing races, and no memory is used after it was freed."""
+
+    def train(act: Any, strategy: Any) -> Any:
+        return fit(make, vectors(4), strategy, callbacks=[Does(on_train_batch_end=act)], recorded="losses")
+
+    with simulated():
+        ours = train(lends, WAYS[way]())
+    with simulated():
+        plain = train(lambda trainer, module, *_: module.net(vectors(1)[0]), WAYS[way]())
+    assert_same(ours, plain)
+
+
+class StopError(Exception): ...
+
+
+@pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
+def test_an_error_within_a_loan(error: type[BaseException]) -> None:
+    """The loop goes on after the loan: everything has returned."""
+
+    def fails(trainer: Any, *_: Any) -> None:
+        with suppress(error), trainer.strategy.gpu_released():
+            raise error
+
+    def train(act: Any) -> Any:
+        way = WAYS["layers that stay"]()
+        return fit(Stepped, vectors(4), way, callbacks=[Does(on_train_batch_end=act)], recorded="losses")
+
+    assert_same(train(fails), train(lambda *_: None))
+
+
+def refusals(trainer: Any, what: str) -> None:
+    strategy = trainer.strategy
+    with pytest.raises(RuntimeError, match=what), strategy.gpu_released():
+        pass
+    with pytest.raises(RuntimeError, match=what):
+        strategy.gpu_memory = "1GiB"
+
+
+class LendsWithin(Stepped):
+    def loss(self, batch: Any) -> Tensor:
+        refusals(self.trainer, "while a step runs.*on_train_batch_end")
+        return super().loss(batch)
+
+
+def test_a_loan_within_a_step_and_within_another_one() -> None:
+    def lends_twice(trainer: Any, *_: Any) -> None:
+        with trainer.strategy.gpu_released():
+            refusals(trainer, "inside of gpu_released")
+
+    does = Does(
+        on_train_batch_end=lends_twice,
+        on_before_optimizer_step=lambda trainer, *_: refusals(trainer, "while a step runs"),
+    )
+    fit(LendsWithin, vectors(2), superpipeline(k=1), callbacks=[does])
+
+
+def test_a_loan_outside_of_a_run() -> None:
+    with superpipeline().gpu_released():
+        pass
+
+
+def test_a_loan_in_a_loop_of_the_users() -> None:
+    net = Stack()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    with simulated(), stream(net, optimizer, k=1) as streamed:
+        for x in vectors(2):
+            loss = net(x).sum()
+            with pytest.raises(RuntimeError, match="while a step runs"), streamed.gpu_released():
+                pass
+            loss.backward()
+            with streamed.gpu_released():
+                assert streamed._run.engine.weight_bytes == 0
+            optimizer.step()
+    assert streamed.stats().fetched_layers > 0
+
+
+# ---------------------------------------------------------------------- another limit
+
+
+@pytest.mark.parametrize("limits", [("1MiB", "26KiB"), ("26KiB", "1MiB")])
+def test_another_limit_between_batches(limits: tuple[Any, Any]) -> None:
+    """The window follows the limit, up and down, and results do not."""
+    plans = []
+
+    def changes(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        plans.append(trainer.strategy.plan)
+        if batch_idx == 3:
+            trainer.strategy.gpu_memory = limits[1]
+
+    def train(strategy: Any, act: Any) -> Any:
+        return fit(Stepped, vectors(8), strategy, callbacks=[Does(on_train_batch_end=act)], recorded="losses")
+
+    with simulated():
+        ours = train(superpipeline(gpu_memory=limits[0]), changes)
+    assert_same(ours, train("auto", lambda *_: None))
+    large, small = (plans[:4], plans[4:])[:: 1 if limits[0] == "1MiB" else -1]
+    assert small[-1].k < large[-1].k
+    assert max(plan.peak_device_bytes for plan in small) <= 26 * 1024
+
+
+def test_a_limit_that_is_too_small_leaves_the_former() -> None:
+    def changes(trainer: Any, *_: Any) -> None:
+        with pytest.raises(ValueError, match=r"with gpu_memory=.* there are 1024 bytes"):
+            trainer.strategy.gpu_memory = "1KiB"
+        assert trainer.strategy.gpu_memory == 2**20
+
+    def train(strategy: Any, act: Any) -> Any:
+        return fit(Stepped, vectors(3), strategy, callbacks=[Does(on_train_batch_end=act)], recorded="losses")
+
+    assert_same(train(superpipeline(gpu_memory="1MiB"), changes), train("auto", lambda *_: None))
