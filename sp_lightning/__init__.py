@@ -15,6 +15,7 @@ __all__ = [
     "PlannedLayer",
     "SharedBase",
     "Stats",
+    "StreamedTrainer",
     "SuperpipelineCallback",
     "SuperpipelineStrategy",
     "__version__",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from sp_lightning.activations.chunked_loss import chunk_loss
     from sp_lightning.any_loop.stream import stream
+    from sp_lightning.any_loop.transformers_trainer import StreamedTrainer
     from sp_lightning.comparison.check import check
     from sp_lightning.comparison.dial import dial
     from sp_lightning.experts.mxfp4 import load_mxfp4

@@ -70,6 +70,7 @@ CAPABILITIES = {
 
 PUBLIC = {
     "SharedBase": "sharing.shared_base",
+    "StreamedTrainer": "any_loop.transformers_trainer",
     "check": "comparison.check",
     "chunk_loss": "activations.chunked_loss",
     "dial": "comparison.dial",

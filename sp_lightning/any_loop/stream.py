@@ -56,9 +56,9 @@ def stream(
 
     Results are bitwise those of the same loop without this line, under the same conditions as for
     :class:`~sp_lightning.SuperpipelineStrategy`. A training step begins with a call of ``model`` while gradients are enabled,
-    and ends with the next backward. Several calls before a backward are one step. Other calls are steps without a backward. At
-    all other times the module has its ordinary parameters, on the CPU, with their gradients. All other code uses these: clipping,
-    state dictionaries, schedulers, ``GradScaler``.
+    and ends with the next backward. Several calls before a backward are one step. Other calls, and ``model.generate``, are steps
+    without a backward. At all other times the module has its ordinary parameters, on the CPU, with their gradients. All other
+    code uses these: clipping, state dictionaries, schedulers, ``GradScaler``.
 
     Args:
         model: the root module, on the CPU. Do not move it to the GPU.
@@ -134,6 +134,9 @@ class Stream:
             for each in self._loop.optimizers:
                 step = MethodType(_replacing(each.step, self._step), each)
                 self._replaced.enter_context(in_place_of(each, {"step": step}))
+            if (generate := getattr(self._module, "generate", None)) is not None:
+                one_step = MethodType(_replacing(generate, self._generate), self._module)
+                self._replaced.enter_context(in_place_of(self._module, {"generate": one_step}))
             _scaler_patch.install()
             _unscale_patch.install()
         except BaseException:
@@ -198,24 +201,36 @@ class Stream:
     @trace_only_inlined
     def __call__(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs a call of the root as a step, or as part of the running step. Calls within it, and in backward, are no steps."""
-        run = self._run
-        if self._inside or run.is_foreign or run.engine.in_backward:
+        if self._is_within:
             return call(module, *args, **kwargs)
+        # The module is called anew, because the engine may be built again before.
+        training = self._run.trains and torch.is_grad_enabled()
+        return self._call(partial(module, *args, **kwargs), (args, kwargs), training=training)
+
+    def _generate(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs the root's method ``generate``, which calls the root for each token, as one step without a backward."""
+        generate = partial(own, *args, **kwargs)
+        return generate() if self._is_within else self._call(generate, (args, kwargs), training=False)
+
+    @property
+    def _is_within(self) -> bool:
+        """True in a call of the root, in backward, and in a thread that is not the loop's: further calls are no steps."""
+        return self._inside or self._run.is_foreign or self._run.engine.in_backward
+
+    def _call(self, forward: Callable[[], Any], batch: Any, *, training: bool) -> Any:
         self._inside = True
         try:
-            # The module is called anew, because the engine may be built again before.
-            return self._call(partial(module, *args, **kwargs), (args, kwargs))
+            return self._as_step(forward, batch, training=training)
         finally:
             self._inside = False
 
-    def _call(self, forward: Callable[[], Any], batch: Any) -> Any:
+    def _as_step(self, forward: Callable[[], Any], batch: Any, *, training: bool) -> Any:
         run, engine = self._run, self._run.engine
         self._end_without_graph()
         if engine.in_step:
             with run.whole_after_failure(make_room=True), engine.saving():
                 return self._await(forward())
         self._graphs.clear()
-        training = run.trains and torch.is_grad_enabled()
         phase = "train" if training else "predict"
         if not run.steps.running:  # otherwise `_step` has called it, before the closure
             self._batch_starts(phase, batch)
@@ -292,12 +307,12 @@ def _gradients(run: Run) -> int:
     return ledger.gradients
 
 
-def _replacing(own: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls ``step`` in place of an optimizer's own step."""
+def _replacing(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function for a method of an object: it calls ``instead`` with the object's own method, and the object."""
 
     @wraps(own)
-    def replaced(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return step(own, optimizer, *args, **kwargs)
+    def replaced(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return instead(own, owner, *args, **kwargs)
 
     return replaced
 

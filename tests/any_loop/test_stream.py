@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -11,6 +13,8 @@ import torch
 from torch import nn
 
 from sp_lightning import stream
+from sp_lightning.any_loop.stream import Stream
+from sp_lightning.engine.step import Step
 from tests.equality.cases import CASES
 from tests.support.loops import Loop, assert_streams, compare
 from tests.support.models import Module, Stack, llama, tokens, vectors
@@ -215,12 +219,25 @@ def test_two_streams_in_one_backward() -> None:
     compare(train)
 
 
+@contextmanager
+def steps_begun() -> Iterator[list[str]]:
+    """The phases of the steps that begin."""
+    begun, begin = list[str](), Step.begin
+
+    def note(self: Step, phase: str, *args: Any, **kwargs: Any) -> None:
+        begun.append(phase)
+        begin(self, phase, *args, **kwargs)
+
+    with mock.patch.object(Step, "begin", note):
+        yield begun
+
+
 def test_generation_between_steps() -> None:
     def train(streamed: Any) -> list[Any]:
         net: Any = llama(dropout=0.0).net
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         found = []
-        with streamed(net, optimizer, k=1):
+        with streamed(net, optimizer, k=1) as streaming, steps_begun() as begun:
             for batch in tokens(2):
                 net.train()
                 net(**batch).loss.backward()
@@ -228,6 +245,8 @@ def test_generation_between_steps() -> None:
                 optimizer.zero_grad()
                 net.eval()
                 found.append(net.generate(batch["input_ids"][:1], max_new_tokens=3, do_sample=True, pad_token_id=0))
+            if isinstance(streaming, Stream):
+                assert begun == ["train", "predict"] * 2, "a generation is one step"
         return [found, dict(net.state_dict())]
 
     compare(train)

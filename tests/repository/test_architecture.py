@@ -311,6 +311,7 @@ def test_the_public_names_are_frozen() -> None:
         "PlannedLayer",
         "SharedBase",
         "Stats",
+        "StreamedTrainer",
         "SuperpipelineCallback",
         "SuperpipelineStrategy",
         "__version__",

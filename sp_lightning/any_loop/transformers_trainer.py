@@ -1,0 +1,90 @@
+"""``sp_lightning.StreamedTrainer``: streams the model of transformers' ``Trainer``, and of classes that derive from it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sp_lightning.any_loop.stream import Stream, stream
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object  # the user's class has a Trainer as a further base
+
+
+class StreamedTrainer(_Base):
+    """Streams the model of transformers' ``Trainer`` while it trains, evaluates and predicts. The first base of your class.
+
+    ::
+
+        class Trainer(sp_lightning.StreamedTrainer, transformers.Trainer):
+            pass
+
+        Trainer(model, args, train_dataset=rows, stream={"gpu_memory": "8GiB"}).train()
+
+    All weights or adapters are trained, with the results of the same Trainer without this base, bit by bit. The Trainer clips,
+    saves and loads as before, on the CPU, between two steps. Its checkpoints are those of the plain Trainer.
+
+    Two things of the Trainer would move the model to the GPU: its method ``_move_model_to_device``, which does nothing here, and
+    its accelerator, which gets ``device_placement=False``. Batches are moved by the Trainer itself.
+
+    Args:
+        stream: the options of :func:`sp_lightning.stream`. ``autocast`` is set by ``bf16=`` and ``fp16=`` of the arguments.
+        args, kwargs: as for the Trainer.
+
+    Raises:
+        ValueError: the Trainer would use several GPUs; see :func:`sp_lightning.stream` for others.
+    """
+
+    def __init__(self, *args: Any, stream: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._stream_options = dict(stream or {})
+        self._streamed: Stream | None = None
+        super().__init__(*args, **kwargs)
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"StreamedTrainer found {self.args.n_gpu} GPUs, and the Trainer would copy the model to each. Expected one. Hide "
+                "the others: CUDA_VISIBLE_DEVICES=0."
+            )
+        self.accelerator.device_placement = False
+        if self.args.bf16 or self.args.fp16:
+            self._stream_options.setdefault("autocast", torch.bfloat16 if self.args.bf16 else torch.float16)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """Leaves the model on the CPU, from where it is streamed."""
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Makes the scheduler as the Trainer does, and begins to stream: model and optimizer are prepared now."""
+        scheduler = super().create_scheduler(*args, **kwargs)
+        self._end_stream()
+        optimizer: Any = self.optimizer
+        self._streamed = stream(self.model, getattr(optimizer, "optimizer", optimizer), **self._stream_options)
+        return scheduler
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as the Trainer does. Afterwards the model is an ordinary module on the CPU, also after an error."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._end_stream()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates or predicts as the Trainer does, with the stream of the training or one of its own."""
+        with self._streaming():
+            return super().evaluation_loop(*args, **kwargs)
+
+    @contextmanager
+    def _streaming(self) -> Generator[None, None, None]:
+        if self._streamed is not None:
+            yield
+        else:
+            with stream(self.model, **self._stream_options):
+                yield
+
+    def _end_stream(self) -> None:
+        streamed, self._streamed = self._streamed, None
+        if streamed is not None:
+            streamed.close()

@@ -1,0 +1,77 @@
+"""transformers' Trainer with ``StreamedTrainer`` as a base has the bits of the plain Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from sp_lightning import StreamedTrainer
+from tests.support.models import llama, lora, tokens
+from tests.support.runs import assert_equal
+from tests.support.simdevice import simulated
+
+
+class Streamed(StreamedTrainer, transformers.Trainer):
+    pass
+
+
+def trained(kind: Any, folder: Path, make: Any, resume: str | None = None, **options: Any) -> tuple[Any, list[Any]]:
+    """Trains six steps with a checkpoint after the third. Returns the trainer, and all that it has computed."""
+    transformers.set_seed(7)
+    model = make().net
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "use_cpu": True, "max_steps": 6, "per_device_train_batch_size": 1, "logging_steps": 1,
+        "save_steps": 3, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "learning_rate": 1e-2,
+    }  # fmt: skip
+    arguments = transformers.TrainingArguments(**{**settings, **options})
+    rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(12)]
+    more = {"stream": {"k": 1, "fused_optimizer": False}} if kind is Streamed else {}
+    trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows[:2], **more)
+    trainer.train(resume_from_checkpoint=resume)
+    metrics = [
+        {k: v for k, v in each.items() if "runtime" not in k and "second" not in k}
+        for each in trainer.state.log_history
+    ]
+    state = trainer.optimizer.state_dict()
+    return trainer, [metrics, dict(model.state_dict()), state, torch.get_rng_state()]
+
+
+WAYS: dict[str, Any] = {
+    "all weights": (llama, {}),
+    "accumulation and evaluation": (
+        llama,
+        {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2},
+    ),
+    "LoRA in bfloat16": (lora, {"bf16": True}),
+    "gradient checkpointing": (lambda: llama(checkpointing={"use_reentrant": False}), {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_trainings(way: str, tmp_path: Path) -> None:
+    """Losses, gradient norms after clipping, weights, optimizer state and random state."""
+    make, options = WAYS[way]
+    with simulated() as made:
+        trainer, ours = trained(Streamed, tmp_path / "ours", make, **options)
+    assert_equal(ours, trained(transformers.Trainer, tmp_path / "plain", make, **options)[1], way)
+    assert made, "nothing was streamed"
+    assert {type(parameter) for parameter in trainer.model.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.parametrize("kinds", [(Streamed, transformers.Trainer), (transformers.Trainer, Streamed)])
+def test_a_checkpoint_of_one_is_resumed_by_the_other(kinds: Any, tmp_path: Path) -> None:
+    first, second = kinds
+    whole = trained(first, tmp_path, llama)[1]
+    resumed = trained(second, tmp_path, llama, resume=str(tmp_path / "checkpoint-3"))[1]
+    assert_equal(resumed[1:], whole[1:], "resumed")
+
+
+def test_an_evaluation_alone(tmp_path: Path) -> None:
+    trainer, _ = trained(Streamed, tmp_path, llama, max_steps=1)
+    plain, _ = trained(transformers.Trainer, tmp_path, llama, max_steps=1)
+    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
