@@ -15,7 +15,7 @@ from sp_lightning.device.layout import Span, bytes_of, part, whole_pages
 from sp_lightning.device.pages import Page
 from sp_lightning.ranks.ranks import Ranks
 from sp_lightning.ranks.shared_memory import OwnView, SharedMemory, commit_or_drop
-from sp_lightning.store.block import HostBlock
+from sp_lightning.store.block import HostBlock, refuse_other_form
 from sp_lightning.store.block_memory import Allocate, BlockMemory
 from sp_lightning.torch_compat.modes import no_inference_mode
 
@@ -152,7 +152,7 @@ def written_in_common(block: HostBlock) -> Iterator[None]:
             ) in common.items():  # if the optimizer has given a parameter other memory, its value goes to all ranks
                 parameter = block.parameters[index]
                 if parameter.data_ptr() != memory.data_ptr():
-                    block.refuse_other_form(index, "given to it by the optimizer's step (param.data = other)")
+                    refuse_other_form(block, index, "given to it by the optimizer's step (param.data = other)")
                     memory.copy_(parameter.data)
     finally:
         with no_inference_mode(), torch.no_grad():

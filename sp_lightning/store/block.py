@@ -179,7 +179,7 @@ class HostBlock:
         """
         displaced = self.displaced
         for index in displaced:
-            self.refuse_other_form(index, "in the middle of a step or in a call outside any step")
+            refuse_other_form(self, index, "in the middle of a step or in a call outside any step")
             with torch.DisableTorchFunctionSubclass():
                 if shared(self.parameters[index]):
                     say_once(LOG, KEPT_MEMORY)
@@ -252,17 +252,18 @@ class HostBlock:
             self.parameters[index].data = target
         self._storages[index] = StorageWeakRef(target.untyped_storage())
 
-    def refuse_other_form(self, index: int, when: str) -> None:
-        """Raises a RuntimeError if a parameter's new memory does not have the dtype and shape of its place in the block.
 
-        Args:
-            index: the index of the parameter.
-            when: the time at which the parameter got the memory, as the message says it.
-        """
-        parameter = self.parameters[index]
-        span = self.planned.spans[index]
-        if parameter.dtype != span.dtype or parameter.shape != span.shape:
-            raise RuntimeError(
-                f"Parameter {span.name!r} is {parameter.dtype} of shape {tuple(parameter.shape)}, {when}. Expected {span.dtype} "
-                f"of shape {tuple(span.shape)}, as at set-up. Exchange parameters between two batches, or before trainer.fit."
-            )
+def refuse_other_form(block: HostBlock, index: int, when: str) -> None:
+    """Raises a RuntimeError if a parameter's new memory does not have the dtype and shape of its place in a block.
+
+    Args:
+        block: the block.
+        index: the index of the parameter.
+        when: the time at which the parameter got the memory, as the message says it.
+    """
+    parameter, span = block.parameters[index], block.planned.spans[index]
+    if parameter.dtype != span.dtype or parameter.shape != span.shape:
+        raise RuntimeError(
+            f"Parameter {span.name!r} is {parameter.dtype} of shape {tuple(parameter.shape)}, {when}. Expected {span.dtype} "
+            f"of shape {tuple(span.shape)}, as at set-up. Exchange parameters between two batches, or before trainer.fit."
+        )
