@@ -139,8 +139,6 @@ class Calls:
             try:
                 if torch.is_grad_enabled() and visits:
                     self._watch(visits, output)
-                if self.step.shown:
-                    self.step.renew_shown()
                 # The frames of an exception hold the weights as long as the exception is handled. So the layers are
                 # released later. This is common: checkpoints end their recompute by an exception.
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)

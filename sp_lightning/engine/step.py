@@ -44,7 +44,6 @@ class Step:
         shared: True if other threads use weights in the step, too.
         uploaded_again: the layers whose copies were out of date when the step began, because user code may have written them
             since the last step; None if all copies were.
-        shown: the layers in use whose host memory user code has got (``.data``) while modules hold host parameters.
         expected: the phase for which :meth:`prefetch_for` has fetched the first layers; None if they are not fetched, or out of
             date.
     """
@@ -65,7 +64,6 @@ class Step:
         # True if modules hold host parameters in the middle of a step, where user code may write them.
         self._holds_host = False
         self._stepping = False  # True if `_holds_host` is set because an optimizer steps inside a step or a call
-        self.shown: set[StreamedLayer] = set()
         self.uploaded_again: list[StreamedLayer] | None = None
         self.running = False
         self.kind = StepKind.INFERENCE
@@ -148,7 +146,6 @@ class Step:
         if held_host:
             self.swap.watch_captured(not in_backward or self.swap.captured_used)
             self.residency.renew_used()  # calls that still run continue with the values that the host has now
-            self.shown.clear()
 
     @property
     def admits(self) -> bool:
@@ -215,12 +212,6 @@ class Step:
         among = self.layers if layers is None else layers
         self.source.invalidate([layer for layer in among if layer.kind is not Kind.RESIDENTS and layer not in used])
         self.residency.renew_views()
-
-    def renew_shown(self) -> None:
-        """Uploads the layers of :attr:`shown` again that are in use, because user code may have written their host weights."""
-        shown, self.shown = self.shown, set()
-        for layer in shown.intersection(self.residency.used):
-            self.residency.renew(layer)
 
     def allow_writes(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and all copies are out of date.

@@ -226,7 +226,6 @@ class Streamer:
             threads=self.threads,
             device=self.device,
             residency=self._residency,
-            bound_weights=self._bound_weights,
             residents=self._residents,
             source=self._source,
             swap=self._swap,

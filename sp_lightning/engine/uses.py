@@ -25,7 +25,6 @@ from sp_lightning.engine.host_source import HostSource, tied
 from sp_lightning.engine.saved_tensors import RunningCalls, packs
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step
-from sp_lightning.layers.bound_weights import BoundWeights
 from sp_lightning.layers.device_parameter import DeviceParameter
 from sp_lightning.layers.layer import StreamedLayer
 from sp_lightning.layers.residents import Residents
@@ -52,7 +51,6 @@ class Uses:
     threads: OwnThreads
     device: Device
     residency: Residency
-    bound_weights: BoundWeights
     residents: Residents
     source: HostSource
     swap: ParameterSwap
@@ -199,7 +197,7 @@ class Uses:
                     self.residents.refresh()
                 return
             if viewed and layer in self.residency.used:
-                self._show_used(layer)
+                self._refuse_shown(layer)
             for member in layer.owner.family:
                 if not member.outdated:
                     continue
@@ -213,37 +211,39 @@ class Uses:
     def host_is_shown(self, layer: StreamedLayer) -> None:
         """Prepares for user code that gets the host's memory of a weight. No version shows its writes to that memory.
 
-        If a call of the layer is running, the call continues with the copy on the device; see :meth:`_show_used`. Otherwise the
-        copy is marked as out of date.
+        The copy on the device is marked as out of date.
+
+        Raises:
+            RuntimeError: see :meth:`_refuse_shown`.
         """
         self.host_is_used(layer)
         with held(self.lock):
             if layer is self.residents.layer:
                 self.residents.distrust()
             elif layer in self.residency.used and layer.running_calls:
-                self._show_used(layer)
+                self._refuse_shown(layer)
             else:
                 self.residency.release_unpinned()
                 self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
 
-    def _show_used(self, layer: StreamedLayer) -> None:
-        """Records that user code gets the host's memory of a layer in use, if modules hold host parameters.
-
-        The layer is uploaded again before its release (:meth:`Step.renew_shown`).
+    def _refuse_shown(self, layer: StreamedLayer) -> None:
+        """Refuses to give out the host's memory of a layer in use, because the call would miss a write to that memory.
 
         Raises:
-            RuntimeError: a tensor views the layer's slot.
+            RuntimeError: modules hold host parameters: user code has called backward in the layer's call.
         """
         # If modules hold device parameters, another thread gets the memory, and only reads it.
         if not self.swap.on_device:
-            self.bound_weights.refuse_viewed(layer)
-            self.step.shown.add(layer)
+            raise RuntimeError(
+                f"A weight of {layer.name!r} was read through .data, .detach() or a view after a backward inside a call of this "
+                "layer. The call continues with the copy on the GPU, and would miss a write to that memory. Write the weight "
+                "itself (with torch.no_grad(): weight.sub_(…)), or write it after the call."
+            )
 
     def device_is_used(self, layer: StreamedLayer) -> None:
-        """Uploads a layer in use again if modules hold host parameters, and user code has written them, or may have."""
+        """Uploads a layer in use again if modules hold host parameters, and user code has written them."""
         with held(self.lock):
-            written = layer.outdated or layer in self.step.shown
-            if written and layer in self.residency.used and not self.swap.on_device:
+            if layer.outdated and layer in self.residency.used and not self.swap.on_device:
                 self.residency.renew(layer)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:

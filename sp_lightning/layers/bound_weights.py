@@ -92,22 +92,6 @@ class BoundWeights:
                     "param.data.copy_(other)."
                 )
 
-    def refuse_viewed(self, layer: StreamedLayer) -> None:
-        """Checks that no view of the slot exists, before user code gets the host memory of a layer in use.
-
-        Raises:
-            RuntimeError: user code has a view of the slot. The view would not show writes to the host memory, which change no
-                version.
-        """
-        group = layer.parameters
-        own = len(group.all) if layer.state.attached else 0  # device parameters that view the slot, too
-        if layer.slot is not None and layer.slot.lease.in_use_beside(own):
-            raise RuntimeError(
-                f"A weight of {layer.name!r} was read through .data, .detach() or a view while an older view is kept, after a "
-                "backward inside a call of this layer. The older view would miss a write. Drop such views before the backward "
-                "(del view), and take new ones after the write."
-            )
-
     def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
         """Copies the new values to weights that were given other memory in this use, and offers the new casts.
 
