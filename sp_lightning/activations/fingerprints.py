@@ -124,6 +124,7 @@ class SavedRun:
         self,
         unpack: Callable[[Callable[..., Any], Any], Any],
         *,
+        packed: Callable[[Tensor, Any], None] | None = None,
         alone: bool = False,
         plain: bool = False,
     ) -> Iterator[None]:
@@ -131,6 +132,7 @@ class SavedRun:
 
         Args:
             unpack: called in place of the present unpack hook, with that hook and its argument.
+            packed: called with each tensor and the object that the present hooks have packed it as; None for no call.
             alone: True to keep each tensor instead of calling the present hooks.
             plain: True if plain autograd would have no hooks, though those of our own checkpoint are the present ones.
         """
@@ -142,7 +144,10 @@ class SavedRun:
 
         def pack(tensor: Tensor) -> Any:
             self._note(tensor)
-            return its_pack(tensor)
+            result = its_pack(tensor)
+            if packed is not None:
+                packed(tensor, result)
+            return result
 
         hooks = hooks_in_place_of_none if plain or plain_has_no_hooks() else saved_tensors_hooks
         with hooks(pack, partial(unpack, its_unpack)):

@@ -16,14 +16,20 @@ first run has written it, any other weight if the second run writes it once more
 Other differences (a removed hook, a patched function, a kernel that is not deterministic) change the tensors that autograd saves.
 So the tensors that the two runs save are compared (``fingerprints``).
 
-# Note: rounding under "auto"
+# Note: a choice of "auto" does not end the run
 
-A trial shows which units cannot be recomputed, before ``"auto"`` chooses their modes. If a unit does something afterwards that
-prevents a second run, this is an error, as under ``"recompute"``. There is one exception: **only last bits differ between the
-runs**, because a kernel adds numbers in an order that differs each time. The tensors of the first run are gone, so backward goes
-on with those of the second run. Plain Lightning's own second run differs from its first one in the same way, so neither gradient
-is better than the other. Three further runs show whether the reason is a kernel, and samples of the first run's values whether
-its values are as close as those of the other runs. From then on the unit is offloaded or kept (``Recompute.unfit``).
+If the user has asked for ``"recompute"``, each of these findings is an error. If ``"auto"`` has chosen it, plain Lightning would
+train on. So as long as no wrong value has been used, the unit is offloaded or kept from now on (``Recompute.unfit``):
+
+- **The first run shows that there must not be a second one** (it writes a weight, say). Until the first run has ended, the
+  tensors that autograd saves are held, as without checkpointing. Then backward uses these tensors.
+- **Only last bits differ between the runs**, because a kernel adds numbers in an order that differs each time. The tensors of
+  the first run are gone, so backward goes on with those of the second run. Plain Lightning's own second run differs from its
+  first one in the same way, so neither gradient is better than the other. Three further runs show whether the reason is a
+  kernel, and samples of the first run's values whether its values are as close as those of the other runs.
+
+A difference that is not rounding, and state that was written between forward and backward, are errors under ``"auto"``, too:
+gradients would be wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -53,6 +59,7 @@ from sp_lightning.activations.fingerprints import (
     sample,
     whole,
 )
+from sp_lightning.activations.once_only import explained, known_cause
 from sp_lightning.activations.policy import some
 from sp_lightning.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.device.accelerator import generator_states, set_generator_states
@@ -108,6 +115,7 @@ class Recompute:
         self._setup = setup
         self._log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
         self._layer_at = setup.layer_at
+        self._units = setup.found.units
         self.differences = Differences(setup.device, pin=setup.pin)
         # torch's checkpoint restores the random state of its arguments' devices. Other arguments may all be on the host.
         self._anchor = setup.device.empty(0)
@@ -124,7 +132,9 @@ class Recompute:
             0,
             False,
         )  # of those that skip unwritten tensors: the number; True if the present one does
-        self._given_up: list[str] = []  # units that round in another way in each run, to log
+        self._given_up: dict[
+            bool, tuple[str, list[str]]
+        ] = {}  # to log: reasons with their units, by whether they are errors
 
     def run(
         self,
@@ -159,8 +169,16 @@ class Recompute:
         positions = [position[id(leaf)] for leaf in leaves]
         plain = plain_has_no_hooks()
         # Inside another forward that may run again, that forward is offloaded or kept instead.
-        automatic = automatic and not first_runs() and current_graph_task() == -1
-        first = FirstRun(unit, module, list(once.values()), self._volatile[unit], self._layer_at, automatic=automatic)
+        kept = _Kept() if automatic and not first_runs() and current_graph_task() == -1 else None
+        try:
+            first = FirstRun(
+                unit, module, list(once.values()), self._volatile[unit], self._layer_at, self._units, kept=kept
+            )
+        except Exception as error:  # the snapshot reads objects of the user, which may raise anything
+            if kept is None:
+                raise
+            self._give_up(unit, error)
+            return forward(*args, **kwargs)
 
         def run(anchor: Tensor, *once: Any) -> Any:
             nonlocal given
@@ -190,16 +208,29 @@ class Recompute:
 
     def _run_first(self, first: FirstRun, forward: Callable[..., Any], args: Any, kwargs: Any, plain: bool) -> Any:
         """Runs a forward for the first time, and finds out whether it must not run again. ``plain``: see :meth:`noting`."""
-        with first.running(), first.saved.noting(first.unpacked, plain=plain):
+        kept = first.kept
+        done = None if kept is None else self._watch_outside(first.unit)
+        noted = None if kept is None else kept.pack
+        with first.running(), first.saved.noting(first.unpacked, packed=noted, plain=plain):
             output = forward(*args, **kwargs)
-        first.ended()
+        try:
+            first.ended()
+            first.refuse(None if done is None else done())
+        except Unrepeatable as error:
+            if kept is None:
+                raise
+            first.drop_values()
+            self._give_up(first.unit, error)
+        else:
+            first.kept = None  # backward runs the forward again
         return output
 
-    def _give_up(self, unit: str) -> None:
-        """Keeps or offloads the activations of a unit that rounds in another way in each run, from now on."""
+    def _give_up(self, unit: str, why: Exception | None) -> None:
+        """Keeps or offloads a unit's activations from now on. ``why``: None if the unit rounds in another way in each run."""
         if unit not in self.unfit:
             self.unfit.add(unit)
-            self._given_up.append(unit)
+            reason = _ROUNDS if why is None else str(why).partition(". ")[0]
+            self._given_up.setdefault(why is not None, (reason, []))[1].append(unit)
 
     def _forget_unpacked(self, next_run: FirstRun | None) -> None:
         """Frees the tensors that backward has unpacked. Only those of one forward are held, if the user retains the graph."""
@@ -230,7 +261,7 @@ class Recompute:
         found = differences(first.saved, second, unwritten)
         # The host waits for the result if the mode was an automatic choice: later, further runs are not possible.
         if first.automatic and any(each.item() for each in found) and self._only_rounds(first, second, again):
-            self._give_up(first.unit)
+            self._give_up(first.unit, None)
         else:
             self.differences.add(found, first.differs)
 
@@ -360,7 +391,9 @@ class Recompute:
         ):  # backward runs the forward, for a checkpoint around the unit or for another unit: not tried
             return forward(*args, **kwargs), None
         try:
-            first = FirstRun(unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._layer_at)
+            first = FirstRun(
+                unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._layer_at, self._units
+            )
             again = None  # the user's own checkpoint around the unit runs it again
             if not is_checkpointed():
                 again = partial(self._try_again, first, forward, _Given(args, kwargs), _Around(self._anchor.device))
@@ -426,7 +459,7 @@ class Recompute:
                 further = again(keep=whole), again(keep=whole)
             rounds = only_rounding_differs((first.saved, second, third, *further), device)
             if rounds:
-                self._give_up(first.unit)
+                self._give_up(first.unit, None)
         return rounds is False
 
     def backward_ended(self) -> None:
@@ -434,13 +467,13 @@ class Recompute:
         self.differences.clear()
         self._forget_unpacked(None)
         self._backwards, self._skips = self._backwards + self._skips, False
-        if self._given_up:
+        for reason, units in self._given_up.values():
             self._log.info(
                 "Superpipeline: %s. So activations of %s are offloaded or kept, and not computed again.",
-                _ROUNDS,
-                some(self._given_up),
+                reason,
+                some(units),
             )
-            self._given_up.clear()
+        self._given_up.clear()
         watched, self._watched = self._watched, []
         for first in watched if self.in_trial else ():
             try:
@@ -499,6 +532,24 @@ class _Given:
         return tensor if is_leaf else tensor.view_as(tensor)
 
 
+class _Kept:
+    """The tensors that autograd saves in a first run, packed as they would be without a checkpoint."""
+
+    def __init__(self) -> None:
+        hooks: Any = top_saved_tensors_hooks() or (Tensor.detach, Tensor.detach)
+        self._pack, self._unpack = hooks
+        # By the objects that the graph holds in their place. The graph frees these objects, and so the tensors.
+        self._packed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def pack(self, tensor: Tensor, holder: Any) -> None:
+        """Keeps a tensor in the place of which the graph holds ``holder``."""
+        self._packed[holder] = self._pack(tensor)
+
+    def unpack(self, holder: Any) -> Any:
+        """Returns the tensor."""
+        return self._unpack(self._packed[holder])
+
+
 class _Around:
     """The random states and autocast of a first run, as torch's checkpoint keeps them."""
 
@@ -534,11 +585,13 @@ class FirstRun:
         given: the forward's arguments.
         volatile: the names of tensors that the unit has written without a change of their version. :meth:`ended` adds names.
         layer_at: finds weights on the device.
-        automatic: True if the user has not chosen a second run.
+        units: the units by name, for errors.
+        kept: keeps what autograd saves, if the user has not chosen a second run; otherwise None.
 
     Attributes:
         unit: the module's name.
-        automatic: as given.
+        automatic: True if the user has not chosen a second run.
+        kept: as given until the run has ended. Afterwards None if backward may run the forward again.
         before: the snapshot.
         saved: fingerprints of the tensors that autograd saves in the run.
         read: the tensors that the running backward has unpacked, by the objects that the graph holds in their place. The graph
@@ -552,10 +605,13 @@ class FirstRun:
         given: Sequence[Any],
         volatile: set[str],
         layer_at: LayerAt,
-        automatic: bool = False,
+        units: Mapping[str, nn.Module],
+        kept: _Kept | None = None,
     ) -> None:
         self.unit = unit
-        self.automatic = automatic
+        self.automatic, self.kept = kept is not None, kept
+        self._module = module
+        self._units = units
         self.before = Snapshot(module, given)
         self.saved = SavedRun(layer_at, keep=sample if self.automatic else None)
         self._volatile = volatile
@@ -593,7 +649,7 @@ class FirstRun:
             )
         for weight in before.weights:
             if weight.is_written:
-                self.refuse(f"writes its parameter {weight.name!r}")
+                self.refuse(f"writes its parameter {weight.name!r}", known_cause(self._module))
             if weight.has_other_gradient:
                 self.refuse(f"runs a backward that gives its parameter {weight.name!r} a gradient")
         for tensor, version in before.inputs:
@@ -682,6 +738,8 @@ class FirstRun:
         Raises:
             Unrepeatable: a tensor among the forward's arguments was written since, or the second run has saved other tensors.
         """
+        if self.kept is not None:
+            return self.kept.unpack(packed)
         if (task := current_graph_task()) != self._task:
             self.read.clear()
             self._task = task
@@ -711,8 +769,11 @@ class FirstRun:
 
     def differs(self) -> Unrepeatable:
         """Returns the error for a second run that has saved other values."""
+        found = f"The forward of {self.unit!r} computed other values in backward than in forward"
+        if (cause := known_cause(self._module)) is not None:
+            return Unrepeatable(f"{found}. Perhaps {explained(cause, self._units)}")
         return Unrepeatable(
-            f"The forward of {self.unit!r} computed other values in backward than in forward. It depends on what has changed in "
+            f"{found}. It depends on what has changed in "
             "between (a hook, a patched function or class, a context, a global variable: parametrize.cached() has one), or on a "
             f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy}"
         )
@@ -726,15 +787,20 @@ class FirstRun:
             'SuperpipelineStrategy(activations="offload").'
         )
 
-    def refuse(self, done: str | None) -> None:
+    def refuse(self, done: str | None, cause: str | None = None) -> None:
         """Raises an error about a forward if it has done anything that prevents a second run.
 
         Args:
             done: the forward's action, as the message names it after "The forward of …"; None if there is none.
+            cause: the reason, from :func:`known_cause`; None if the unit has no module of a known class.
 
         Raises:
             Unrepeatable: ``done`` is not None.
         """
+        if done is not None and cause is not None:
+            raise Unrepeatable(
+                f"The forward of {self.unit!r} {done}, and cannot be run again: {explained(cause, self._units)}"
+            )
         if done is not None:
             raise Unrepeatable(f"The forward of {self.unit!r} {done}, and cannot be run again. {self._remedy}")
 

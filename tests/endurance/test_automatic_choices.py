@@ -288,8 +288,7 @@ ROWS = [
     ),
     Row(
         ACTIVATIONS, "a forward that must not run twice (it begins to write a weight)", BEFORE, lambda: [crowded()],
-        "writes its parameter 'inner.bias', and cannot be run again", raises=True, make=from_third_batch(Writes),
-        **RUN_TWICE,
+        "writes its parameter 'inner.bias', and cannot be run again", make=from_third_batch(Writes), **RUN_TWICE,
     ),
     Row(
         WINDOW, "GPU memory for more slots", BEFORE,
