@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial, wraps
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.any_loop.user_loop import UserLoop
 from sp_lightning.device.accelerator import present_device
 from sp_lightning.device.closing import close_all
 from sp_lightning.observe.stats import Stats
@@ -107,11 +107,56 @@ def stream(
     )
 
 
+class UserLoop:
+    """The attributes of a Trainer that a :class:`~sp_lightning.trainer.run.Run` reads, for a loop without a Trainer.
+
+    The loop's code may read and write weights and gradients at any time, as in Lightning's manual optimization.
+
+    Args:
+        module: the root.
+        optimizers: the optimizers that the loop steps.
+        device: the device on which layers compute.
+        only_steps_write: True if the user promises that only optimizers' steps write weights between two training steps.
+    """
+
+    gradient_clip_val = gradient_clip_algorithm = datamodule = None
+    accumulate_grad_batches = 1
+    global_step = 0
+    callbacks: Sequence[Any] = ()
+    checkpoint_callbacks: Sequence[Any] = ()
+    fit_loop = SimpleNamespace(_skip_backward=False)
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, *, only_steps_write: bool
+    ) -> None:
+        self.lightning_module = SimpleNamespace(automatic_optimization=False, parameters=module.parameters)
+        self.optimizers = list(optimizers)
+        self.strategy = SimpleNamespace(root_device=device)
+        self.precision_plugin = Precision()
+        self.only_steps_write = only_steps_write
+
+    def code_at(self, point: str) -> list[str]:
+        """Returns a name for the code that may run at a point of :data:`~sp_lightning.trainer.user_hooks._HOOKS`.
+
+        Code between forward and backward belongs to the step, as in manual optimization: it finds device parameters.
+        """
+        absent = {"zero_grad", "train"} if self.only_steps_write else {"zero_grad"}
+        return [] if point in absent else ["your loop"]
+
+    def refuse_other(self, optimizer: Optimizer) -> None:
+        """Called when an optimizer steps weights of the module. Raises a RuntimeError if the stream was not given it."""
+        if not any(optimizer is each for each in self.optimizers):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps weights of a stream, and was not given to it. Expected all optimizers of "
+                "these weights: sp_lightning.stream(model, [optimizer, other])."
+            )
+
+
 class Stream:
     """A module that is streamed in a loop of the user. :func:`stream` makes it.
 
     Args:
-        run: the run of the module. Its trainer is a :class:`~sp_lightning.any_loop.user_loop.UserLoop`.
+        run: the run of the module. Its trainer is a :class:`UserLoop`.
 
     Attributes:
         weights: the ``id`` of each parameter.
@@ -121,7 +166,7 @@ class Stream:
         self._run = run
         self._module: nn.Module = run.module
         self._loop: UserLoop = run.trainer
-        self.weights = {id(parameter) for parameter in self._module.parameters()}
+        self.weights = set(map(id, self._module.parameters()))
         self._inside = False  # True while a call of the root runs
         self._graphs: list[weakref.ref[_Awaited]] = []  # of the running step's outputs
         self._replaced = ExitStack()
@@ -129,16 +174,15 @@ class Stream:
         try:
             self._surround()
             if run.trains:
-                state = run.steps.begin()
-                run.reserve_host_memory({"for gradients": _gradients(run), "for the optimizer's state": state})
+                run.training_begins()
             for each in self._loop.optimizers:
                 step = MethodType(_replacing(each.step, self._step), each)
                 self._replaced.enter_context(in_place_of(each, {"step": step}))
             if (generate := getattr(self._module, "generate", None)) is not None:
                 one_step = MethodType(_replacing(generate, self._generate), self._module)
                 self._replaced.enter_context(in_place_of(self._module, {"generate": one_step}))
-            _scaler_patch.install()
-            _unscale_patch.install()
+            for patch in _scaler_patches:
+                patch.install()
         except BaseException:
             self.close()
             raise
@@ -160,9 +204,8 @@ class Stream:
         if self not in _open:
             return
         _open.remove(self)
-        if not _open:
-            _scaler_patch.remove()
-            _unscale_patch.remove()
+        for patch in () if _open else _scaler_patches:
+            patch.remove()
         release(self._module, self)
         run = self._run
         found = None if run.streamer is None else run.streamer.found
@@ -201,30 +244,29 @@ class Stream:
     @trace_only_inlined
     def __call__(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs a call of the root as a step, or as part of the running step. Calls within it, and in backward, are no steps."""
-        if self._is_within:
-            return call(module, *args, **kwargs)
         # The module is called anew, because the engine may be built again before.
-        training = self._run.trains and torch.is_grad_enabled()
-        return self._call(partial(module, *args, **kwargs), (args, kwargs), training=training)
+        forward = partial(call if self._is_within else nn.Module.__call__, module, *args, **kwargs)
+        return self._call(forward, training=self._run.trains and torch.is_grad_enabled())
 
     def _generate(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs the root's method ``generate``, which calls the root for each token, as one step without a backward."""
-        generate = partial(own, *args, **kwargs)
-        return generate() if self._is_within else self._call(generate, (args, kwargs), training=False)
+        return self._call(partial(own, *args, **kwargs), training=False)
 
     @property
     def _is_within(self) -> bool:
         """True in a call of the root, in backward, and in a thread that is not the loop's: further calls are no steps."""
         return self._inside or self._run.is_foreign or self._run.engine.in_backward
 
-    def _call(self, forward: Callable[[], Any], batch: Any, *, training: bool) -> Any:
+    def _call(self, forward: partial[Any], *, training: bool) -> Any:
+        if self._is_within:
+            return forward()
         self._inside = True
         try:
-            return self._as_step(forward, batch, training=training)
+            return self._as_step(forward, training=training)
         finally:
             self._inside = False
 
-    def _as_step(self, forward: Callable[[], Any], batch: Any, *, training: bool) -> Any:
+    def _as_step(self, forward: partial[Any], *, training: bool) -> Any:
         run, engine = self._run, self._run.engine
         self._end_without_graph()
         if engine.in_step:
@@ -233,7 +275,7 @@ class Stream:
         self._graphs.clear()
         phase = "train" if training else "predict"
         if not run.steps.running:  # otherwise `_step` has called it, before the closure
-            self._batch_starts(phase, batch)
+            self._batch_starts(phase, (forward.args, forward.keywords))
         output = run.step(phase, forward, ends_with_backward=training)
         return self._await(output) if training else output
 
@@ -254,14 +296,8 @@ class Stream:
         return output
 
     def _batch_starts(self, phase: str, batch: Any) -> None:
-        run = self._run
-        try:
-            run.batch_starts(phase, batch)
-        except BaseException:
-            if run.streamer is None:  # building the engine again has failed
-                self.close()
-            raise
-        if run.engine is not self._engine:
+        self._run.batch_starts(phase, batch)
+        if self._run.engine is not self._engine:
             self._surround()
 
     # ------------------------------------------------------------------ an optimizer's step
@@ -285,7 +321,7 @@ class Stream:
 
             return own(*map(given, args), **{name: given(each) for name, each in kwargs.items()})
 
-        result = run.steps.run(optimizer, closure or _nothing, step, self._loop.precision_plugin)
+        result = run.steps.run(optimizer, closure or (lambda: None), step, self._loop.precision_plugin)
         if self._loop.only_steps_write and not run.engine.in_step and not run.steps.running:
             with run.whole_after_failure():
                 run.engine.prefetch_for("train", training=True)
@@ -296,15 +332,6 @@ class _Awaited:
     """A hook on the outputs of a call of the root. It does nothing, and their graph keeps it alive."""
 
     def __call__(self, gradient: Tensor) -> None: ...
-
-
-def _nothing() -> None: ...
-
-
-def _gradients(run: Run) -> int:
-    ledger = run.steps.ledger
-    assert ledger is not None
-    return ledger.gradients
 
 
 def _replacing(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
@@ -327,5 +354,4 @@ def _scaled(call: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, *
 
 _open: list[Stream] = []
 """The streams that have not ended. This list keeps them alive."""
-_scaler_patch = Patch(torch.amp.GradScaler, "step", _scaled)
-_unscale_patch = Patch(torch.amp.GradScaler, "unscale_", _scaled)
+_scaler_patches = [Patch(torch.amp.GradScaler, name, _scaled) for name in ("step", "unscale_")]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,16 +72,8 @@ class StreamedTrainer(_Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates or predicts as the Trainer does, with the stream of the training or one of its own."""
-        with self._streaming():
+        with nullcontext() if self._streamed is not None else stream(self.model, **self._stream_options):
             return super().evaluation_loop(*args, **kwargs)
-
-    @contextmanager
-    def _streaming(self) -> Generator[None, None, None]:
-        if self._streamed is not None:
-            yield
-        else:
-            with stream(self.model, **self._stream_options):
-                yield
 
     def _end_stream(self) -> None:
         streamed, self._streamed = self._streamed, None

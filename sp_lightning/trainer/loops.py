@@ -237,18 +237,14 @@ class LoopStrategy(ReadableStrategy):
         self._loop_begun = False
 
     def _fitting_begins(self) -> None:
-        """Decides how optimizers step, and reserves host memory.
-
-        Called at the end of set-up, before the optimizer state of a checkpoint is loaded.
+        """Calls :meth:`Run.training_begins` at the end of set-up, before the optimizer state of a checkpoint is loaded.
 
         Raises:
-            ValueError: an option names a place or a mode that is not possible, or ranks have different optimizers.
-            MemoryError: host memory does not suffice for gradients and optimizer state.
+            ValueError: ranks have different optimizers.
         """
         assert self._run is not None
         self._group.check_optimizers(self.optimizers)
-        state = self._run.steps.begin()
-        self._run.reserve_host_memory({"for gradients": self.ledger.gradients, "for the optimizer's state": state})
+        self._run.training_begins()
 
     def on_exception(self, exception: BaseException) -> None:
         self._signals.install(self._is_torn)  # user code or Lightning may have set handlers since the last batch

@@ -627,6 +627,8 @@ class OptimizerSteps:
             self._step_hooks.deferring, self._in_own_code = outer
             self._in_backward = False
             self._running -= 1
+            if not self._running:
+                self._step_hooks.forget_running_steps()  # torch calls no hook after a step that has raised an error
         if layerwise is not None and layerwise.tried and not self._tried:
             self._end_trial(layerwise.needed)
         return result

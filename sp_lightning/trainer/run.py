@@ -2,7 +2,7 @@
 
 The engine is built at set-up, built again if user code has exchanged parameters, and closed at the end. A run does not know its
 strategy: it only gets the module, the options, the device, a logger and the trainer. A loop without Lightning calls the same
-methods, and :class:`~sp_lightning.trainer.any_loop.UserLoop` stands in for the trainer.
+methods, and :class:`~sp_lightning.any_loop.stream.UserLoop` stands in for the trainer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ from sp_lightning.plan.host_memory import HostBudget, check_host
 from sp_lightning.plan.plan import Plan, cap_remarks
 from sp_lightning.plan.window import Window, about_others
 from sp_lightning.registry import layer_stepper, make_tuner
-from sp_lightning.torch_compat.patched import state_of
 from sp_lightning.trainer.compat import last_checkpoint, note_device, skips_backward
 from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
@@ -371,7 +370,7 @@ class Run:
 
     @contextmanager
     def gpu_released(self) -> Generator[None, None, None]:
-        """A context between two steps, in which the run has no weights, buffers and optimizer state on the device.
+        """A context between two steps, in which the run has no weights and buffers on the device, and no state of layers.
 
         At its end, buffers and modules that stay on the device as a whole return; layers are uploaded when they are needed.
 
@@ -384,26 +383,18 @@ class Run:
             self.engine.updates.wait_for_all()
             self.placement.complete_pending()
         self.tuner.stop_timing()
-        engine, host = self.engine, torch.device("cpu")
+        engine = self.engine
         plan, found, averages = engine.plan, engine.found, find_averages(self.module)
         self._lent = True
-        moved: list[tuple[dict[Any, Any], Any]] = []
         try:
             engine.leave_device()
-            move_to_device(self.module, found, (), host)
-            for optimizer in self.trainer.optimizers if self.trains else ():
-                for state in state_of(optimizer).values():
-                    moved += [(state, key) for key, value in state.items() if _is_on(value, self._device)]
-            for state, key in moved:
-                state[key] = state[key].to(host)
+            move_to_device(self.module, found, (), torch.device("cpu"))
             engine.device.release_unused()
             yield
         finally:
             self._lent = False
             if self.streamer is engine:  # otherwise the run has ended
                 move_to_device(self.module, found, averages, self._device)
-                for state, key in moved:
-                    state[key] = state[key].to(self._device)
                 try:
                     engine.resize(plan)
                 except torch.OutOfMemoryError as error:
@@ -509,6 +500,17 @@ class Run:
             found = find(layers=layers, whole_blocks=True)
             plan = self._window.begin(found, device)
         return found, plan
+
+    def training_begins(self) -> None:
+        """Decides how optimizers step, and reserves host memory. Called once, before the first batch.
+
+        Raises:
+            ValueError: an option names a place or a mode that is not possible.
+            MemoryError: host memory does not suffice for gradients and optimizer state.
+        """
+        state, ledger = self.steps.begin(), self.steps.ledger
+        assert ledger is not None
+        self.reserve_host_memory({"for gradients": ledger.gradients, "for the optimizer's state": state})
 
     def reserve_host_memory(self, needed: dict[str, int]) -> None:
         """Checks that the host has the memory for training. Sets the limit of offloaded activations to the rest.
@@ -640,10 +642,6 @@ class Run:
             self.engine.allow_writes()  # the code that catches the error may write weights
         except Exception:
             self._log.exception("Superpipeline could not put the CPU's parameters back after the error that follows.")
-
-
-def _is_on(value: Any, device: torch.device) -> bool:
-    return isinstance(value, torch.Tensor) and device.type != "cpu" and value.device.type == device.type
 
 
 def _refuse_in_step(module: pl.LightningModule) -> None:
