@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from sp_lightning.plan.plan import Plan
     from sp_lightning.plan.window import Window
     from sp_lightning.trainer.checkpoint_io import CheckpointFormat
-    from sp_lightning.trainer.optimizer_steps import SteppedRun
     from sp_lightning.trainer.options import Options
     from sp_lightning.trainer.step_place import StepPlace
     from sp_lightning.updates.gpu_bits import GpuBits
@@ -221,7 +220,7 @@ def placement_on_disk(
 
 
 def state_on_disk(
-    run: SteppedRun,
+    run: Any,
     options: Options,
     optimizers: Sequence[Any],
     ledger: Ledger,

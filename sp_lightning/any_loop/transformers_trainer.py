@@ -29,25 +29,18 @@ class StreamedTrainer(_Base):
     saves and loads as before, on the CPU, between two steps. Its checkpoints are those of the plain Trainer.
 
     Two things of the Trainer would move the model to the GPU: its method ``_move_model_to_device``, which does nothing here, and
-    its accelerator, which gets ``device_placement=False``. Batches are moved by the Trainer itself.
+    its accelerator, which gets ``device_placement=False``. One GPU is used. Batches are moved by the Trainer itself.
 
     Args:
         stream: the options of :func:`sp_lightning.stream`. ``autocast`` is set by ``bf16=`` and ``fp16=`` of the arguments.
         args, kwargs: as for the Trainer.
-
-    Raises:
-        ValueError: the Trainer would use several GPUs; see :func:`sp_lightning.stream` for others.
     """
 
     def __init__(self, *args: Any, stream: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self._stream_options = dict(stream or {})
         self._streamed: Stream | None = None
         super().__init__(*args, **kwargs)
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"StreamedTrainer found {self.args.n_gpu} GPUs, and the Trainer would copy the model to each. Expected one. Hide "
-                "the others: CUDA_VISIBLE_DEVICES=0."
-            )
+        self.args._n_gpu = 1  # as the Trainer does itself for models that it must not copy to several GPUs
         self.accelerator.device_placement = False
         if self.args.bf16 or self.args.fp16:
             self._stream_options.setdefault("autocast", torch.bfloat16 if self.args.bf16 else torch.float16)

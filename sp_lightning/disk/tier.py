@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,9 +39,6 @@ from sp_lightning.plan.ledger import Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.plan.plan import Plan
 from sp_lightning.plan.units import human_bytes
 from sp_lightning.trainer.options import Options
-
-if TYPE_CHECKING:
-    from sp_lightning.trainer.optimizer_steps import SteppedRun
 
 
 class DiskTier(StateStore):
@@ -155,7 +152,7 @@ class DiskTier(StateStore):
 
 
 def open_store(
-    run: SteppedRun,
+    run: Any,
     options: Options,
     optimizers: Sequence[Any],
     ledger: Ledger,

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch.optim import Optimizer
 
 from sp_lightning import registry
 from sp_lightning.engine.layerwise import LayerwiseStep
-from sp_lightning.engine.placement import Placement
 from sp_lightning.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.observe.messages import degrading
@@ -38,7 +36,6 @@ from sp_lightning.plan.update_policy import (
 )
 from sp_lightning.registry import step_place
 from sp_lightning.torch_compat.patched import in_place_of
-from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.update_facts import (
@@ -48,47 +45,10 @@ from sp_lightning.trainer.update_facts import (
     real_optimizers,
     scaler_of,
 )
-from sp_lightning.trainer.user_hooks import UserHooks, clips_in_its_own_way
+from sp_lightning.trainer.user_hooks import clips_in_its_own_way
 from sp_lightning.updates.fused import has_fused_step, is_separable, runs_fused
 
 Closure = Callable[[], Any]
-
-
-class SteppedRun(Protocol):
-    """The part of :class:`~sp_lightning.trainer.run.Run` that :class:`OptimizerSteps` uses."""
-
-    module: pl.LightningModule
-    trains: bool
-    trainer: Any
-    group: Group
-    placement: Placement
-    hooks: UserHooks
-    streamer: Streamer | None
-
-    @property
-    def engine(self) -> Streamer:
-        """The present engine. During a run, it may be replaced by a new one."""
-
-    @property
-    def automatic(self) -> bool: ...
-
-    @property
-    def steps_on_device(self) -> bool: ...
-
-    @property
-    def shares_base(self) -> bool: ...
-
-    def step_on_host(self) -> None: ...
-
-    def let_layers_stay(self, may: bool) -> None: ...
-
-    def let_none_stay(self) -> None: ...
-
-    def most_that_stay(self) -> int: ...
-
-    def finish_updates(self) -> None: ...
-
-    def whole_after_failure(self, *, make_room: bool = False) -> AbstractContextManager[None]: ...
 
 
 class OptimizerSteps:
@@ -100,7 +60,7 @@ class OptimizerSteps:
     may update layers in backward.
 
     Args:
-        run: the run whose layers the steps update.
+        run: the :class:`~sp_lightning.trainer.run.Run` whose layers the steps update.
         options: the user's options.
         log: the logger of the user's messages.
 
@@ -109,7 +69,7 @@ class OptimizerSteps:
         state: keeps the optimizers' state between steps.
     """
 
-    def __init__(self, run: SteppedRun, options: Options, log: Any) -> None:
+    def __init__(self, run: Any, options: Options, log: Any) -> None:
         self._run = run
         self._options = options
         self._log = log
