@@ -55,10 +55,6 @@ def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
             from sp_lightning.planner import commands
 
             commands.run_lightning(arguments)
-        elif given.command == "convert":
-            from sp_lightning.planner import commands
-
-            commands.run_convert(given.source, given.target, trust=given.trust)
         elif given.command == "check":
             from sp_lightning.comparison import command
 

@@ -28,8 +28,6 @@ from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
     from torch import nn
 
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from sp_lightning.plan.ledger import Ledger
     from sp_lightning.plan.plan import Plan
     from sp_lightning.plan.window import Window
-    from sp_lightning.trainer.checkpoint_io import CheckpointFormat
     from sp_lightning.trainer.options import Options
     from sp_lightning.trainer.step_place import StepPlace
     from sp_lightning.updates.gpu_bits import GpuBits
@@ -60,7 +57,7 @@ CAPABILITIES = {
     "experts": "uploads only the experts and embedding rows that a batch uses",
     "gpu_steps": "runs optimizer steps on the GPU, and keeps layers there with their optimizer state",
     "kernels": "compiles kernels for optimizer steps on the CPU",
-    "planner": "the command line: plan, check, dial, rates, convert",
+    "planner": "the command line: plan, check, dial, rates",
     "ranks": "trains on several devices",
     "sharing": "lets several trainings share one frozen base",
     "tuning": "measures batches, and chooses k, k' and the modes of activations",
@@ -320,24 +317,6 @@ def part_of_several_devices(devices: int, nodes: int) -> Any:
     with needed_for(f"devices={devices}" if nodes == 1 else f"num_nodes={nodes}"):
         from sp_lightning.ranks.strategy import RankStrategy
     return RankStrategy
-
-
-def checkpoint_format(*, folder: bool) -> CheckpointFormat:
-    """Returns the format of checkpoints: one file, or a folder (``save_distributed_checkpoint=True``)."""
-    if not folder:
-        from sp_lightning.trainer.checkpoint_io import CheckpointFormat
-
-        return CheckpointFormat()
-    with needed_for("save_distributed_checkpoint=True"):
-        from sp_lightning.ranks.folder_format import FolderFormat
-    return FolderFormat()
-
-
-def read_checkpoint_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Returns the checkpoint in a folder that several processes have written."""
-    with needed_for(f'ckpt_path="{folder}", a folder,'):
-        from sp_lightning.ranks.checkpoint_folder import read
-    return read(folder, weights_only)
 
 
 # ---------------------------------------------------------------------- kernels

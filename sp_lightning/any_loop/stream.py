@@ -28,8 +28,7 @@ from sp_lightning.trainer.strategy import SuperpipelineStrategy
 from sp_lightning.updates.scaler import HostGradScaler
 
 _OF_LIGHTNING = {
-    "accelerator", "callback", "checkpoint_io", "disk", "load_weights_from", "precision_plugin", "save_distributed_checkpoint",
-    "save_frozen",
+    "accelerator", "callback", "checkpoint_io", "disk", "load_weights_from", "precision_plugin", "save_frozen",
 }  # fmt: skip
 """Options of the strategy that concern Lightning's Trainer or its checkpoints."""
 

@@ -441,14 +441,6 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in LIGHTNING:
         commands.add_parser(name, help=f"Lightning's CLI, with this strategy registered: {name} --config FILE")
-    convert = commands.add_parser("convert", help="convert a checkpoint folder to a file, or a file to a folder")
-    convert.add_argument(
-        "source", type=Path, help="a folder of save_distributed_checkpoint=True, or a file of Lightning's"
-    )
-    convert.add_argument("target", type=Path, help="the new file or folder; it must not exist")
-    convert.add_argument(
-        "--trust", action="store_true", help="read a checkpoint with other objects than tensors and plain values"
-    )
     if is_installed("comparison"):
         from sp_lightning.comparison import command
 

@@ -1,6 +1,6 @@
 """Trains on several devices, one process (rank) per device. Without this folder, these options raise an error.
 
-Options: ``Trainer(devices=, num_nodes=)``, ``save_distributed_checkpoint=True``.
+Options: ``Trainer(devices=, num_nodes=)``.
 
 The ranks of a node share one host store. Each rank computes its own batches. Gradients are summed layer by layer, and the
 *primary*, rank 0 of a node, runs the optimizers for all ranks of the node. Several nodes are replicas.
@@ -13,7 +13,6 @@ interface of the core          implementation                         purpose
 ``HostStrategy``               ``strategy.RankStrategy``              a base class of the strategy, before ``DDPStrategy``
 ``trainer.group.Group``        ``group.RankGroup``                    checks and collectives of a run, and its parts
 ``trainer.group.WholeSteps``   ``rank_steps.RankSteps``               optimizer steps that are not split by layers
-``CheckpointFormat``           ``folder_format.FolderFormat``         checkpoints that all ranks write
 ``engine.placement.Placement`` ``placement.RankPlacement``            makes the parts of the engine below
 ``BlockMemory``                ``block_memory.SharedBlockMemory``     host memory of a layer
 ``GradientSink``               ``reduced_gradients.ReducedGradients`` gradients, summed over the ranks
@@ -29,7 +28,6 @@ Parts that these implementations use:
 - ``rank_sum`` sums one layer's gradients over the ranks, and ``rank_order`` adds the parts in rank order. The sum is copied to
   ``gradient_places``, which are in ``shared_memory``.
 - ``agreement`` checks that all ranks have the same model, options, optimizers and numbers of batches.
-- ``checkpoint_folder`` writes and reads checkpoints of torch.distributed.checkpoint.
 
 Why the primary steps all layers of its node: the memory of a node is shared, so one process with all cores updates as fast as
 many processes with a part of the cores each. Why nodes are replicas: sending new weights through a network takes longer than

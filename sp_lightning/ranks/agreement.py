@@ -92,14 +92,13 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimizers: Sequence[Any] = ()) -> None:
+def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str) -> None:
     """Compares the weights of all nodes, and the CPU capability that torch's kernels use. Collective.
 
     Args:
         ranks: the ranks. Only the primary of each node computes digests, because the ranks of a node share the weights.
         module: the module. It must have the host's parameters.
         when: the time in words, for the error.
-        optimizers: optimizers whose state is compared as well.
 
     Raises:
         ValueError: a node differs from node 0.
@@ -107,8 +106,7 @@ def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimiz
     mine = {"CPU capability": torch.backends.cpu.get_cpu_capability()}
     if ranks.primary:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
-            tensors |= own_state(optimizers)
+            tensors = dict(module.named_parameters())
             digests = pool.map(digest, tensors.values())
             mine |= {name: f"{each[:16]}…" for name, each in zip(tensors, digests, strict=True)}
     ranks.must_agree(
@@ -118,17 +116,6 @@ def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str, optimiz
         "made, the same files), and change them on all alike.",
         primaries=True,
     )
-
-
-def own_state(optimizers: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Returns the tensors of the optimizers' state of this process, by their keys in a checkpoint, joined by dots."""
-    return {
-        f"optimizer_states.{number}.state.{index}.{name}": value
-        for number, optimizer in enumerate(optimizers)
-        for index, state in optimizer.state_dict()["state"].items()
-        for name, value in state.items()
-        if type(value) is torch.Tensor
-    }
 
 
 def compare_optimizers(ranks: Ranks, optimizers: Sequence[Any]) -> None:

@@ -39,8 +39,8 @@ class RankGroup(Ranks, Group):
     def check_batches(self, trainer: pl.Trainer) -> None:
         compare_batches(self, trainer)
 
-    def check_weights(self, module: pl.LightningModule, when: str, optimizers: Sequence[Optimizer]) -> None:
-        compare_weights(self, module, when, optimizers)
+    def check_weights(self, module: pl.LightningModule, when: str) -> None:
+        compare_weights(self, module, when)
 
     def placement(self) -> Placement:
         return RankPlacement(self)

@@ -421,9 +421,6 @@ def fused_sgd_step(weight: Tensor, gradient: Tensor) -> None:
 FakeTensor = fake_tensor.FakeTensor
 """A tensor with shape, dtype and device, but without memory. Public tensors without memory are always on the device ``meta``."""
 
-FakeTensorMode = fake_tensor.FakeTensorMode
-"""The mode in which new tensors are fake tensors."""
-
 # ---------------------------------------------------------------------------------------- hooks that others registered
 
 # torch has public functions to register hooks, and none to list them.
@@ -646,17 +643,6 @@ def unscales_by_itself(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-def part_of_file(stream: Any, offset: int, nbytes: int) -> Any:
-    """Returns a part of a file as a file object. torch.distributed.checkpoint writes one part for each tensor.
-
-    The public readers load the whole file.
-    """
-    # Imported on first use: only readers of such checkpoints need this module.
-    from torch.distributed.checkpoint.utils import _create_file_view
-
-    return _create_file_view(stream, offset, nbytes)
-
-
 def save_by_way_of(value: Callable[[Any], Any], content: Any, stream: Any) -> None:
     """As ``torch.save``, but writes ``value(storage)`` for each storage, one at a time.
 
@@ -752,11 +738,9 @@ FEATURES = {
         "NormBase": 'BatchNorm and InstanceNorm with activations="recompute"',
         "pruned_attribute": "torch.nn.utils.prune",
         "FakeTensor": "superpipeline plan; tests of modules without values",
-        "FakeTensorMode": "reading checkpoint folders (save_distributed_checkpoint=True)",
         "take_for_parameter": "parameters of quantised weights, and state on a disk",
         "scaler_device": "16-mixed",
         "unscales_by_itself": "16-mixed with fused optimizers",
-        "part_of_file": "reading checkpoint folders (save_distributed_checkpoint=True)",
         "store_of_default_group": "Trainer(devices=2)",
         "save_by_way_of": "checkpoints of weights and state that are on a disk (disk=)",
     },

@@ -11,7 +11,7 @@ import pickle
 import sys
 import tarfile
 import zipfile
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from sp_lightning import registry
 from sp_lightning.model.wrapped import parts, rebuild
-from sp_lightning.registry import read_checkpoint_folder
 from sp_lightning.torch_compat.private import loads_in_its_own_way, tree_map_only
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 from sp_lightning.trainer.part_files import cause_of, create_part, not_written, read_whole, sync_folder
@@ -92,32 +91,33 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Reads a checkpoint. Its weights stay in the file until they are copied to their places.
 
         Args:
-            path: the name of a file, or of a folder that several processes have written, or a URL.
-            map_location: as in ``torch.load``. Tensors of a folder are always loaded to the CPU.
-            weights_only: None means True, also for URLs. False may run code that the file contains. The ``.metadata`` of a folder
-                is a plain pickle in any case.
+            path: the name of the file, or its URL.
+            map_location: as in ``torch.load``.
+            weights_only: None means True, also for URLs. False may run code that the file contains.
 
         Raises:
             FileNotFoundError: the file does not exist.
             pickle.UnpicklingError: the file has objects other than tensors and plain values.
-            ValueError: the file ends too early, or is not a checkpoint.
+            ValueError: the file ends too early, or is not a checkpoint, or is a folder.
         """
         file = local_path(path)
+        if file is not None and file.is_dir():
+            raise ValueError(
+                f"{file} is a folder. Expected a checkpoint file. Convert a folder of torch.distributed.checkpoint by: "
+                f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {file} {file}.file; a folder of Lightning's "
+                f"sharded strategies by: python -m lightning.pytorch.utilities.consolidate_checkpoint {file}"
+            )
         try:
-            if file is not None and file.is_dir():
-                mapped = True
-                checkpoint = read_checkpoint_folder(file, weights_only)
-            elif file is None or not file.is_file():
+            if file is None or not file.is_file():
                 if file is None and weights_only is None:
                     weights_only = True  # Lightning's default for URLs is False
                 return super().load_checkpoint(path, map_location, weights_only)
-            else:
-                mapped = zipfile.is_zipfile(file)
-                if not mapped:
-                    _refuse_no_checkpoint(file)
-                options = {"map_location": map_location, "weights_only": weights_only, "mmap": mapped}
-                # torch.load opens the file twice to map it, so the file may be replaced in between.
-                checkpoint = read_whole(file, lambda: torch.load(file, **options))
+            mapped = zipfile.is_zipfile(file)
+            if not mapped:
+                _refuse_no_checkpoint(file)
+            options = {"map_location": map_location, "weights_only": weights_only, "mmap": mapped}
+            # torch.load opens the file twice to map it, so the file may be replaced in between.
+            checkpoint = read_whole(file, lambda: torch.load(file, **options))
         except pickle.UnpicklingError as error:
             error.add_note(
                 "Checkpoints are read with weights_only=True, because others can run code when they are read. If you trust "
@@ -130,32 +130,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 if key not in stay:
                     checkpoint[key] = tree_map_only(Tensor, _copy_to_memory, value)
         return checkpoint
-
-
-class CheckpointFormat:
-    """Writes checkpoints as one file, with the strategy's ``checkpoint_io``. ``ranks`` has a subclass that writes a folder.
-
-    Attributes:
-        compares_state: True if the nodes compare the optimizers' state before a checkpoint is written.
-    """
-
-    compares_state = False
-
-    def check(self, io: Any) -> None:
-        """Checks that the format works with the strategy's ``checkpoint_io``. If not, raises a ValueError."""
-
-    def save(
-        self, strategy: Any, checkpoint: Mapping[str, Any], path: Any, storage_options: Any, by_io: Callable[..., None]
-    ) -> None:
-        """Writes a checkpoint.
-
-        Args:
-            strategy: the strategy that saves.
-            checkpoint: the checkpoint.
-            path, storage_options: as in ``Strategy.save_checkpoint``.
-            by_io: Lightning's method, which writes the file with the strategy's ``checkpoint_io``.
-        """
-        by_io(checkpoint, path, storage_options)
 
 
 def _copy_to_memory(value: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from sp_lightning.observe.messages import less_host_memory
 from sp_lightning.plan.host_memory import MACHINE, HostBudget, check_host
 
 _ALIGNMENT = 64
-"""The alignment of tensors in torch's files, in bytes. The files of a checkpoint folder may have other alignments, at which
-kernels may compute other bits.
+"""The alignment of tensors in torch's files, in bytes. Another ``checkpoint_io`` may return tensors with other alignments, at
+which kernels may compute other bits.
 """
 
 

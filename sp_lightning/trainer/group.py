@@ -56,18 +56,14 @@ class Group:
         size: the number of this node's processes, each with its own device.
         nodes: the number of nodes.
         primary: True if this process updates the weights of its node.
-        first: True if this process is the first of all nodes.
         closed: True if the group has ended. The strategy then uses :data:`ALONE`, and behaves as on one device.
-        failure: the message of this process's own error; empty if it has none.
     """
 
     alone = True
     size = 1
     nodes = 1
     primary = True
-    first = True
     closed = False
-    failure = ""
 
     # ------------------------------------------------------------------ before work begins
 
@@ -84,13 +80,12 @@ class Group:
     def check_batches(self, trainer: pl.Trainer) -> None:
         """Checks that all processes have the same number of batches. The error is a ``ValueError``."""
 
-    def check_weights(self, module: pl.LightningModule, when: str, optimizers: Sequence[Optimizer]) -> None:
+    def check_weights(self, module: pl.LightningModule, when: str) -> None:
         """Checks that all nodes have the same weights. The caller has put the host parameters into the module.
 
         Args:
             module: the module.
             when: the time in words, for the error.
-            optimizers: optimizers whose state is compared as well.
 
         Raises:
             ValueError: a node has different weights.

@@ -308,12 +308,11 @@ class LoopStrategy(ReadableStrategy):
         if phase == "validate":
             self._run.tuner.stop_timing()  # validation does not count as part of the previous training batch
 
-    def _compare_nodes(self, when: str, *, state: bool = False) -> None:
+    def _compare_nodes(self, when: str) -> None:
         """Compares the weights of the nodes, because each node has its own copy. Collective. No-op on one node or without a run.
 
         Args:
             when: the time, for the error.
-            state: True to compare the optimizers' state as well.
 
         Raises:
             ValueError: nodes have different weights.
@@ -321,7 +320,7 @@ class LoopStrategy(ReadableStrategy):
         run = self._run
         if run is not None and run.group.nodes > 1:
             with run.host_parameters():
-                run.group.check_weights(run.module, when, self.optimizers if state else ())
+                run.group.check_weights(run.module, when)
 
     # ------------------------------------------------------------------ batches
 

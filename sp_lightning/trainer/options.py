@@ -49,7 +49,6 @@ class Options:
     optimizer_on: OptimizerOn = field(metadata=_by(checks.checked_choice, "optimizer_on", get_args(OptimizerOn)))
     gpu_layers: Share = field(metadata=_by(checks.checked_share, "gpu_layers"))
     save_frozen: bool = field(metadata=_by(checks.checked_switch, "save_frozen"))
-    save_distributed_checkpoint: bool = field(metadata=_by(checks.checked_switch, "save_distributed_checkpoint"))
     load_weights_from: Path | None = field(
         metadata=_by(checks.checked_path, "load_weights_from", "a file or a folder", "model")
     )
@@ -73,11 +72,6 @@ class Options:
         options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
         if options.disk is not None:
             registry.require_disk(f"disk={str(options.disk)!r}")
-        if options.save_distributed_checkpoint and options.disk is not None:
-            raise ValueError(
-                "disk= does not work with save_distributed_checkpoint=True: rank 0 writes checkpoints as a file. Leave "
-                "save_distributed_checkpoint out."
-            )
         if options.gpu_layers not in (0, "auto") and options.disk is not None:
             raise ValueError(
                 f"gpu_layers={options.gpu_layers} keeps optimizer state in GPU memory, and disk= keeps it on a disk. "

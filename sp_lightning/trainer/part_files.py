@@ -88,18 +88,17 @@ def cause_of(error: BaseException, handled: BaseException | None = None) -> Base
     return error
 
 
-def not_written(error: BaseException, path: Path, who: str = "") -> BaseException:
+def not_written(error: BaseException, file: Path) -> BaseException:
     """Returns the error to raise if a checkpoint could not be written.
 
     Args:
         error: the cause. An OSError is replaced by an OSError that names the file; other errors are returned unchanged.
-        path: the file or folder.
-        who: the beginning of the reason, for example ``rank 1: ``.
+        file: the file.
     """
     if not isinstance(error, OSError):
         return error
-    kept = "; the previous one of this name is as it was" if path.exists() else ""
-    return OSError(error.errno, f"The checkpoint could not be written: {who}{error.strerror or error}{kept}", str(path))
+    kept = "; the previous one of this name is as it was" if file.exists() else ""
+    return OSError(error.errno, f"The checkpoint could not be written: {error.strerror or error}{kept}", str(file))
 
 
 def identity_of(status: os.stat_result) -> tuple[int, int, int]:
@@ -108,10 +107,10 @@ def identity_of(status: os.stat_result) -> tuple[int, int, int]:
 
 
 def read_whole(path: Path, read: Callable[[], T]) -> T:
-    """Returns the result of ``read()``, and calls it again if the file or folder was replaced or written in the meantime.
+    """Returns the result of ``read()``, and calls it again if the file was replaced or written in the meantime.
 
     Args:
-        path: the file or folder that ``read`` reads.
+        path: the file that ``read`` reads.
         read: reads it by its name, which it may open several times.
     """
     while True:

@@ -21,7 +21,6 @@ from sp_lightning.model.patterns import LayerChoice
 from sp_lightning.model.without_values import named_tensors
 from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share
 from sp_lightning.plan.options import by_name
-from sp_lightning.registry import checkpoint_format
 from sp_lightning.torch_compat.patched import scope
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_io import load
@@ -104,9 +103,6 @@ class StreamingStrategy(LoopStrategy):
             crosses PCIe. Checkpoints and user code find their values as before. The first layers stay. One device.
         save_frozen: write frozen weights to checkpoints. If False, frozen weights that have not changed since training began are
             left out. To resume, the module must have the same frozen weights, which is checked.
-        save_distributed_checkpoint: write checkpoints from all ranks, as a folder of ``torch.distributed.checkpoint``. All
-            nodes must see the folder; any number of devices can resume from it.
-            ``python -m sp_lightning convert`` converts between it and a file.
         load_weights_from: a file or folder with the values of a module, or a sub-module, that was built on the meta device:
             safetensors (as ``save_pretrained`` writes), a checkpoint or a state dictionary.
         disk: a folder on an NVMe drive. Optimizer state beyond ``host_memory`` is stored in a temporary file there, then
@@ -145,7 +141,6 @@ class StreamingStrategy(LoopStrategy):
         optimizer_on: OptimizerOn = "cpu",
         gpu_layers: Share = 0,
         save_frozen: bool = True,
-        save_distributed_checkpoint: bool = False,
         load_weights_from: str | Path | None = None,
         disk: str | Path | None = None,
         host_memory: int | float | str | None = None,
@@ -159,11 +154,9 @@ class StreamingStrategy(LoopStrategy):
             k=k, k_prime=k_prime, gpu_memory=gpu_memory, activations=activations, layers=layers,
             keep_on_gpu=keep_on_gpu, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
             optimizer_overlap=optimizer_overlap, optimizer_on=optimizer_on, gpu_layers=gpu_layers,
-            save_frozen=save_frozen, save_distributed_checkpoint=save_distributed_checkpoint, load_weights_from=load_weights_from,
-            disk=disk, host_memory=host_memory, callback=callback,
+            save_frozen=save_frozen, load_weights_from=load_weights_from, disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip
         self._given = GivenValues(options.load_weights_from, stay=options.disk is not None, budget=options.host_budget)
-        self._format = checkpoint_format(folder=options.save_distributed_checkpoint)
         self._frozen: FrozenWeights | None = None
         self._left_out: LeftOut = {}
         self._attached: SuperpipelineCallback | None = (
@@ -220,7 +213,6 @@ class StreamingStrategy(LoopStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
-        self._format.check(self.checkpoint_io)
         self._given.complete(self.lightning_module, training=trains)  # before layers are found, which need values
         # An attribute of Lightning's DDPStrategy. It is not None with Trainer(sync_batchnorm=True).
         layer_sync = getattr(self, "_layer_sync", None)
@@ -293,8 +285,8 @@ class StreamingStrategy(LoopStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._left_out and "state_dict" in checkpoint:
             checkpoint[FROZEN] = self._left_out
-        self._compare_nodes("for a checkpoint", state=self._format.compares_state)  # before anything is written
-        self._format.save(self, checkpoint, filepath, storage_options, super().save_checkpoint)
+        self._compare_nodes("for a checkpoint")  # before anything is written
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint. Weights stay in the file until they are copied to their places.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sp_lightning.planner import fake
-from sp_lightning.torch_compat.private import FakeTensorMode, storage_id
+from sp_lightning.torch_compat.private import fake_tensor, storage_id
 
 
 def test_weights_that_are_cast_up_and_back_are_the_first_ones_again() -> None:
@@ -34,7 +34,7 @@ def test_weights_that_are_cast_up_and_back_are_the_first_ones_again() -> None:
 
 
 def test_an_error_says_where_values_are_needed() -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.ones(2, 3)
         for read in (lambda: x.sum().item(), lambda: x.nonzero()):
             with pytest.raises(fake.VALUES_NEEDED):
@@ -42,7 +42,7 @@ def test_an_error_says_where_values_are_needed() -> None:
 
 
 def test_truncated_normal_needs_no_values_inside_alone() -> None:
-    with FakeTensorMode(), fake.truncated_normal_without_values():
+    with fake_tensor.FakeTensorMode(), fake.truncated_normal_without_values():
         assert nn.init.trunc_normal_(torch.empty(100)).shape == (100,)
     left = torch.full((100,), 7.0)
     with fake.truncated_normal_without_values():
@@ -54,7 +54,7 @@ def test_truncated_normal_needs_no_values_inside_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_groups_have_shapes_without_values(dtype: torch.dtype) -> None:
     """torch 2.14 refuses float32 on paper, and multiplies it on devices."""
-    with fake.grouped_products_without_values(), FakeTensorMode():
+    with fake.grouped_products_without_values(), fake_tensor.FakeTensorMode():
         offs = torch.empty(4, dtype=torch.int32)
         rows, stack = torch.empty(24, 16, dtype=dtype, requires_grad=True), torch.empty(4, 16, 32, dtype=dtype)
         stack.requires_grad_()
@@ -65,7 +65,7 @@ def test_products_of_groups_have_shapes_without_values(dtype: torch.dtype) -> No
 
 
 def test_modules_without_values_are_converted_and_tied_parameters_stay_tied() -> None:
-    with FakeTensorMode(), fake.modules_converted_without_swaps():
+    with fake_tensor.FakeTensorMode(), fake.modules_converted_without_swaps():
         module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
         module[2].weight = module[0].weight
         before = module[0].weight

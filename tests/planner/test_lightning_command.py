@@ -123,6 +123,4 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     said = capsys.readouterr().out
-    assert all(
-        f"\n    {command} " in said for command in ("fit", "validate", "test", "predict", "plan", "convert", "check")
-    )
+    assert all(f"\n    {command} " in said for command in ("fit", "validate", "test", "predict", "plan", "check"))

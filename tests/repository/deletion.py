@@ -44,7 +44,6 @@ MISSING = "needs sp_lightning/{folder}, which is not installed"
 RAISE = """
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.registry import MissingCapabilityError
-from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 for ask in {calls!r}:
     try:
         eval(ask)
@@ -53,12 +52,6 @@ for ask in {calls!r}:
     raise SystemExit(ask + " has raised no error")
 """
 HOST_MEMORY = RAISE.format(calls=['SuperpipelineStrategy(host_memory="1GiB")'])
-FOLDERS = RAISE.format(
-    calls=[
-        "SuperpipelineStrategy(save_distributed_checkpoint=True)",
-        'AtomicCheckpointIO().load_checkpoint("sp_lightning")',  # a folder
-    ]
-)
 
 ASKED_FOR: dict[str, tuple[str, str]] = {
     "activations": (FIT.format(options='activations="recompute"', devices=1), MISSING),
@@ -69,7 +62,7 @@ ASKED_FOR: dict[str, tuple[str, str]] = {
     "gpu_steps": (FIT.format(options='optimizer_on="gpu"', devices=1), MISSING),
     "kernels": (FIT.format(options='k=1, optimizer_overlap="forward"', devices=1), "works"),
     "planner": ("from sp_lightning.__main__ import main; main(['plan', 'os:getcwd'])", MISSING),
-    "ranks": (FOLDERS + FIT.format(options="", devices=2), MISSING),
+    "ranks": (FIT.format(options="", devices=2), MISSING),
     "sharing": ("import sp_lightning; sp_lightning.SharedBase", MISSING),
     "tuning": (FIT.format(options='k="auto"', devices=1), "works"),
 }

@@ -177,7 +177,6 @@ PUBLIC_ENOUGH = {
 """Privates of torch that any file may use, with the reason."""
 
 PRIVATES: dict[str, set[str]] = {
-    "ranks.checkpoint_folder": {"_checkpoint_offset"},  # torch's notes on serialization document it
     "updates.scaler": {"_unscale_grads_"},  # overridden: a method has to have its name. test_torch_private.py calls it
     "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }
@@ -291,7 +290,6 @@ def test_the_options_are_frozen() -> None:
         "optimizer_overlap": "auto",
         "optimizer_on": "cpu",
         "save_frozen": True,
-        "save_distributed_checkpoint": False,
         "load_weights_from": None,
         "disk": None,
         "host_memory": None,

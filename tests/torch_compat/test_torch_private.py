@@ -184,7 +184,7 @@ def test_a_storage_has_a_number_of_its_own_and_counts_its_owners() -> None:
     assert torch_private.storage_use_count(torch_private.storage_id(storage)) == alone == 2
     storage.resize_(4096)
     assert torch_private.storage_id(storage) == number
-    with torch_private.FakeTensorMode():
+    with torch_private.fake_tensor.FakeTensorMode():
         fakes = [torch.ones(2).untyped_storage() for _ in range(2)]
         assert torch_private.storage_id(fakes[0]) != torch_private.storage_id(fakes[1])
 

@@ -22,6 +22,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch import nn
@@ -358,6 +359,13 @@ def test_a_file_of_another_kind_is_told_as_such(
     file.write_bytes(content)
     with pytest.raises(ValueError, match=rf"metrics.csv is not a checkpoint: {found}\. Expected a file that"):
         trainer_for(superpipeline()).fit(make(), loader(vectors()), ckpt_path=file, weights_only=weights_only)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_is_told_how_to_become_a_file(tmp_path: Path) -> None:
+    dcp.save({"state_dict": make().state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(ValueError, match=r"a is a folder\. Expected a checkpoint file\. .* dcp_to_torch .*a\.file"):
+        trainer_for(superpipeline()).fit(make(), loader(vectors()), ckpt_path=tmp_path / "a")
 
 
 def test_a_strategy_that_is_connected_by_hand_loads(tmp_path: Path) -> None:
