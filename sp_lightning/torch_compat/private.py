@@ -736,6 +736,7 @@ FEATURES = {
         "fused_sgd_step": "fused SGD of 16-bit weights",
         "RNN_WEIGHTS": 'nn.LSTM, nn.GRU and nn.RNN with activations="recompute"',
         "NormBase": 'BatchNorm and InstanceNorm with activations="recompute"',
+        "profiler_runs": "every run",
         "pruned_attribute": "torch.nn.utils.prune",
         "FakeTensor": "superpipeline plan; tests of modules without values",
         "take_for_parameter": "parameters of quantised weights, and state on a disk",
