@@ -82,9 +82,9 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 ``host_source``          A layer's bytes on the host, updated and cast, before a transfer reads them.
 ``step``                 A step, from its first fetch until modules hold the host's parameters again.
 ``placement``            Makes the parts that differ with several devices or a disk.
-``backward``             Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9).
 ``saved_objects``        Gives the backward of a custom ``torch.autograd.Function`` the parameters and tensors that it saved.
-``saved_tensors``        Packs each weight that autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
+``graph``                Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9). Packs each weight that
+                         autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
 ``uses``                 All other requests for a layer: a use of a weight outside of module calls, a look-up of rows.
 ``calls``                A module is called: its layers are locked and attached before, and released after (4).
 ``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;

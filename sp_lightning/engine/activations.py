@@ -48,7 +48,7 @@ class ActivationSetup:
         rerun: returns a context for a forward that runs again in backward, for which no module is called. The arguments are the
             layers that the forward uses, and the forward's positional arguments.
         layer_at: returns the layer whose weights are in the device storage at an address; None if no layer has this storage.
-        given_by_nested: see :meth:`~sp_lightning.engine.backward.Backward.given_by_nested`.
+        given_by_nested: see :meth:`~sp_lightning.engine.graph.Backward.given_by_nested`.
         log: the logger for warnings; None for Lightning's.
     """
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from sp_lightning.device.own_threads import LateError, OwnThreads
 from sp_lightning.engine.activations import Activations
-from sp_lightning.engine.backward import Backward
-from sp_lightning.engine.saved_tensors import SavedTensors
+from sp_lightning.engine.graph import Backward, SavedTensors
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step
 from sp_lightning.engine.uses import Uses

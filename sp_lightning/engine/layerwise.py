@@ -126,7 +126,7 @@ class LayerwiseStep:
     parameters that the module does not have) runs as torch runs it, all layers at once.
 
     One step calls in this order: :meth:`deferring` around the whole step; during backward ``_on_complete``, which
-    :class:`~sp_lightning.engine.backward.Backward` calls for each layer; :meth:`submit` for the layers that are left;
+    :class:`~sp_lightning.engine.graph.Backward` calls for each layer; :meth:`submit` for the layers that are left;
     :meth:`give_back_groups` after torch's own step.
 
     Args:

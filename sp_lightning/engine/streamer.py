@@ -16,10 +16,9 @@ from sp_lightning.device.device import Device, Wait
 from sp_lightning.device.own_threads import OwnThreads
 from sp_lightning.engine.activations import ActivationSetup, KeepAll, MakeActivations
 from sp_lightning.engine.assembly import make_layers, stand_ins_for_wrapped
-from sp_lightning.engine.backward import Backward
 from sp_lightning.engine.calls import Calls, ModuleCall, listen
+from sp_lightning.engine.graph import Backward, SavedTensors, packs
 from sp_lightning.engine.placement import ONE_DEVICE, Placement
-from sp_lightning.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.engine.schedule import Prefetch, Residency
 from sp_lightning.engine.step import Step, StepKind
 from sp_lightning.engine.updating import Updating

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.device.device import Device, Wait
-from sp_lightning.engine.backward import Backward
+from sp_lightning.engine.graph import Backward
 from sp_lightning.engine.host_source import HostSource
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device, Stream, Wait
 from sp_lightning.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, OwnThreads
 from sp_lightning.engine.activations import Activations
-from sp_lightning.engine.backward import Backward
+from sp_lightning.engine.graph import Backward, RunningCalls, packs
 from sp_lightning.engine.host_source import HostSource, tied
-from sp_lightning.engine.saved_tensors import RunningCalls, packs
 from sp_lightning.engine.schedule import Residency
 from sp_lightning.engine.step import Step
 from sp_lightning.layers.device_parameter import DeviceParameter

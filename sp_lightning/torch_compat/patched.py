@@ -219,7 +219,7 @@ def while_runs_last(*patches: Patch) -> None:
 
 
 def watch(watcher: Any) -> None:
-    """Notifies a :class:`~sp_lightning.engine.backward.Backward` of each failed call of autograd's engine.
+    """Notifies a :class:`~sp_lightning.engine.graph.Backward` of each failed call of autograd's engine.
 
     ``backward``, ``autograd.grad`` and checkpoints call the engine, in any thread. The watcher's ``failed`` is called in the
     thread of the call, with the graph tasks that were running when the call began. While the watcher's own thread is in a

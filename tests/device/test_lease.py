@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from sp_lightning.device.device import Device
 from sp_lightning.device.layout import Span
 from sp_lightning.device.lease import MOST_SAVED, Lease, SavedView, SavedViews, lend
-from sp_lightning.engine.saved_tensors import SavedTensors
+from sp_lightning.engine.graph import SavedTensors
 from sp_lightning.layers.layer import StreamedLayer
 from tests.support.engine import step, streamed
 

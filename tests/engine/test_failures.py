@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.device.device import Device
-from sp_lightning.engine import backward as engine_backward
+from sp_lightning.engine import graph
+from sp_lightning.engine.graph import packs
 from sp_lightning.engine.layerwise import LayerwiseStep
-from sp_lightning.engine.saved_tensors import packs
 from sp_lightning.engine.streamer import Streamer
 from sp_lightning.layers import swap
 from sp_lightning.updates import background
@@ -279,7 +279,7 @@ def test_a_failed_backward_is_over_when_its_caller_goes_on(how: str, monkeypatch
         queue(callback)
 
     plain = fit(lambda: LetsGoLate(how, held), vectors(3))
-    monkeypatch.setattr(engine_backward, "queue_callback", partial(holds, engine_backward.queue_callback))
+    monkeypatch.setattr(graph, "queue_callback", partial(holds, graph.queue_callback))
     assert_same(fit(lambda: LetsGoLate(how, held), vectors(3), superpipeline(k=1)), plain)
 
 

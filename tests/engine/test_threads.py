@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sp_lightning.device.device import Device
-from sp_lightning.engine import backward as engine_backward
+from sp_lightning.engine import graph
 from sp_lightning.engine.step import Step
 from sp_lightning.layers.gradients import Gradients
 from sp_lightning.torch_compat.patched import scope
@@ -143,7 +143,7 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
     failed: list[int] = []
 
     def fail(gradient: Tensor) -> None:
-        failed.append(engine_backward.current_graph_task())
+        failed.append(graph.current_graph_task())
         raise KeyError
 
     with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
@@ -154,7 +154,7 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
             with pytest.raises(KeyError):
                 net[2](y).sum().backward()
             with monkeypatch.context() as late:
-                late.setattr(engine_backward, "current_graph_task", failed.pop)
+                late.setattr(graph, "current_graph_task", failed.pop)
                 with pytest.raises(RuntimeError, match="Call backward in one thread at a time"):
                     streamer._calls._pre_backward(streamer._layers[:1], x)
             assert not streamer._backward.tasks

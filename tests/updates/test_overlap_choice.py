@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.trainer import compat
 from sp_lightning.updates.background import BackgroundUpdates
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.overlapping import overlapping, taken_apart
@@ -43,17 +41,6 @@ def chosen(caplog: pytest.LogCaptureFixture, module: pl.LightningModule, **optio
         trainer_for(strategy, **options).fit(module, loader(vectors()))
     found = [record.getMessage() for record in caplog.records if "background" in record.getMessage()]
     return found[-1] if found else ""
-
-
-def test_a_callback_that_a_package_adds_is_named_with_the_package(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    added = SimpleNamespace(module="tests.updates.callbacks", dist=SimpleNamespace(name="watcher"))
-    monkeypatch.setattr(compat, "entry_points", lambda group: [added] if group.startswith("lightning") else [])
-    compat._callback_factories.cache_clear()
-    said = chosen(caplog, Module(Stack()), callbacks=[Hook()])
-    compat._callback_factories.cache_clear()
-    assert "forward (Hook.on_after_backward (which the package 'watcher' adds to every Trainer) may look" in said
 
 
 def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
