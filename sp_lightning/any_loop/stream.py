@@ -20,8 +20,9 @@ from sp_lightning.device.closing import close_all
 from sp_lightning.observe.stats import Stats
 from sp_lightning.plan.plan import Plan
 from sp_lightning.torch_compat.around_calls import release, surround
+from sp_lightning.torch_compat.modes import never_compiled
 from sp_lightning.torch_compat.patched import Patch, in_place_of
-from sp_lightning.torch_compat.private import trace_only_inlined, tree_leaves
+from sp_lightning.torch_compat.private import tree_leaves
 from sp_lightning.trainer.group import ALONE
 from sp_lightning.trainer.run import Run, move_to_device
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
@@ -240,7 +241,7 @@ class Stream:
         surround(self._module, self)
         self._engine = self._run.engine
 
-    @trace_only_inlined
+    @never_compiled
     def __call__(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs a call of the root as a step, or as part of the running step. Calls within it, and in backward, are no steps."""
         # The module is called anew, because the engine may be built again before.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning import stream
+from sp_lightning import compile_blocks, stream
 from sp_lightning.any_loop.stream import Stream
 from sp_lightning.engine.step import Step
 from tests.equality.cases import CASES
@@ -178,9 +178,26 @@ def caught(net: Any, optimizer: Any, x: Any) -> Any:
     return one_backward(net, optimizer, x)
 
 
+def perturbed(net: nn.Module, optimizer: Any, x: Any) -> Any:
+    """Two backwards, the second one with weights that the gradients of the first have changed (SAM)."""
+    net(x).square().mean().backward()
+    with torch.no_grad():
+        changes = [0.05 * parameter.grad for parameter in net.parameters()]
+        for parameter, change in zip(net.parameters(), changes, strict=True):
+            parameter.add_(change)
+    optimizer.zero_grad()
+    loss = net(x).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter, change in zip(net.parameters(), changes, strict=True):
+            parameter.sub_(change)
+    optimizer.step()
+    return loss
+
+
 ORDERS = (
     two_forwards, one_backward, forward_without_backward, reference_between, retained, gradients_asked_for, written, averaged,
-    thawed, exchanged, caught,
+    thawed, exchanged, caught, perturbed,
 )  # fmt: skip
 
 
@@ -248,6 +265,28 @@ def test_generation_between_steps() -> None:
             if isinstance(streaming, Stream):
                 assert begun == ["train", "predict"] * 2, "a generation is one step"
         return [found, dict(net.state_dict())]
+
+    compare(train)
+
+
+@pytest.mark.rest("torch.compile of the whole module, and of its blocks, of which only the blocks stay compiled")
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # of dynamo, on inputs that are not leaves; and of ours, on ended graphs
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_modules(whole: bool) -> None:
+    def train(streamed: Any) -> Any:
+        net = Stack()
+        if not whole:
+            compile_blocks(net, backend="aot_eager")
+        optimizer = torch.optim.AdamW(net.parameters())
+        with streamed(net, optimizer, k=1):
+            call = torch.compile(net, backend="aot_eager") if whole else net
+            for x in vectors(3):
+                call(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return dict(net.state_dict())
 
     compare(train)
 
