@@ -41,8 +41,7 @@ def test_loops(name: str) -> None:
     assert_streams(lambda: Module(Stack()), vectors(4), LOOPS[name], k=1)
 
 
-@pytest.mark.parametrize("overlap", ["off", "forward"])
-@pytest.mark.parametrize("only_steps_write", [False, True])
+@pytest.mark.parametrize(("overlap", "only_steps_write"), [("off", False), ("forward", True)])
 @pytest.mark.parametrize("name", first(LOOPS, "clipping", "evaluation after each step", why="more loops of the same"))
 def test_loops_on_an_asynchronous_device(name: str, only_steps_write: bool, overlap: Any) -> None:
     """No copy and no update races with the loop's own code."""

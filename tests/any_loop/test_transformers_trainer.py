@@ -14,6 +14,7 @@ from sp_lightning import StreamedTrainer
 from tests.support.models import llama, lora, tokens
 from tests.support.runs import assert_equal
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 
 class Streamed(StreamedTrainer, transformers.Trainer):
@@ -52,7 +53,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", first(WAYS, "LoRA in bfloat16", why="other settings of the same"))
 def test_trainings(way: str, tmp_path: Path) -> None:
     """Losses, gradient norms after clipping, weights, optimizer state and random state."""
     make, options = WAYS[way]
@@ -63,6 +64,7 @@ def test_trainings(way: str, tmp_path: Path) -> None:
     assert {type(parameter) for parameter in trainer.model.parameters()} == {nn.Parameter}
 
 
+@pytest.mark.rest("checkpoints are the plain Trainer's own code")
 @pytest.mark.parametrize("kinds", [(Streamed, transformers.Trainer), (transformers.Trainer, Streamed)])
 def test_a_checkpoint_of_one_is_resumed_by_the_other(kinds: Any, tmp_path: Path) -> None:
     first, second = kinds
@@ -71,6 +73,7 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(kinds: Any, tmp_path: Path)
     assert_equal(resumed[1:], whole[1:], "resumed")
 
 
+@pytest.mark.rest("an evaluation within training is the same but for its stream")
 def test_an_evaluation_alone(tmp_path: Path) -> None:
     trainer, _ = trained(Streamed, tmp_path, llama, max_steps=1)
     plain, _ = trained(transformers.Trainer, tmp_path, llama, max_steps=1)

@@ -16,6 +16,7 @@ from tests.support.nets import Does
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 WAYS: dict[str, Any] = {
     "moving layers": lambda: superpipeline(k=2, optimizer_overlap="off"),
@@ -56,8 +57,8 @@ def lends(trainer: Any, module: Any, *_: Any) -> None:
     assert streamer.updates.landed_in_a_row == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make", [Stepped, resident])
+@pytest.mark.parametrize("way", first(WAYS, "moving layers", "layers that stay", why="other modes of updates"))
+@pytest.mark.parametrize("make", [pytest.param(Stepped, marks=pytest.mark.rest("without residents")), resident])
 def test_a_loan_after_each_batch(way: str, make: Any) -> None:
     """Staying layers return with their state; nothing races, and no memory is used after it was freed."""
 
