@@ -50,7 +50,7 @@ class OwnThreads:
         return threading.get_ident() == self.main or current_graph_task() != -1 or self.helps
 
     @property
-    def beside(self) -> bool:
+    def only_helps(self) -> bool:
         """True if the present thread is a helper, perhaps a late one, or does not belong to the run.
 
         Such a thread can take part in the run only as a helper.

@@ -90,7 +90,7 @@ class Calls:
         if visits and (make_room := self.activations.make_room) is not None:
             make_room(visits, inputs)
         with held(self.lock):
-            helps = threading.get_ident() != self.threads.main and self.threads.beside
+            helps = threading.get_ident() != self.threads.main and self.threads.only_helps
             if helps:
                 self.uses.admit(visits)
             outside = self._outside()

@@ -87,8 +87,8 @@ class Backward:
         layers: all layers.
         note_memory: called when device memory may be at its peak.
         tasks: the identifiers of the running graph tasks, outermost first.
-        on_complete: called in the announced backward for each layer whose gradients are all in ``param.grad``.
-        wanted: returns True if a step waits for a layer, to update it in the announced backward; None if no step waits.
+        layer_done: called in the announced backward for each layer whose gradients are all in ``param.grad``.
+        may_update: returns True if a step waits for a layer, to update it in the announced backward; None if no step waits.
     """
 
     lock: threading.RLock
@@ -105,8 +105,8 @@ class Backward:
 
     def __post_init__(self) -> None:
         self.tasks: list[int] = []
-        self.on_complete: Callable[[StreamedLayer], None] | None = None
-        self.wanted: Wanted | None = None
+        self.layer_done: Callable[[StreamedLayer], None] | None = None
+        self.may_update: Wanted | None = None
         # Guards the gradient sink, which several of autograd's threads may use at once. It is taken before the engine's lock,
         # because ranks may wait for each other in the sink, and must not hold the engine's lock then. It is released
         # before hooks of the user run.
@@ -149,7 +149,7 @@ class Backward:
         self.join()
         self._announced = True
         self._accumulates = True
-        self.gradients.expect(None if self.wanted is None else self._wants)
+        self.gradients.expect(None if self.may_update is None else self._updates_now)
         with self.lock:
             residency = self.residency
             for layer in [layer for layer in residency.used if not layer.running_calls and layer.outdated]:
@@ -259,14 +259,16 @@ class Backward:
         return lambda: next((name for at, name in self._given[before:] if at >= depth), None)
 
     def complete(self, layer: StreamedLayer) -> None:
-        """Called when all gradients of a layer are in ``param.grad``. Calls ``on_complete`` if these are the last gradients."""
+        """Called when all gradients of a layer are in ``param.grad``. Calls ``layer_done`` if these are the last gradients."""
         # Nested backwards (of reentrant checkpoints) may each give the same layer gradients, so the last ones are not known.
-        if self.on_complete is not None and self._announced and not self._nested and not self._awaits(layer):
-            self.on_complete(layer)
+        if self.layer_done is not None and self._announced and not self._nested and not self._incomplete(layer):
+            self.layer_done(layer)
 
-    def _wants(self, layer: StreamedLayer) -> bool:
+    def _updates_now(self, layer: StreamedLayer) -> bool:
         """Returns True if :meth:`complete` would begin a layer's update now."""
-        return self.wanted is not None and not self._nested and not self._awaits(layer) and self.wanted(layer)
+        return (
+            self.may_update is not None and not self._nested and not self._incomplete(layer) and self.may_update(layer)
+        )
 
     def awaited(
         self, begins: Callable[[Any, Tensor], None], visits: Sequence[StreamedLayer]
@@ -279,14 +281,14 @@ class Backward:
         its calls has begun. Complete gradients do not suffice. For example, a layer may have frozen weights with two adapters,
         each of which is used by one of two forwards.
         """
-        if self.wanted is None or self.tasks:
+        if self.may_update is None or self.tasks:
             return partial(begins, visits)
         call = PendingCall(begins, visits)
         for layer in visits:
             self._awaited[layer.owner].add(call)
         return call
 
-    def _awaits(self, layer: StreamedLayer) -> bool:
+    def _incomplete(self, layer: StreamedLayer) -> bool:
         """Returns True if the backward of a call of a layer has not begun."""
         return any(not call.begun for call in self._awaited.get(layer.owner, ()))
 

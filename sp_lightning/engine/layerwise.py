@@ -125,7 +125,7 @@ class LayerwiseStep:
     may be updated in any thread and at any time. A step that cannot be divided (sparse gradients, a group that is not fused,
     parameters that the module does not have) runs as torch runs it, all layers at once.
 
-    One step calls in this order: :meth:`deferring` around the whole step; during backward ``_on_complete``, which
+    One step calls in this order: :meth:`deferring` around the whole step; during backward ``_layer_done``, which
     :class:`~sp_lightning.engine.graph.Backward` calls for each layer; :meth:`submit` for the layers that are left;
     :meth:`give_back_groups` after torch's own step.
 
@@ -170,13 +170,13 @@ class LayerwiseStep:
         self.clipping = Clipping(optimizer, engine, None if like is None else like.norms)
         self.clip_value = clip_value if in_backward else None
 
-        # Backward calls `_on_complete` with each layer whose gradients are complete. Before that, the gradient sink calls
-        # `_wanted`: it returns True if the step waits for the layer, to update it in this backward.
-        self._on_complete, self._wanted = self.clipping.measure if policy.measure_norms else None, None
+        # Backward calls `_layer_done` with each layer whose gradients are complete. Before that, the gradient sink calls
+        # `_may_update`: it returns True if the step waits for the layer, to update it in this backward.
+        self._layer_done, self._may_update = self.clipping.measure if policy.measure_norms else None, None
         if in_backward:
-            self._on_complete, self._wanted = self._update_early, lambda layer: layer in self._early_groups()
+            self._layer_done, self._may_update = self._update_early, lambda layer: layer in self._early_groups()
         elif traits.early is EarlyUpdates.TRIED:
-            self._on_complete, self._wanted = self._note_late_uses, lambda layer: False
+            self._layer_done, self._may_update = self._note_late_uses, lambda layer: False
 
         # Of all steps so far.
         self.tried = False
@@ -205,13 +205,13 @@ class LayerwiseStep:
         can_divide = not self._traits.early.in_backward or all(map(self._can_divide, self._optimizer.param_groups))
         self._updatable = None if can_divide else {}
         self._context = self._context_here()
-        self._engine.backward.on_complete = self._on_complete
-        self._engine.backward.wanted = self._wanted
+        self._engine.backward.layer_done = self._layer_done
+        self._engine.backward.may_update = self._may_update
         self._engine.gradients.keep_narrow = self._traits.keeps_narrow
         try:
             yield
         finally:
-            self._engine.backward.on_complete = self._engine.backward.wanted = None
+            self._engine.backward.layer_done = self._engine.backward.may_update = None
             self._engine.gradients.keep_narrow = False
             self._ordered, self._state_held = False, None
             self.give_back_groups()
@@ -298,7 +298,9 @@ class LayerwiseStep:
         """
         self._closure = closure
         self._context = self._context_here()  # user code may have changed settings since the step began
-        self._engine.backward.on_complete = self._engine.backward.wanted = None  # a later backward is not of this step
+        self._engine.backward.layer_done = self._engine.backward.may_update = (
+            None  # a later backward is not of this step
+        )
         self._updates.end_early()
         # A forward without a backward may have left transfers in flight.
         self._engine.before(deferred=bool(self.begun))

@@ -430,7 +430,7 @@ class Residency:
         if self.slots.idle_since is not None:
             self.slots.resume()
         layer.visits += not backward
-        if not layer.on_demand:
+        if not layer.fetched_by_use:
             self.prefetch.trace.visit(layer)
         # If this backward has updated the layer, the host has newer weights than backward needs. The copy that the forward has
         # used is still right. Without a copy, `refuse_updated` raises.

@@ -36,8 +36,8 @@ class Updating:
         lock: the engine's lock.
         layers: all layers.
         turns: which process may change the weights, and when.
-        backward: calls its ``on_complete`` in the announced backward, for each layer whose gradients are all in ``param.grad``.
-            Before that, its ``wanted`` returns True if ``on_complete`` would begin an update of the layer. With several
+        backward: calls its ``layer_done`` in the announced backward, for each layer whose gradients are all in ``param.grad``.
+            Before that, its ``may_update`` returns True if ``layer_done`` would begin an update of the layer. With several
             devices, all ranks agree on the result.
         several: True if there are several devices.
         step_seconds: seconds of optimizers' steps on the CPU while the GPU had nothing to do.

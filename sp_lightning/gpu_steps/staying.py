@@ -146,7 +146,7 @@ class StayingLayers:
                 part_of.param_groups, part_of.state = groups, state
                 for twin in twins:
                     twin.grad = None
-                layer.spent = gradients
+                layer.read_by_step = gradients
                 layer.stepped = device.record(Stream.STEP)
             if len(kept.state) > kept.counted:
                 leaves = [

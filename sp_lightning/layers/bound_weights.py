@@ -143,11 +143,11 @@ class BoundWeights:
             if layer.guard is not None and not viewed:
                 layer.guard.drop_views()
                 drop_if_empty(layer)
-            if layer.on_demand and viewed:
+            if layer.fetched_by_use and viewed:
                 layer.parameters.casts = (
                     None  # user code may write the masters through a view, so casts may be out of date
                 )
-            elif layer.on_demand:
+            elif layer.fetched_by_use:
                 layer.invalidate()  # used seldom, so other layers should get the slot
 
     def _detach(self, layer: StreamedLayer, slot: Slot) -> None:

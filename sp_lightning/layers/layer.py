@@ -250,7 +250,7 @@ class StreamedLayer:
         owner: for masters, the layer that they belong to; otherwise the layer itself. A layer is updated together with its
             owner, and its gradients are offloaded together with the owner's.
         rows: which rows of the layer are uploaded: :class:`AllRows`, unless a finder of rows has replaced this object.
-        on_demand: True for masters and tables: usually only single operations and look-ups use them, and not a whole module
+        fetched_by_use: True for masters and tables: usually only single operations and look-ups use them, and not a whole module
             call. So they are not in the trace, are not prefetched, and are evicted after each use.
         whole: True if the layer is uploaded whole and unchanged, so that its rows and casts have nothing to do. Frequent code
             tests this first, which saves calls.
@@ -277,7 +277,7 @@ class StreamedLayer:
             user code has not used the host's weights since.
         newer_than_host: True if the copy in ``own_slot`` must be downloaded before code uses the host's weights. This is also set
             when a step uploads the layer, because the host's memory may be freed from then on.
-        spent: gradients on the device that the layer's step reads. They are kept until compute has waited for the step.
+        read_by_step: gradients on the device that the layer's step reads. They are kept until compute has waited for the step.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class StreamedLayer:
         self.expert = expert
         self.owner = self
         self.spans = (*planned.spans, *planned.casts)
-        self.on_demand = kind in (Kind.MASTERS, Kind.TABLE)
+        self.fetched_by_use = kind in (Kind.MASTERS, Kind.TABLE)
         self.rows = AllRows()
         self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
         self.update: Future[None] | None = None
@@ -314,7 +314,7 @@ class StreamedLayer:
         self.step_results: Sequence[tuple[Span, Tensor]] = ()
         self.own_slot: Slot | None = None
         self.kept = self.newer_than_host = False
-        self.spent: Sequence[Tensor] = ()
+        self.read_by_step: Sequence[Tensor] = ()
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0

@@ -322,8 +322,10 @@ class Slots:
         if slot.layer is not None:
             if not slot.layer.whole:
                 slot.layer.rows.arrived(slot.memory)
-            if slot.layer.spent:  # compute now waits for the step that reads these gradients, so they may be freed
-                slot.layer.spent = ()
+            if (
+                slot.layer.read_by_step
+            ):  # compute now waits for the step that reads these gradients, so they may be freed
+                slot.layer.read_by_step = ()
 
     def resume(self) -> None:
         """Ends the interval ``between`` in the timeline: compute is about to use a layer, and may wait for it."""
