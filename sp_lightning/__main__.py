@@ -52,9 +52,9 @@ def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
 
     with needed_for(f"The command {arguments[0]}", can_leave_out=False):
         if given is None:
-            from sp_lightning.planner import commands
+            from sp_lightning.planner import lightning_cli
 
-            commands.run_lightning(arguments)
+            lightning_cli.run_lightning(arguments)
         elif given.command == "check":
             from sp_lightning.comparison import command
 

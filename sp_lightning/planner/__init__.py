@@ -1,6 +1,6 @@
 """The command line, ``python -m sp_lightning`` and ``superpipeline``.
 
-**Adds** the commands ``plan``, ``rates`` and ``convert``, and the commands of Lightning's CLI with the strategy registered.
+**Adds** the commands ``plan`` and ``rates``, and the commands of Lightning's CLI with the strategy registered.
 **Enters** in ``sp_lightning.__main__``; the command ``check`` is in ``comparison``. **Unused**, it is not imported. A plan uses
 the predictions of ``tuning`` and the modes of ``activations``; other capabilities are imported for the options that need them.
 
@@ -15,6 +15,6 @@ The command ``plan`` uses these files in this order:
 - ``remedies``: if plain Lightning does not fit, tries a few changes of the question with which the model may fit. ``verdict``
   and ``report`` format the answer.
 
-``rates`` measures a machine; ``measured`` reads the file with its rates. ``commands`` has ``convert`` and
-Lightning's CLI.
+``rates`` measures a machine; ``measured`` reads the file with its rates. ``lightning_cli`` has Lightning's
+commands.
 """

@@ -107,16 +107,6 @@ class Answer:
         return 0 if self.fits_plain or self.best is not None else 1
 
     @cached_property
-    def without_waits(self) -> dict[str, float]:
-        """By cause of stalls: the seconds of a batch with the window of :attr:`shown`, predicted without this cause."""
-        rates = self.estimate.rates
-        row = self.shown
-        # A cause whose rates are unlimited already causes no stalls: one device sums no gradients, for example.
-        causes = [what for what, change in _changes(self.estimate).items() if replace(rates, **change) != rates]
-        causes += ["updates", *["activations"] * ("offload" in row.modes.values())]
-        return {what: _seconds_without(self.estimate, row, {what}) for what in causes}
-
-    @cached_property
     def waits(self) -> dict[str, float]:
         """Seconds that the device stalls, by cause.
 
@@ -124,14 +114,17 @@ class Answer:
         all causes before it are removed already. A cause whose removal alone saves less than 0.5 % of the time has no entry. The
         last entry, ``several things at once``, has the remaining seconds.
         """
-        alone = self.without_waits
-        seconds = self.shown.prediction.seconds
-        now = seconds
-        left = self.shown.waiting * seconds
+        row, rates = self.shown, self.estimate.rates
+        # A cause whose rates are unlimited already causes no stalls: one device sums no gradients, for example.
+        causes = [what for what, change in _changes(self.estimate).items() if replace(rates, **change) != rates]
+        causes += ["updates", *["activations"] * ("offload" in row.modes.values())]
+        alone = {what: _seconds_without(self.estimate, row, {what}) for what in causes}
+        now = seconds = row.prediction.seconds
+        left = row.waiting * seconds
         found: dict[str, float] = {}
         for what in sorted(alone, key=alone.__getitem__):
             if left > 0 and seconds - alone[what] >= _NOTICED * seconds:
-                then = _seconds_without(self.estimate, self.shown, {*found, what})
+                then = _seconds_without(self.estimate, row, {*found, what})
                 found[what] = min(left, max(0.0, now - then))
                 left, now = left - found[what], then
         return found | ({"several things at once": left} if left > 0 else {})

@@ -113,17 +113,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-class _Range(argparse.Action):
-    """Sets the numbers of an option; None for ``auto``."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        setattr(namespace, self.dest, None if None in values else values)
-
-
-def _count_or_auto(text: str) -> int | None:
-    return None if text == "auto" else _count(text)
-
-
 def _share(text: str) -> Share:
     """Parses a number of layers (``8``), a share of the layers (``0.5``; ``1.0`` is all of them, ``1`` is one), or ``auto``."""
     with suppress(ValueError):
@@ -203,7 +192,6 @@ class Measured:
         python: seconds of Python for each layer call, and for each weight of its layers; None if they were not measured.
         synchronous: True if nothing else runs during a copy, as on the CPU.
         drive: bytes/s of a disk, for remedies that add ``--disk``.
-        notes: sentences about the measurements.
     """
 
     names: frozenset[str] = frozenset()
@@ -211,7 +199,6 @@ class Measured:
     python: tuple[float, float] | None = None
     synchronous: bool = False
     drive: float = 7e9
-    notes: tuple[str, ...] = ()
 
 
 class Question(argparse.Namespace):
@@ -256,8 +243,8 @@ class Question(argparse.Namespace):
     optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd"))]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
     keep_on_gpu: Annotated[list[str] | None, _option("as SuperpipelineStrategy(keep_on_gpu=…)", nargs="+")]
-    k: Annotated[list[int] | None, _option("(auto: a range)", type=_count_or_auto, nargs="+", action=_Range)]
-    k_prime: Annotated[list[int] | None, _option("(auto: 1 2)", type=_count_or_auto, nargs="+", action=_Range)]
+    k: Annotated[list[int] | None, _option("(a range)", type=_count, nargs="+")]
+    k_prime: Annotated[list[int] | None, _option("(1 2)", type=_count, nargs="+")]
     # Memory and speed of the machine.
     devices: Annotated[int, _option("as Trainer(devices=…) (%(default)s)", type=_count, default=1)]
     gpu_memory: Annotated[int | None, _option("of each device, for example 24GiB (no limit)", type=_size)]
@@ -317,42 +304,37 @@ class Question(argparse.Namespace):
 
 def contradictions(question: Question) -> Iterator[str]:
     """Yields messages about arguments that exclude or need each other, as far as they do not depend on the model."""
-    if question.devices == 1 and question.links != _usual().links:
-        yield "--links needs --devices 2 or more. Add that, or leave out --links."
-    if question.predict and (question.accumulate_grad_batches > 1 or question.gradient_clip or question.loss_tokens):
-        yield "--predict and --generate do not train. Leave out --accumulate-grad-batches, --gradient-clip and --loss-tokens."
-    if question.hours is None and question.dataset_tokens is not None:
-        yield "--dataset-tokens needs --hours. Add --hours 24, for example, or leave out --dataset-tokens."
-    if question.hours is not None and question.predict:
-        yield "--hours plans a training. Leave out --predict and --generate."
-    if question.gradient_clip == "norm" and question.optimizer_overlap == "backward":
-        yield (
-            "--optimizer-overlap backward updates layers before all gradients are complete; --gradient-clip norm needs all "
-            "gradients first. Leave one of them out."
-        )
-    if question.optimizer_on == "gpu" and question.devices > 1:
-        yield "--optimizer-on gpu works on one device. Leave it out, or leave out --devices."
-    if question.optimizer_on == "gpu" and question.stores_16_bits and question.optimizer_overlap == "backward":
-        yield (
-            f"--optimizer-on gpu with --precision {question.precision} steps in optimizer.step(), not in backward. Leave out "
-            "--optimizer-overlap backward."
-        )
-    yield from _against_staying(question)
-    if question.disk is not None and question.predict and question.devices > 1:
-        yield "--disk with --predict works on one device: with several, all weights are in memory. Leave out one of them."
-
-
-def _against_staying(question: Question) -> Iterator[str]:
-    """Yields messages about arguments that exclude ``--gpu-layers``, and about a missing ``--gpu-memory``."""
-    others = {
-        "keeps optimizer state in GPU memory, and --predict and --generate do not train": question.predict,
-        "keeps layers on one device": question.devices > 1,
-        "keeps optimizer state in GPU memory, and --disk on a disk": question.disk is not None,
+    asked, inference = question, "--predict or --generate"
+    several, gpu, early = asked.devices > 1, asked.optimizer_on == "gpu", asked.optimizer_overlap == "backward"
+    exclude: dict[tuple[str, str], object] = {
+        ("--accumulate-grad-batches", inference): asked.predict and asked.accumulate_grad_batches > 1,
+        ("--gradient-clip", inference): asked.predict and asked.gradient_clip,
+        ("--loss-tokens", inference): asked.predict and asked.loss_tokens,
+        ("--hours", inference): asked.predict and asked.hours,
+        ("--gpu-layers", inference): asked.predict and asked.gpu_layers,
+        ("--gpu-layers", "--devices"): several and asked.gpu_layers,
+        ("--gpu-layers", "--disk"): asked.disk and asked.gpu_layers,
+        ("--optimizer-on gpu", "--devices"): several and gpu,
+        # An early update of a layer would not know the norm of all gradients.
+        ("--optimizer-overlap backward", "--gradient-clip norm"): early and asked.gradient_clip == "norm",
+        # Such steps run in optimizer.step().
+        ("--optimizer-overlap backward", f"--optimizer-on gpu and --precision {asked.precision}"): (
+            early and gpu and asked.stores_16_bits
+        ),
+        # With several devices, all weights are in memory.
+        ("--disk", f"{inference} on several devices"): several and asked.predict and asked.disk,
     }
-    for why in (why for why, other in others.items() if question.gpu_layers and other):
-        yield f"--gpu-layers {why}. Leave out --gpu-layers."
-    if question.gpu_layers == "auto" and question.gpu_memory is None:
-        yield "--gpu-layers auto needs --gpu-memory. Add --gpu-memory 24GiB, for example."
+    need = {
+        ("--links", "--devices 2"): asked.devices == 1 and asked.links != _usual().links,
+        ("--dataset-tokens", "--hours 24"): asked.hours is None and asked.dataset_tokens is not None,
+        ("--gpu-layers auto", "--gpu-memory 24GiB"): asked.gpu_layers == "auto" and asked.gpu_memory is None,
+    }
+    for (one, other), found in exclude.items():
+        if found:
+            yield f"{one} does not work with {other}. Leave one of them out."
+    for (one, other), found in need.items():
+        if found:
+            yield f"{one} needs another option. Add {other}, for example, or leave {one} out."
 
 
 def command(question: Question) -> str:

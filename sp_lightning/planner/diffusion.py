@@ -115,16 +115,6 @@ def import_diffusers(model: str, kind: str) -> Any:
     return diffusers
 
 
-def is_module(kind: object) -> bool:
-    """Returns True for a subclass of ``nn.Module``. The classes of schedulers and tokenizers are not modules."""
-    return isinstance(kind, type) and issubclass(kind, nn.Module)
-
-
-def is_pipeline(raw: dict[str, Any]) -> bool:
-    """Returns True if a config is the index of a pipeline, with the library and class of each part."""
-    return str(raw["_class_name"]).endswith("Pipeline")
-
-
 def trained_part(index: Path) -> str:
     """Returns the name of the trained part of a pipeline. Its folder has the same name.
 

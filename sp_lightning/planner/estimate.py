@@ -27,7 +27,7 @@ from sp_lightning.plan.choices import Mode, Modes
 from sp_lightning.plan.host_memory import all_but_an_eighth
 from sp_lightning.plan.plan import Plan, make_plan, plan_contents
 from sp_lightning.planner.adapters import add_adapters
-from sp_lightning.planner.arguments import PRECISIONS, Question, contradictions, in_pixels
+from sp_lightning.planner.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.planner.dry_run import Work, estimate
 from sp_lightning.planner.fake import VALUES_NEEDED, fake_tensors
 from sp_lightning.planner.host import HostMemory, HostStep, host_memory, host_step, update_rates
@@ -141,7 +141,14 @@ class Estimate:
 
     def plan(self, k: int, k_prime: int) -> Plan:
         """Returns the plan for a window."""
-        return _plan(self.question, self.found, k, k_prime, self.contents)
+        asked = self.question
+        share = asked.gpu_layers
+        stay = 0
+        if share != "auto":
+            stay = share if isinstance(share, int) else round(share * len(self.found.layers))
+        options: dict[str, Any] = {"ranks": asked.devices, "training": not asked.predict, "stay": stay}
+        plan = make_plan(self.found, k=k, k_prime=k_prime, contents=self.contents, **options)
+        return replace(plan, steps_on_device=not asked.predict and asked.optimizer_on == "gpu")
 
     def staying(self, k: int, k_prime: int) -> Estimate:
         """Returns the estimate for a window, with ``--gpu-layers auto`` replaced by a number of layers.
@@ -304,17 +311,6 @@ class Estimate:
         return walk.predict(host_traffic=each + update * updates)
 
 
-def _plan(question: Question, found: Found, k: int, k_prime: int, contents: Mapping[str, Any] | None = None) -> Plan:
-    training = not question.predict
-    share = question.gpu_layers
-    stay = 0
-    if share != "auto":
-        stay = share if isinstance(share, int) else round(share * len(found.layers))
-    options: dict[str, Any] = {"ranks": question.devices, "training": training, "stay": stay}
-    plan = make_plan(found, k=k, k_prime=k_prime, contents=contents, **options)
-    return replace(plan, steps_on_device=training and question.optimizer_on == "gpu")
-
-
 def estimate_model(question: Question) -> Estimate:
     """Builds the model and runs a batch, both without memory.
 
@@ -445,27 +441,20 @@ def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[s
         except Exception as error:  # a module that reads values may raise any error; the message contains it
             failed[batch] = error
             continue
-        if failed and question.image is not None:
-            raise ValueError(
-                f"--image {in_pixels(question.image)}: {question.model!r} cannot take it ({_in_one_line(failed[items])}). "
-                f"Leave --image out to run the model with {batch}."
-            )
         if _NO_LOSS in told and "token" in batch:
             told.append(_LOSS_OF_TOKENS)
         if source.images and failed and "image" not in batch:
             told.append(_UNCOUNTED.format(_in_one_line(failed[items])))
         return batch, work, [*dict.fromkeys(told)]
-    if question.input is not None and not isinstance(failed[items], VALUES_NEEDED):
-        # The first batch has floating-point numbers, the last one integers.
-        floating, *_, whole = map(_in_one_line, failed.values())
+    why = "; ".join(f"{batch}: {_in_one_line(error)}" for batch, error in failed.items())
+    if not isinstance(failed[items], VALUES_NEEDED):
         raise ValueError(
-            f"--input {' '.join(map(str, question.input))}: {question.model!r} cannot take one tensor of that shape "
-            f"(floating-point: {floating}; integers: {whole}). Give the shape of a whole batch, or set "
-            "example_input_array in the module to what its forward takes, and leave --input out."
+            f"{question.model!r} cannot take its batch ({why}). Give the shape of a whole batch (--input, --image, --tokens), or "
+            "set example_input_array in the module to what its forward takes."
         )
     raise ValueError(
-        f"{question.model!r}: no batch ({items}) could be run without values ({_in_one_line(failed[items])}). A forward whose "
-        "control flow depends on values cannot be planned. print(trainer.strategy.plan) lists the memory of a run."
+        f"{question.model!r}: no batch could be run without values ({why}). A forward whose control flow depends on values "
+        "cannot be planned. print(trainer.strategy.plan) lists the memory of a run."
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,11 +74,7 @@ def with_rates(question: Question) -> Question:
         found = json.loads(text)
         if found["kind"] != "rates":
             raise ValueError(f"its kind is {found['kind']!r}")
-        measured, machine, here = found["measured"], found["machine"], machine_of(device_for(torch.device("cpu")))
-        notes = []
-        if machine["processor"] != here["processor"] or machine["cores"] != here["cores"]:
-            notes.append(f"{file} is of another machine, {_named(machine)}; this one has {_named(here)}.")
-        return _with_rates(question, measured, notes)
+        return _with_rates(question, found["measured"])
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ArgumentTypeError) as error:
         raise ValueError(
             f"{file} is not a file of rates ({type(error).__name__}: {error}). Make one: "
@@ -87,7 +82,7 @@ def with_rates(question: Question) -> Question:
         ) from error
 
 
-def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[str]) -> Question:
+def _with_rates(question: Question, measured: dict[str, Any]) -> Question:
     values = {name: measured[name] for name in _OPTIONS if name in measured and name not in question.given}
     tflops = {str(DTYPES[key]).removeprefix("torch."): float(each) for key, each in values.get("tflops", {}).items()}
     visit, weight = map(float, measured["python"]["inference" if question.predict else "training"])
@@ -98,12 +93,6 @@ def _with_rates(question: Question, measured: dict[str, Any], notes: Sequence[st
         python=(visit, weight),
         synchronous=bool(measured["synchronous"]),
         drive=float(number_of("disk", measured["disk"])) if "disk" in measured else question.measured.drive,
-        notes=(*question.measured.notes, *notes),
     )
     numbers = {name: number_of(name, str(value)) for name, value in values.items() if name != "tflops"}
     return question.but(**numbers, measured=seen)
-
-
-def _named(machine: dict[str, Any]) -> str:
-    accelerator = f"{machine['accelerator']}, " if machine["accelerator"] else ""
-    return f"{accelerator}{machine['processor']}, {machine['cores']} cores"

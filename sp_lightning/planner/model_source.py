@@ -23,8 +23,6 @@ from sp_lightning.planner.diffusion import (
     INDEX,
     LatentInputs,
     import_diffusers,
-    is_module,
-    is_pipeline,
     squared_error,
     stored_dtype,
     trained_part,
@@ -51,8 +49,8 @@ class ModelSource:
 
     Attributes:
         module: the model; its parameters have no memory.
-        batches: the asked batch, then other batches, which are tried if the model does not take the asked one. Empty if the
-            inputs of the model are not known.
+        batches: the asked batch, then other batches with other dtypes or without images, which are tried if the model does not
+            take the first one. Empty if the inputs of the model are not known.
         generation: takes the number of tokens to generate, and returns two functions. The first runs the prompts. The second
             runs the last token with the keys and values of all tokens before it. None if the model has no key-value cache.
         images: True if the model takes images. If the model also takes text, the last batch has no images.
@@ -99,11 +97,7 @@ def load_model(asked: Question) -> ModelSource:
             "--tokens": asked.input and tokens,
         }
     if ignored := [option for option, value in given.items() if value]:
-        instead = (
-            "--input, batch first (for example --input 4 3 224 224), or change the module's example_input_array"
-            if factory
-            else "--batch-size, and --tokens or --image"
-        )
+        instead = "--input 4 3 224 224 (batch first)" if factory else "--batch-size, --tokens and --image"
         raise ValueError(f"{' and '.join(ignored)} cannot be used with {source!r}. Use {instead}.")
     found = _load_factory(asked) if factory else _load_named(asked)
     if asked.frames is not None and found.unit != "videos":
@@ -262,8 +256,7 @@ def _load_torchvision(asked: Question) -> ModelSource:
         return (torch.zeros(asked.batch_size, 3, size, size),), {}
 
     size = _side(asked) or usual
-    batches: Batches = {_images(asked.batch_size, each): partial(arguments, each) for each in (size, usual)}
-    return ModelSource(module, batches)
+    return ModelSource(module, {_images(asked.batch_size, size): partial(arguments, size)})
 
 
 # ---------------------------------------------------------------------- transformers
@@ -300,9 +293,8 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
         raise ValueError(f"--image {in_pixels(asked.image)}: {asked.model!r} takes no images. Leave --image out.")
     if inputs.with_text and isinstance(most, int) and asked.tokens > most:
         raise ValueError(f"--tokens {asked.tokens}: {str(file)!r} has {most} positions. Use --tokens {most}.")
-    usual = (usual_size(config) or USUAL_IMAGE) if inputs.with_images else None
-    size = _side(asked) or usual
-    sizes = (size, usual, None) if inputs.with_text else (size, usual)
+    size = _side(asked) or (usual_size(config) or USUAL_IMAGE if inputs.with_images else None)
+    sizes = (size, None) if inputs.with_text and asked.image is None else (size,)
     batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in sizes}
     generation = partial(inputs.generation, size) if inputs.cache else None
     return ModelSource(
@@ -480,7 +472,7 @@ def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSo
     kind = str(raw[_OF_DIFFUSERS])
     notes: list[str] = []
     diffusers = import_diffusers(asked.model, kind)
-    if is_pipeline(raw):
+    if kind.endswith("Pipeline"):
         trained = trained_part(file)
         notes.append(
             f"{raw[_OF_DIFFUSERS]}: these sizes are of its {trained}. Its other parts are not counted: compute latents and "
@@ -490,7 +482,7 @@ def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSo
         raw = _read(file)
         kind = str(raw.get(_OF_DIFFUSERS))
     model: Any = getattr(diffusers, kind, None)
-    if not is_module(model):
+    if nn.Module not in getattr(model, "__mro__", ()):  # for example the class of a scheduler
         raise ValueError(
             f"{str(file)!r}: expected a _class_name of a model of diffusers {diffusers.__version__}, got {kind!r}. If it is "
             "newer: pip install -U diffusers"
@@ -512,18 +504,11 @@ def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSo
     size = inputs.usual
     if asked.image is not None:
         size = asked.image if isinstance(asked.image, tuple) else (asked.image, asked.image)
-    batches: Batches = {
-        inputs.items(each): partial(_keywords, partial(inputs.arguments, each)) for each in (size, inputs.usual)
-    }
     return ModelSource(
         module,
-        batches,
+        {inputs.items(size): lambda: ((), inputs.arguments(size))},
         stored=stored,
         notes=tuple(notes),
         unit=inputs.unit,
         loss=squared_error,
     )
-
-
-def _keywords(make: Callable[[], dict[str, Any]]) -> Arguments:
-    return (), make()

@@ -29,7 +29,7 @@ def run_plan(question: Question) -> None:
     """
     question = with_rates(question)
     find_config(question.model)  # raises an error about an invalid name before any model is built
-    with _nothing_else_said(), _no_garbage_collected():
+    with _quiet():
         found = (_within_hours if question.hours is not None else _at_once)(question)
     if found.status:
         raise SystemExit(found.status)
@@ -73,25 +73,18 @@ def _notify(what: str) -> None:
 
 
 @contextmanager
-def _nothing_else_said() -> Iterator[None]:
-    """Hides warnings and logs of libraries. With fake tensors, torch logs errors, for example about an unsupported size."""
+def _quiet() -> Iterator[None]:
+    """Hides warnings and logs of libraries. With fake tensors, torch logs errors, for example about an unsupported size.
+
+    Also disables garbage collection, which takes a second for the imported modules and frees almost nothing.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
+    gc.disable()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        gc.enable()
         logging.disable(before)
-
-
-@contextmanager
-def _no_garbage_collected() -> Iterator[None]:
-    """Disables garbage collection, which takes a second for the imported modules and frees almost nothing."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -17,12 +17,12 @@ from sp_lightning.registry import needed_for
 from sp_lightning.tuning.machine import measure_host_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The measured dtypes of matrix products and optimizer steps, by their names in a file of rates."""
+"""The measured dtypes of matrix products, by their names in a file of rates."""
 OF_DEVICE = ("tflops", "device_bandwidth", "pcie")
 """The measurements of the device, by the names of ``plan``'s options."""
 ADAMW_BYTES = 28
 """Bytes that a step of AdamW with float32 state reads (4 tensors) and writes (3) for each parameter."""
-_SHARES = 9  # each timed measurement (at most eight) gets this fraction of the seconds
+_SHARES = 7  # each timed measurement (at most six) gets this fraction of the seconds
 # The messages of a DirectFile.
 _SAID = ("The drive cannot be read", "The drive cannot be written", "The file", ": name another folder with --disk")
 
@@ -44,13 +44,11 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
 
         and other measurements:
 
-        - ``adamw``: seconds per parameter of torch's fused step, a dict by :data:`DTYPES`.
         - ``python``: seconds for each layer call and for each weight, a dict with the keys "training" and "inference".
         - ``synchronous``: True if nothing else runs during a copy.
     """
     share = seconds / _SHARES
     nbytes = min(2**29, max(2**26, int(share * 2**30)))  # larger than caches, if the time allows it
-    adamw = {name: adamw_seconds(nbytes // 4, share, fused=True, dtype=dtype) for name, dtype in DTYPES.items()}
     found: dict[str, Any] = {}
     if device is not None:
         found = {
@@ -59,8 +57,7 @@ def measure_rates(device: Device | None, seconds: float, disk: Path | None = Non
             "pcie": link_bytes(device, nbytes, share),
         }
     return found | {
-        "host_bandwidth": ADAMW_BYTES / adamw["fp32"],
-        "adamw": adamw,
+        "host_bandwidth": ADAMW_BYTES / adamw_seconds(nbytes // 4, share, fused=True),
         **({} if disk is None else {"disk": disk_bytes(disk, nbytes)}),
         "python": {
             "training": measure_host_seconds(training=True),

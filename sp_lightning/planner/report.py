@@ -232,7 +232,7 @@ def _faster(answer: Answer) -> str:
 def _notes(estimate: Estimate, row: Row) -> list[str]:
     """Returns sentences on parts of a batch that are not counted, and on large activations outside of all layers."""
     work = estimate.work
-    notes = [*estimate.question.measured.notes, *estimate.notes]
+    notes = [*estimate.notes]
     if estimate.question.predict:
         return notes
     notes += [estimate.found.grouping_advice] if estimate.found.grouping_advice else []

@@ -94,13 +94,6 @@ def _modes(estimate: Estimate, best: Row) -> list[str]:
     return [f"Not all activations fit: {summary(best.modes)}."] if estimate.activations == "auto" else []
 
 
-_BOUNDS = {
-    "compute": "computation", "fetch": "uploads", "drain": "gradient offloading", "optimizer": "optimizer steps on the CPU",
-    "host": "Python", "host memory": "host memory", "gpu steps": "optimizer steps on the GPU",
-}  # fmt: skip
-"""The names of resources in messages."""
-
-
 def _staying(answer: Answer, best: Row) -> list[str]:
     """Returns a line on layers that stay on the GPU: their number and memory, and the resource that binds.
 
@@ -112,11 +105,10 @@ def _staying(answer: Answer, best: Row) -> list[str]:
     if not plan.stay:
         return ["No layer stays on the GPU: none fits beside the window and activations, or it is not faster."]
     share = sum(plan.layers[at].nbytes for at in plan.stay) / max(1, sum(layer.nbytes for layer in plan.layers))
-    binds = best.prediction.binds
     return [
         f"{len(plan.stay)} of {len(plan.layers)} layers ({share:.0%} of their bytes) stay on the GPU: "
         f"{in_gib(best.device_bytes)} of GPU memory; {in_gib(host.stepping_bytes)} of host memory while training, "
-        f"{in_gib(host.nbytes)} while a checkpoint is written; {_BOUNDS.get(binds, binds)} takes longest."
+        f"{in_gib(host.nbytes)} while a checkpoint is written; {best.prediction.binds} binds."
     ]
 
 
@@ -130,13 +122,8 @@ def speed(answer: Answer) -> str:
             f"{answer.prompt_seconds:.3g} s for the prompts, then {seconds:.3g} s for each token of {question.batch_size} "
             f"sequence{'s' * (question.batch_size > 1)}{each}"
         )
-    return f"{time}, {per_second(answer)}"
-
-
-def per_second(answer: Answer) -> str:
-    """Returns the items per second, in words."""
     number, what = answer.rate
-    return f"{number:.3g} {what}/s" if number < 1000 else f"{number:.0f} {what}/s"
+    return f"{time}, {number:.3g} {what}/s" if number < 1000 else f"{time}, {number:.0f} {what}/s"
 
 
 def waiting(answer: Answer) -> str:

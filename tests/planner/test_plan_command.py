@@ -80,8 +80,6 @@ def test_generation_counts_keys_and_values(capsys: pytest.CaptureFixture[str]) -
     found = {batch: plan(capsys, model, *options, "--batch-size", str(batch)) for batch in (1, 16)}
     for batch, answer in found.items():
         assert batch * 512 * cache < answer["activation_bytes"] < 3 * batch * 512 * cache + 2**29
-        assert answer["training"] is False
-        assert answer["generated_tokens"] == 64
         assert f"each token of {batch} sequence" in answer["verdict"]
     # Weights are fetched once for all sequences: sixteen take hardly longer than one.
     assert found[16]["windows"][0]["seconds"] < 1.1 * found[1]["windows"][0]["seconds"]
@@ -152,8 +150,8 @@ class WithoutForward(Module):
         ("Unknown", "Unknown has no forward; define one that calls the network as training_step does"),
         ("WithoutForward", "WithoutForward has no forward; define one"),
         ("Stack", "are not known: add --input SIZE"),
-        ("LooksAtValues", "no batch (its example_input_array) could be run without values (DataDependentOutput"),
-        ("SaysMuch", "(ValueError: The input is not to my taste)"),
+        ("LooksAtValues", "no batch could be run without values (its example_input_array: DataDependentOutput"),
+        ("SaysMuch", "(its example_input_array: ValueError: The input is not to my taste)"),
     ],
 )
 def test_modules_that_cannot_be_run_without_values(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,8 +336,7 @@ def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     [
         pytest.param(
             ["vit_b_16", "--image", "100"],
-            "cannot take it (AssertionError: Wrong image height! Expected 224 but got 100!). "
-            "Leave --image out to run the model with 1 image of 224 × 224.",
+            "cannot take its batch (1 image of 100 × 100: AssertionError: Wrong image height! Expected 224 but got 100!).",
             marks=pytest.mark.rest("a model of real size is run on paper"),
         ),
         ([str(SHAPES / "llama-3-8b.json"), "--image", "100"], "takes no images. Leave --image out."),
@@ -349,7 +346,7 @@ def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["tests.planner.test_plan_command:TakesEightTokens", "--input", "4", "9"],
-            "; integers: RuntimeError: ",
+            "; a batch of 4 × 9 integers: RuntimeError: ",
         ),
     ],
 )
@@ -362,7 +359,6 @@ def test_sizes_that_the_model_cannot_take(
     assert ended.value.code == 2
     said = capfd.readouterr().err
     assert message in said
-    assert said.startswith("python -m sp_lightning plan: --i")
     assert said.count("\n") == 1
 
 
@@ -373,7 +369,7 @@ def test_sizes_of_named_models_are_refused_for_a_factory(option: list[str], caps
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
         f"python -m sp_lightning plan: {option[0]} cannot be used with 'tests.planner.test_plan_command:TakesTokens'. "
-        "Use --input, batch first (for example --input 4 3 224 224), or change the module's example_input_array.\n"
+        "Use --input 4 3 224 224 (batch first).\n"
     )
 
 
@@ -388,9 +384,7 @@ def test_small_layers_and_large_logits_are_named(tmp_path: Path, capsys: pytest.
     assert re.search(r"^faster: .* s for Python\. Use larger layers \(layers=\)", said, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("windows", "rows"), [(["--k", "1"], 0), (["--k", "1", "2"], 4), (["--k", "auto", "--k-prime", "auto"], 0)]
-)
+@pytest.mark.parametrize(("windows", "rows"), [(["--k", "1"], 0), (["--k", "1", "2"], 4), ([], 0)])
 def test_windows_that_were_asked_for_are_shown(
     windows: list[str], rows: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -506,7 +500,6 @@ def test_the_keys_of_an_answer_are_frozen(capsys: pytest.CaptureFixture[str]) ->
     ("arguments", "said"),
     [
         (["check", "M.json"], "`plan` takes a config; `check` needs your own module"),
-        (["check", "json"], "'json' is a module. Expected json:Name"),
         (["rates", "--disk", "/no/such/folder"], "--disk /no/such/folder: not a folder"),
         (["rates", "--seconds", "abc"], "must be a number above 0, got abc"),
         (["plan", "resnet18", "--gpu-memory", "much"], "expected a size: GiB as a number (24)"),

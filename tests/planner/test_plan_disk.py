@@ -178,7 +178,7 @@ def test_several_devices_have_state_on_the_disk_and_nothing_else(capsys: pytest.
 def test_weights_of_several_devices_are_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, "--predict", "--disk", "1GB/s", "--devices", "2"])
-    assert "--disk with --predict works on one device" in capsys.readouterr().err
+    assert "--disk does not work with --predict or --generate on several devices" in capsys.readouterr().err
 
 
 def test_a_plan_without_a_limit_says_why_nothing_is_on_the_disk(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,8 +37,8 @@ def test_it_takes_less_memory_and_more_operations(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--loss-tokens", "32", "--predict"], "--predict and --generate do not train"),
-        (["--loss-tokens", "32", "--generate", "4"], "--predict and --generate do not train"),
+        (["--loss-tokens", "32", "--predict"], "--loss-tokens does not work with --predict or --generate"),
+        (["--loss-tokens", "32", "--generate", "4"], "--loss-tokens does not work with --predict or --generate"),
         (["--loss-tokens", "0"], "must be an integer of at least 1, got 0"),
     ],
 )

@@ -118,20 +118,6 @@ def test_a_drive_that_was_measured_is_no_drive_that_was_asked_for(tmp_path: Path
     assert with_rates(tmp_path, "--disk", "7GB/s").disk == 7e9
 
 
-@pytest.mark.parametrize(("processor", "cores"), [("Abacus", 8), ("Abacus", 4), ("Slide rule", 8)])
-def test_a_machine_is_its_processor_and_its_cores(
-    processor: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here = {"accelerator": None, "processor": processor, "cores": cores}
-    monkeypatch.setattr(measured, "machine_of", lambda device: here)
-    notes = with_rates(tmp_path).measured.notes
-    if (processor, cores) == ("Abacus", 8):
-        assert not notes
-    else:
-        (note,) = notes
-        assert note.endswith(f"another machine, Loom, Abacus, 8 cores; this one has {processor}, {cores} cores.")
-
-
 def test_an_accelerator_that_is_not_here_is_refused() -> None:
     with pytest.raises(ValueError, match="--accelerator loom: torch finds "):
         measured.run_rates(Namespace(accelerator="loom", seconds=0.1, disk=None))
