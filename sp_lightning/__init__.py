@@ -38,15 +38,15 @@ if TYPE_CHECKING:
         SuperpipelineStrategy,
         compile_blocks,
     )
-    from sp_lightning.activations.chunked_loss import chunk_loss
     from sp_lightning.any_loop.stream import stream
     from sp_lightning.any_loop.transformers_trainer import StreamedTrainer
-    from sp_lightning.comparison.check import check
-    from sp_lightning.comparison.dial import dial
-    from sp_lightning.experts.mxfp4 import load_mxfp4
-    from sp_lightning.experts.packed_stacks import pack_experts
-    from sp_lightning.ranks.rank_order import rank_order_hook
-    from sp_lightning.sharing.shared_base import SharedBase
+    from sp_lightning.capabilities.activations.chunked_loss import chunk_loss
+    from sp_lightning.capabilities.experts.mxfp4 import load_mxfp4
+    from sp_lightning.capabilities.experts.packed_stacks import pack_experts
+    from sp_lightning.experimental.ranks.rank_order import rank_order_hook
+    from sp_lightning.experimental.sharing.shared_base import SharedBase
+    from sp_lightning.tools.comparison.check import check
+    from sp_lightning.tools.comparison.dial import dial
 else:
 
     def __getattr__(name: str) -> object:

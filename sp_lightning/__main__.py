@@ -1,4 +1,4 @@
-"""The entry point of ``python -m sp_lightning`` and ``superpipeline``. :mod:`sp_lightning.planner` has the commands."""
+"""The entry point of ``python -m sp_lightning`` and ``superpipeline``. :mod:`sp_lightning.tools.planner` has the commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         MissingCapabilityError: the folder of the command line is missing.
     """
     with needed_for("The command line", can_leave_out=False):
-        from sp_lightning.planner.arguments import LIGHTNING, PROGRAM, make_parser, read
+        from sp_lightning.tools.planner.arguments import LIGHTNING, PROGRAM, make_parser, read
 
     arguments = list(sys.argv[1:] if argv is None else argv)
     if PROGRAM == "superpipeline" and os.getcwd() not in sys.path:
@@ -48,27 +48,27 @@ def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
         given: the parsed arguments; None for the commands of Lightning's CLI, which parses ``arguments`` itself.
         arguments: the words of the command line.
     """
-    from sp_lightning.planner.arguments import Question, make_parser
+    from sp_lightning.tools.planner.arguments import Question, make_parser
 
     with needed_for(f"The command {arguments[0]}", can_leave_out=False):
         if given is None:
-            from sp_lightning.planner import lightning_cli
+            from sp_lightning.tools.planner import lightning_cli
 
             lightning_cli.run_lightning(arguments)
         elif given.command == "check":
-            from sp_lightning.comparison import command
+            from sp_lightning.tools.comparison import command
 
             command.run(given)
         elif given.command == "dial":
-            from sp_lightning.comparison import command
+            from sp_lightning.tools.comparison import command
 
             command.run_dial(given, arguments)
         elif given.command == "rates":
-            from sp_lightning.planner import measured
+            from sp_lightning.tools.planner import measured
 
             print(measured.run_rates(given))
         else:
-            from sp_lightning.planner import plan_command
+            from sp_lightning.tools.planner import plan_command
 
             assert isinstance(given, Question)
             # Parsed again without defaults: the namespace then has only the arguments that the user gave.

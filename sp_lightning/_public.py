@@ -26,9 +26,9 @@ _log = rank_zero.log if "pytorch_lightning" in sys.modules else None
 from lightning.pytorch.strategies import StrategyRegistry
 
 from sp_lightning import registry
-from sp_lightning.model.compile import compile_blocks
-from sp_lightning.observe.stats import Stats
-from sp_lightning.plan.plan import Plan, PlannedLayer
+from sp_lightning.core.model.compile import compile_blocks
+from sp_lightning.core.observe.stats import Stats
+from sp_lightning.core.plan.plan import Plan, PlannedLayer
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 

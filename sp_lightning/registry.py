@@ -31,48 +31,48 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from sp_lightning.device.device import Device
-    from sp_lightning.device.host_kernels import HostKernels
-    from sp_lightning.engine.activations import ActivationPlan
-    from sp_lightning.engine.placement import Placement
-    from sp_lightning.engine.state_store import StateStore
-    from sp_lightning.engine.streamer import MakeStepper, Streamer
-    from sp_lightning.engine.tuner import BaseTuner
-    from sp_lightning.model.found import Found
-    from sp_lightning.model.rows import RowFinder
-    from sp_lightning.plan.choices import ActivationChoice, OptimizerOn, Share
-    from sp_lightning.plan.host_memory import HostBudget
-    from sp_lightning.plan.ledger import Ledger
-    from sp_lightning.plan.plan import Plan
-    from sp_lightning.plan.window import Window
+    from sp_lightning.core.device.device import Device
+    from sp_lightning.core.device.host_kernels import HostKernels
+    from sp_lightning.core.engine.activations import ActivationPlan
+    from sp_lightning.core.engine.placement import Placement
+    from sp_lightning.core.engine.state_store import StateStore
+    from sp_lightning.core.engine.streamer import MakeStepper, Streamer
+    from sp_lightning.core.engine.tuner import BaseTuner
+    from sp_lightning.core.model.found import Found
+    from sp_lightning.core.model.rows import RowFinder
+    from sp_lightning.core.plan.choices import ActivationChoice, OptimizerOn, Share
+    from sp_lightning.core.plan.host_memory import HostBudget
+    from sp_lightning.core.plan.ledger import Ledger
+    from sp_lightning.core.plan.plan import Plan
+    from sp_lightning.core.plan.window import Window
+    from sp_lightning.core.updates.gpu_bits import GpuBits
     from sp_lightning.trainer.options import Options
     from sp_lightning.trainer.step_place import StepPlace
-    from sp_lightning.updates.gpu_bits import GpuBits
 
 CAPABILITIES = {
-    "activations": "offloads or recomputes activations, and cuts a loss into chunks",
+    "capabilities.activations": "offloads or recomputes activations, and cuts a loss into chunks",
     "any_loop": "streams in loops without Lightning's Trainer (sp_lightning.stream)",
-    "comparison": "compares a module with plain Lightning (sp_lightning.check, sp_lightning.dial)",
-    "disk": "keeps optimizer state, weights and gradients on a disk",
-    "experts": "uploads only the experts and embedding rows that a batch uses",
-    "gpu_steps": "runs optimizer steps on the GPU, and keeps layers there with their optimizer state",
-    "kernels": "compiles kernels for optimizer steps on the CPU",
-    "planner": "the command line: plan, check, dial, rates",
-    "ranks": "trains on several devices",
-    "sharing": "lets several trainings share one frozen base",
-    "tuning": "measures batches, and chooses k, k' and the modes of activations",
+    "tools.comparison": "compares a module with plain Lightning (sp_lightning.check, sp_lightning.dial)",
+    "capabilities.disk": "keeps optimizer state, weights and gradients on a disk",
+    "capabilities.experts": "uploads only the experts and embedding rows that a batch uses",
+    "capabilities.gpu_steps": "runs optimizer steps on the GPU, and keeps layers there with their optimizer state",
+    "capabilities.kernels": "compiles kernels for optimizer steps on the CPU",
+    "tools.planner": "the command line: plan, check, dial, rates",
+    "experimental.ranks": "trains on several devices",
+    "experimental.sharing": "lets several trainings share one frozen base",
+    "capabilities.tuning": "measures batches, and chooses k, k' and the modes of activations",
 }
-"""The folders, and what each adds."""
+"""The folders, as names of packages, and what each adds."""
 
 PUBLIC = {
-    "SharedBase": "sharing.shared_base",
+    "SharedBase": "experimental.sharing.shared_base",
     "StreamedTrainer": "any_loop.transformers_trainer",
-    "check": "comparison.check",
-    "chunk_loss": "activations.chunked_loss",
-    "dial": "comparison.dial",
-    "load_mxfp4": "experts.mxfp4",
-    "pack_experts": "experts.packed_stacks",
-    "rank_order_hook": "ranks.rank_order",
+    "check": "tools.comparison.check",
+    "chunk_loss": "capabilities.activations.chunked_loss",
+    "dial": "tools.comparison.dial",
+    "load_mxfp4": "capabilities.experts.mxfp4",
+    "pack_experts": "capabilities.experts.packed_stacks",
+    "rank_order_hook": "experimental.ranks.rank_order",
     "stream": "any_loop.stream",
 }
 """The public names of ``sp_lightning`` that capabilities have, and the file of each."""
@@ -111,11 +111,9 @@ def needed_for(option: str, *, can_leave_out: bool = True) -> Iterator[None]:
 
 def _missing_capability(module: str | None) -> str | None:
     """Returns the capability to which a module belongs, if its folder is missing; None for all other modules."""
-    package, _, rest = (module or "").partition(".")
-    folder = rest.partition(".")[0]
-    if package != "sp_lightning" or folder not in CAPABILITIES or is_installed(folder):
-        return None
-    return folder
+    name = (module or "").removeprefix("sp_lightning.")
+    folder = next((each for each in CAPABILITIES if f"{name}.".startswith(f"{each}.")), None)
+    return None if folder is None or is_installed(folder) else folder.replace(".", "/")
 
 
 @cache
@@ -136,8 +134,8 @@ def public(name: str) -> Any:
 
 def install() -> None:
     """Gives the core the functions that resolve what the whole process uses. Importing the package calls this."""
-    from sp_lightning.device import host_kernels as kernels_of_core
-    from sp_lightning.model import rows
+    from sp_lightning.core.device import host_kernels as kernels_of_core
+    from sp_lightning.core.model import rows
 
     rows.install(row_finder)
     kernels_of_core.install(host_kernels)
@@ -149,11 +147,11 @@ def row_finder() -> RowFinder:
 
     Without ``experts`` (slower), all layers are uploaded whole.
     """
-    if is_installed("experts"):
-        from sp_lightning.experts.finder import ExpertsAndEmbeddings
+    if is_installed("capabilities.experts"):
+        from sp_lightning.capabilities.experts.finder import ExpertsAndEmbeddings
 
         return ExpertsAndEmbeddings()
-    from sp_lightning.model.rows import RowFinder
+    from sp_lightning.core.model.rows import RowFinder
 
     return RowFinder()
 
@@ -173,18 +171,18 @@ def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, ma
         found: its layers and units.
         may_choose: True if ``"auto"`` may choose modes: the run trains, and device memory is limited.
     """
-    from sp_lightning.engine.activations import ActivationPlan
+    from sp_lightning.core.engine.activations import ActivationPlan
 
     if choice == "keep" or (choice == "auto" and not may_choose):
         return ActivationPlan(automatic=choice == "auto")
-    if choice == "auto" and not is_installed("activations"):
+    if choice == "auto" and not is_installed("capabilities.activations"):
         return ActivationPlan(
             automatic=True,
-            why_kept='Superpipeline: activations="auto" keeps all activations on the GPU, because sp_lightning/activations '
-            "is not installed.",
+            why_kept='Superpipeline: activations="auto" keeps all activations on the GPU, because '
+            "sp_lightning/capabilities/activations is not installed.",
         )
     with needed_for("activations=" + json.dumps(choice)):
-        from sp_lightning.activations.calls import plan_activations
+        from sp_lightning.capabilities.activations.calls import plan_activations
     return plan_activations(choice, module, found)
 
 
@@ -197,13 +195,13 @@ def require_disk(option: str) -> None:
     :func:`placement_on_disk` and :func:`state_on_disk` are called only after this check.
     """
     with needed_for(option):
-        import sp_lightning.disk  # noqa: F401
+        import sp_lightning.capabilities.disk  # noqa: F401
 
 
 def host_budget(host_memory: int | float) -> HostBudget:
     """Returns the limit of host memory for ``host_memory=`` without ``disk=``. Without the folder, it raises an error."""
     with needed_for("host_memory="):
-        from sp_lightning.disk.host_budget import LimitedMemory
+        from sp_lightning.capabilities.disk.host_budget import LimitedMemory
     return LimitedMemory(host_memory)
 
 
@@ -211,7 +209,7 @@ def placement_on_disk(
     found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int
 ) -> Placement:
     """Returns the placement of weights and gradients with ``disk=``. The arguments are those of ``disk.tier.place``."""
-    from sp_lightning.disk.tier import place
+    from sp_lightning.capabilities.disk.tier import place
 
     return place(found, plan, options, device, accumulate=accumulate)
 
@@ -225,7 +223,7 @@ def state_on_disk(
     log: logging.Logger,
 ) -> tuple[StateStore, int]:
     """Returns the store of optimizer state with ``disk=``, and its host memory. See ``disk.tier.open_store``."""
-    from sp_lightning.disk.tier import open_store
+    from sp_lightning.capabilities.disk.tier import open_store
 
     return open_store(run, options, optimizers, ledger, still, log)
 
@@ -235,11 +233,11 @@ def checkpoint_writer() -> Callable[[Any, IO[bytes]], None]:
 
     Such tensors can only be in a checkpoint if this process has imported the module that makes them.
     """
-    if "sp_lightning.disk.away" not in sys.modules:
+    if "sp_lightning.capabilities.disk.away" not in sys.modules:
         import torch
 
         return torch.save
-    from sp_lightning.disk.away import save
+    from sp_lightning.capabilities.disk.away import save
 
     return save
 
@@ -259,17 +257,17 @@ def layer_stepper(optimizer_on: OptimizerOn, gpu_layers: Share) -> MakeStepper |
         required.append('optimizer_on="gpu"')
     if gpu_layers not in (0, "auto"):
         required.append(f"gpu_layers={gpu_layers}")
-    if not required and not is_installed("gpu_steps"):
+    if not required and not is_installed("capabilities.gpu_steps"):
         return None
     with needed_for(" and ".join(required)):
-        from sp_lightning.gpu_steps.on_device import make_stepper
+        from sp_lightning.capabilities.gpu_steps.on_device import make_stepper
     return make_stepper
 
 
 def step_place() -> type[StepPlace]:
     """Returns the class that decides where optimizers step. Without ``gpu_steps`` (fallback), they step on the CPU."""
-    if is_installed("gpu_steps"):
-        from sp_lightning.gpu_steps.step_place import MeasuredPlace
+    if is_installed("capabilities.gpu_steps"):
+        from sp_lightning.capabilities.gpu_steps.step_place import MeasuredPlace
 
         return MeasuredPlace
     from sp_lightning.trainer.step_place import StepPlace
@@ -298,12 +296,14 @@ def make_tuner(
     # With stacked experts, the tuner also chooses the size of their cache, even if k and k' are numbers.
     chooses_window = window.auto or (window.room is not None and streamer.plan.stack_bytes > 0)
     if chooses_window or chooses_modes:
-        if is_installed("tuning"):
-            from sp_lightning.tuning.tuner import Tuner
+        if is_installed("capabilities.tuning"):
+            from sp_lightning.capabilities.tuning.tuner import Tuner
 
             return Tuner(window, streamer, device, log, window_too=chooses_window, modes_too=chooses_modes, alone=alone)
-        log.info("Superpipeline: k, k' and activations stay as they are planned: sp_lightning/tuning is not installed.")
-    from sp_lightning.engine.tuner import BaseTuner
+        log.info(
+            "Superpipeline: k, k' and activations stay as they are planned: sp_lightning/capabilities/tuning is not installed."
+        )
+    from sp_lightning.core.engine.tuner import BaseTuner
 
     return BaseTuner(window, streamer)
 
@@ -315,7 +315,7 @@ def make_tuner(
 def part_of_several_devices(devices: int, nodes: int) -> Any:
     """Returns the class that a strategy on several devices has as a further base."""
     with needed_for(f"devices={devices}" if nodes == 1 else f"num_nodes={nodes}"):
-        from sp_lightning.ranks.strategy import RankStrategy
+        from sp_lightning.experimental.ranks.strategy import RankStrategy
     return RankStrategy
 
 
@@ -325,11 +325,11 @@ def part_of_several_devices(devices: int, nodes: int) -> Any:
 @cache
 def host_kernels() -> HostKernels:
     """Returns the kernels for updates and norms on the CPU. Without ``kernels`` (slower), torch's operators do both."""
-    if is_installed("kernels"):
-        from sp_lightning.kernels.host import CompiledKernels
+    if is_installed("capabilities.kernels"):
+        from sp_lightning.capabilities.kernels.host import CompiledKernels
 
         return CompiledKernels()
-    from sp_lightning.device.host_kernels import HostKernels
+    from sp_lightning.core.device.host_kernels import HostKernels
 
     return HostKernels()
 
@@ -343,10 +343,10 @@ def gpu_bits(device: torch.device | None) -> GpuBits:
         device: the GPU on which plain Lightning's optimizer would step. None if that is the CPU or a GPU with unknown formulas,
             or if all layers of this run step on the GPU.
     """
-    if is_installed("kernels"):
-        from sp_lightning.kernels.like_gpu import ConfirmedBits
+    if is_installed("capabilities.kernels"):
+        from sp_lightning.capabilities.kernels.like_gpu import ConfirmedBits
 
         return ConfirmedBits(device)
-    from sp_lightning.updates.gpu_bits import GpuBits
+    from sp_lightning.core.updates.gpu_bits import GpuBits
 
     return GpuBits(device)

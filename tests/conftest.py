@@ -16,14 +16,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.torch_compat.private import ENGINE_CALL
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.torch_compat.private import ENGINE_CALL
 from tests.support.imported import imports_are_over
 from tests.support.seconds import move_down
 from tests.support.states import checked_states
 
 if TYPE_CHECKING:
-    from sp_lightning.activations.calls import UnitModes
+    from sp_lightning.capabilities.activations.calls import UnitModes
 
 COMMON: dict[str, Any] = {
     "deadline": None,
@@ -94,7 +94,7 @@ def _layers_change_as_the_table_says() -> Iterator[None]:
 @pytest.fixture
 def everything_is_worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of offloaded activations, whose models are small."""
-    from sp_lightning.activations import offload
+    from sp_lightning.capabilities.activations import offload
 
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
 

@@ -22,8 +22,8 @@ import torch
 
 from examples.benchmarks import agenda, cli, contest, report, rows
 from examples.benchmarks.workloads import PRECISIONS, SIZES
-from sp_lightning.observe.messages import about_gpu
-from sp_lightning.plan.window import about_others
+from sp_lightning.core.observe.messages import about_gpu
+from sp_lightning.core.plan.window import about_others
 
 RESULTS = Path(__file__).with_name("results")
 """Rows that were measured before, by date and machine."""

@@ -25,7 +25,7 @@ from examples.benchmarks import cli, foresight, rows
 from examples.benchmarks.foresight import Watch
 from examples.benchmarks.workloads import Workload
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.device.timeline import Interval
+from sp_lightning.core.device.timeline import Interval
 
 ALL = 99
 """More layers than any of the models has."""

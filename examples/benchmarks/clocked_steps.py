@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.tuning.clocks import ClockDevice
-from sp_lightning.tuning.simulator import Walk
-from sp_lightning.tuning.visits import Rates, Visit
+from sp_lightning.capabilities.tuning.clocks import ClockDevice
+from sp_lightning.capabilities.tuning.simulator import Walk
+from sp_lightning.capabilities.tuning.visits import Rates, Visit
+from sp_lightning.core.device.device import Device, Stream, Wait
 
 MOST = 1.05
 """The aim: measured ÷ planned."""

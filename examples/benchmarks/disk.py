@@ -41,8 +41,8 @@ from torch.utils.data import DataLoader
 
 from examples.benchmarks import rows
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.disk.direct_file import ScratchFile, aligned_memory
-from sp_lightning.plan.units import human_bytes, parse_bytes
+from sp_lightning.capabilities.disk.direct_file import ScratchFile, aligned_memory
+from sp_lightning.core.plan.units import human_bytes, parse_bytes
 
 STEPS = 6  # by default in training, else always
 FIRST = 2  # steps before the measured ones

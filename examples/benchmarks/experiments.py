@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.kernels.jit import Compiled
+from sp_lightning.capabilities.kernels.jit import Compiled
 
 Rates = dict[str, float]
 """Rates of the ways that are compared, by name. Empty where this machine has nothing to compare."""

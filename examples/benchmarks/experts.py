@@ -30,8 +30,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from examples.benchmarks import cli, rows
 from examples.benchmarks.report import by_routing
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
 
 CACHES = (0.0, 0.1, 0.25, 0.5)
 FIRST = 3  # batches in which the window is chosen and the cache fills

@@ -30,10 +30,10 @@ from torch import Tensor
 
 import sp_lightning
 from examples.benchmarks import cli, forks, limits, rows
-from sp_lightning.activations import offload
-from sp_lightning.device.accelerator import device_for
-from sp_lightning.device.device import Stream, Wait
-from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.capabilities.activations import offload
+from sp_lightning.core.device.accelerator import device_for
+from sp_lightning.core.device.device import Stream, Wait
+from sp_lightning.core.device.host_memory import PinnedMemory
 from tests.support.models import CASES, Classifier, Module, Stack, images
 from tests.support.runs import Batches, Make, Outcome, assert_equal, fit, superpipeline
 

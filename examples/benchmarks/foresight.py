@@ -20,10 +20,10 @@ import torch
 from examples.benchmarks import cli, meter, rows
 from examples.benchmarks.workloads import PRECISIONS, WARM_UP, Task, Workload, build_batches, build_net
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.timeline import Interval
+from sp_lightning.capabilities.tuning.simulator import Walk
+from sp_lightning.capabilities.tuning.visits import measured
+from sp_lightning.core.device.timeline import Interval
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
-from sp_lightning.tuning.simulator import Walk
-from sp_lightning.tuning.visits import measured
 
 
 class Watch(meter.Meter):

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from examples.benchmarks import cli
-from sp_lightning.device.accelerator import device_for
-from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.core.device.accelerator import device_for
+from sp_lightning.core.device.host_memory import PinnedMemory
 
 
 def measure(nbytes: int, device: torch.device, *, pin: bool) -> dict[str, float | bool]:

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from examples.benchmarks import cli, rows
-from sp_lightning.device.host_kernels import HALVES, Operands
-from sp_lightning.kernels import gpu_norms, update
-from sp_lightning.kernels.gpu import find_confirmed, gpu_recipes
-from sp_lightning.kernels.norms import norms_of
-from sp_lightning.kernels.update import update_in_one_pass
-from sp_lightning.kernels.variants import OPEN, Like, Variant
+from sp_lightning.capabilities.kernels import gpu_norms, update
+from sp_lightning.capabilities.kernels.gpu import find_confirmed, gpu_recipes
+from sp_lightning.capabilities.kernels.norms import norms_of
+from sp_lightning.capabilities.kernels.update import update_in_one_pass
+from sp_lightning.capabilities.kernels.variants import OPEN, Like, Variant
+from sp_lightning.core.device.host_kernels import HALVES, Operands
 
 DTYPES = (torch.float32, *HALVES)
 SETTINGS: dict[str, Any] = {

@@ -15,9 +15,9 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from sp_lightning.planner.answer import Row, answer
-from sp_lightning.planner.arguments import Question, make_parser
-from sp_lightning.planner.estimate import Estimate, estimate_model
+from sp_lightning.tools.planner.answer import Row, answer
+from sp_lightning.tools.planner.arguments import Question, make_parser
+from sp_lightning.tools.planner.estimate import Estimate, estimate_model
 
 MACHINES = {
     "H100 80 GB": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sp_lightning.planner.rates import ADAMW_BYTES
+from sp_lightning.tools.planner.rates import ADAMW_BYTES
 
 # What the best schedule moves through host DRAM for each parameter: that, each gradient's arrival, and a bf16 copy.
 BEST_BYTES = 34

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from examples.benchmarks import cli, experiments, rows
 from examples.benchmarks.experiments import median_seconds
-from sp_lightning.device.accelerator import device_for, device_found
-from sp_lightning.device.device import Device
-from sp_lightning.device.host_memory import PinnedMemory
-from sp_lightning.planner.rates import ADAMW_BYTES, DTYPES, adamw_seconds, copied_bytes, matrix_flops
+from sp_lightning.core.device.accelerator import device_for, device_found
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.device.host_memory import PinnedMemory
+from sp_lightning.tools.planner.rates import ADAMW_BYTES, DTYPES, adamw_seconds, copied_bytes, matrix_flops
 
 TRANSFERS = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes")
 # A ceiling is measured once to warm up and then until its share of the seconds is over.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning import chunk_loss
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.core.plan.units import human_bytes
 
 VOCABULARY, WIDTH = 128_256, 256
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")

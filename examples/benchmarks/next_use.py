@@ -12,10 +12,10 @@ from typing import Literal
 
 from torch import nn
 
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.tuning.simulator import Walk
-from sp_lightning.tuning.visits import Rates, Visit
+from sp_lightning.capabilities.tuning.simulator import Walk
+from sp_lightning.capabilities.tuning.visits import Rates, Visit
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import Plan, make_plan
 
 LAYERS, BATCHES = 28, 8
 CASES = {

@@ -27,10 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from examples.benchmarks import cli, rows
-from sp_lightning.device.device import Device
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
 
 LAYERS = 24
 WIDTH = 32

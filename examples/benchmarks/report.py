@@ -19,7 +19,7 @@ from examples.benchmarks import cli, pictures, rows
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.pictures import Picture, is_ours
 from examples.benchmarks.rows import Row
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.core.plan.units import human_bytes
 
 GIB = 2**30
 NONE = "–"

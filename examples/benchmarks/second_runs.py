@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from examples.benchmarks import cli, rows
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.activations.fingerprints import SavedRun
+from sp_lightning.capabilities.activations.fingerprints import SavedRun
 
 BATCHES, ROUNDS, LAYERS = 8, 5, 8
 

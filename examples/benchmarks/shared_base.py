@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from examples.demos.language import CausalLM, small_llama
 from examples.demos.text import VOCABULARY
 from sp_lightning import SharedBase, SuperpipelineStrategy
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.core.plan.units import human_bytes
 
 MOST_COST = 1.10
 """The aim: trials at once take at most so many times the seconds of the same one after the other."""

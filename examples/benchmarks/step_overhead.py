@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.kernels import update
+from sp_lightning.capabilities.kernels import update
 
 ROUNDS = 5
 

@@ -26,10 +26,10 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from examples.benchmarks import cli, rows
-from sp_lightning.kernels import norms
-from sp_lightning.kernels import update as kernels
-from sp_lightning.layers.narrow_gradient import Change, Factor, Norms, change, keep_narrow, stored
-from sp_lightning.updates.pieces import InPieces, piece_size
+from sp_lightning.capabilities.kernels import norms
+from sp_lightning.capabilities.kernels import update as kernels
+from sp_lightning.core.layers.narrow_gradient import Change, Factor, Norms, change, keep_narrow, stored
+from sp_lightning.core.updates.pieces import InPieces, piece_size
 
 LAYERS = 16
 MAX_NORM = 1e-3  # so small that every step clips
@@ -105,7 +105,7 @@ class Layers:
                     cast.copy_(part)
 
     def pieces(self, *, half: bool, clips: bool) -> None:
-        """As :class:`~sp_lightning.engine.layerwise.LayerwiseStep` does."""
+        """As :class:`~sp_lightning.core.engine.layerwise.LayerwiseStep` does."""
         for weight, came, widened in zip(self.weights, self.came, self.wide, strict=True):
             weight.grad = None if half else widened
             if half:

@@ -9,9 +9,9 @@ import sys
 from itertools import product
 from typing import Any
 
-from sp_lightning.planner.answer import answer
-from sp_lightning.planner.arguments import Question, make_parser
-from sp_lightning.planner.estimate import estimate_model
+from sp_lightning.tools.planner.answer import answer
+from sp_lightning.tools.planner.arguments import Question, make_parser
+from sp_lightning.tools.planner.estimate import estimate_model
 
 MACHINES = {
     "PCIe 4, two channels of DDR4": "--pcie 25GB/s --host-bandwidth 45GB/s --tflops 100",

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
 from sp_lightning import Plan
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.core.plan.units import human_bytes
 
 SILENCE = 10.0  # seconds between two lines of a step, at most
 

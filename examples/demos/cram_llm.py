@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.observe.plot import supported_formats
+from sp_lightning.core.observe.plot import supported_formats
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.demos.console import ConsoleLogger, steps_per_second
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.plan.choices import ActivationChoice
+from sp_lightning.core.plan.choices import ActivationChoice
 
 HOLDS_TRAINING = "weights, gradients and the optimizer's state (AdamW's moments)"
 PLAIN_STEPS = 5

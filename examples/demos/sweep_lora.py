@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sp_lightning import SharedBase
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.core.plan.units import human_bytes
 
 if not __package__:  # started as a file: what lies beside it is found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -15,18 +15,18 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.device.accelerator import present_device
-from sp_lightning.device.closing import close_all
-from sp_lightning.observe.stats import Stats
-from sp_lightning.plan.plan import Plan
-from sp_lightning.torch_compat.around_calls import release, surround
-from sp_lightning.torch_compat.modes import never_compiled
-from sp_lightning.torch_compat.patched import Patch, in_place_of
-from sp_lightning.torch_compat.private import tree_leaves
+from sp_lightning.core.device.accelerator import present_device
+from sp_lightning.core.device.closing import close_all
+from sp_lightning.core.observe.stats import Stats
+from sp_lightning.core.plan.plan import Plan
+from sp_lightning.core.torch_compat.around_calls import release, surround
+from sp_lightning.core.torch_compat.modes import never_compiled
+from sp_lightning.core.torch_compat.patched import Patch, in_place_of
+from sp_lightning.core.torch_compat.private import tree_leaves
+from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.trainer.group import ALONE
 from sp_lightning.trainer.run import Run, move_to_device
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
-from sp_lightning.updates.scaler import HostGradScaler
 
 _OF_LIGHTNING = {
     "accelerator", "callback", "checkpoint_io", "disk", "load_weights_from", "precision_plugin", "save_frozen",
@@ -41,7 +41,7 @@ def stream(
     autocast: torch.dtype | None = None,
     only_steps_write: bool = False,
     **options: Any,
-) -> Stream:
+) -> StreamedLoop:
     """Streams a module in a loop of your own: its layers are copied to the GPU while they run.
 
     ::
@@ -102,7 +102,7 @@ def stream(
     device = present_device() if options.get("device") is None else strategy.root_device
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     loop = UserLoop(model, optimizers, device, only_steps_write=only_steps_write)
-    return Stream(
+    return StreamedLoop(
         Run(model, strategy._options, device, autocast, ALONE, strategy.log, bool(optimizers), loop)  # type: ignore[arg-type]
     )
 
@@ -152,7 +152,7 @@ class UserLoop:
             )
 
 
-class Stream:
+class StreamedLoop:
     """A module that is streamed in a loop of the user. :func:`stream` makes it.
 
     Args:
@@ -187,7 +187,7 @@ class Stream:
             self.close()
             raise
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> StreamedLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -352,6 +352,6 @@ def _scaled(call: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, *
     return call(scaler, optimizer, *args, **kwargs)
 
 
-_open: list[Stream] = []
+_open: list[StreamedLoop] = []
 """The streams that have not ended. This list keeps them alive."""
 _scaler_patches = [Patch(torch.amp.GradScaler, name, _scaled) for name in ("step", "unscale_")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sp_lightning.any_loop.stream import Stream, stream
+from sp_lightning.any_loop.stream import StreamedLoop, stream
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -38,7 +38,7 @@ class StreamedTrainer(_Base):
 
     def __init__(self, *args: Any, stream: dict[str, Any] | None = None, **kwargs: Any) -> None:
         self._stream_options = dict(stream or {})
-        self._streamed: Stream | None = None
+        self._streamed: StreamedLoop | None = None
         super().__init__(*args, **kwargs)
         self.args._n_gpu = 1  # as the Trainer does itself for models that it must not copy to several GPUs
         self.accelerator.device_placement = False

@@ -3,7 +3,7 @@
 A *run* lasts from the strategy's set-up to its teardown: ``fit`` with its validation, or one ``validate``, ``test`` or
 ``predict``. Lightning calls the strategy. The strategy (``strategy``, ``loops``) calls the :class:`~sp_lightning.trainer.run.Run`
 and its :class:`~sp_lightning.trainer.optimizer_steps.OptimizerSteps`, and these call the engine's
-:class:`~sp_lightning.engine.streamer.Streamer`. Read :mod:`sp_lightning.engine` first.
+:class:`~sp_lightning.core.engine.streamer.Streamer`. Read :mod:`sp_lightning.core.engine` first.
 
 **One training batch** (automatic optimization). The order is Lightning's. Rows 3 to 9 are inside of row 2, and rows 4 to 7 are
 the closure:

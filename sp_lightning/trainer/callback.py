@@ -15,11 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from sp_lightning.device.timeline import Interval, Timeline, chrome_trace
-from sp_lightning.observe.messages import say_once
-from sp_lightning.observe.plot import draw_timeline, supported_formats
-from sp_lightning.observe.reached import Reached, machine_of, today
-from sp_lightning.observe.stats import (
+from sp_lightning.core.device.timeline import Interval, Timeline, chrome_trace
+from sp_lightning.core.observe.messages import say_once
+from sp_lightning.core.observe.plot import draw_timeline, supported_formats
+from sp_lightning.core.observe.reached import Reached, machine_of, today
+from sp_lightning.core.observe.stats import (
     DEFAULT_METRICS,
     METRICS,
     Stats,
@@ -28,7 +28,7 @@ from sp_lightning.observe.stats import (
     metrics_of,
     state_line,
 )
-from sp_lightning.plan.host_memory import host_memory
+from sp_lightning.core.plan.host_memory import host_memory
 from sp_lightning.trainer.compat import accumulates, logged_step
 from sp_lightning.trainer.loops import LoopStrategy
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS

@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from sp_lightning import registry
-from sp_lightning.model.wrapped import parts, rebuild
-from sp_lightning.torch_compat.private import loads_in_its_own_way, tree_map_only
+from sp_lightning.core.model.wrapped import parts, rebuild
+from sp_lightning.core.torch_compat.private import loads_in_its_own_way, tree_map_only
 from sp_lightning.trainer.compat import base_of, is_a, trainer_of, wraps_another
 from sp_lightning.trainer.part_files import cause_of, create_part, not_written, read_whole, sync_folder
 

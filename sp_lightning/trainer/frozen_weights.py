@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_lightning.layers.writes import digest
-from sp_lightning.model.wrapped import parts
+from sp_lightning.core.layers.writes import digest
+from sp_lightning.core.model.wrapped import parts
 from sp_lightning.trainer.checkpoint_io import BESIDE_AVERAGES
 
 FROZEN = "superpipeline_frozen"

@@ -13,8 +13,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
-from sp_lightning.engine.placement import Placement
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.core.engine.placement import Placement
+from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.trainer.options import Options
 
 

@@ -17,14 +17,14 @@ from typing import Any
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from sp_lightning.device.device import Device
-from sp_lightning.observe.messages import BEING_UPDATED, not_whole
-from sp_lightning.observe.stats import Stats
-from sp_lightning.plan.choices import Mode
-from sp_lightning.plan.ledger import Ledger
-from sp_lightning.plan.options import checked_budget
-from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.update_policy import UpdatePolicy
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.observe.messages import BEING_UPDATED, not_whole
+from sp_lightning.core.observe.stats import Stats
+from sp_lightning.core.plan.choices import Mode
+from sp_lightning.core.plan.ledger import Ledger
+from sp_lightning.core.plan.options import checked_budget
+from sp_lightning.core.plan.plan import Plan
+from sp_lightning.core.plan.update_policy import UpdatePolicy
 from sp_lightning.trainer.compat import last_checkpoint
 from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.options import Options, autocast_dtype

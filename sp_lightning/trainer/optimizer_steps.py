@@ -15,13 +15,13 @@ import torch
 from torch.optim import Optimizer
 
 from sp_lightning import registry
-from sp_lightning.engine.layerwise import LayerwiseStep
-from sp_lightning.engine.state_store import IN_MEMORY, StateStore
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.observe.messages import degrading
-from sp_lightning.plan.choices import Overlap
-from sp_lightning.plan.ledger import Ledger, Steps, make_ledger
-from sp_lightning.plan.update_policy import (
+from sp_lightning.core.engine.layerwise import LayerwiseStep
+from sp_lightning.core.engine.state_store import IN_MEMORY, StateStore
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.observe.messages import degrading
+from sp_lightning.core.plan.choices import Overlap
+from sp_lightning.core.plan.ledger import Ledger, Steps, make_ledger
+from sp_lightning.core.plan.update_policy import (
     EarlyUpdates,
     Paging,
     Place,
@@ -34,8 +34,9 @@ from sp_lightning.plan.update_policy import (
     decide,
     may_stay_narrow,
 )
+from sp_lightning.core.torch_compat.patched import in_place_of
+from sp_lightning.core.updates.fused import has_fused_step, is_separable, runs_fused
 from sp_lightning.registry import step_place
-from sp_lightning.torch_compat.patched import in_place_of
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.update_facts import (
@@ -46,7 +47,6 @@ from sp_lightning.trainer.update_facts import (
     scaler_of,
 )
 from sp_lightning.trainer.user_hooks import clips_in_its_own_way
-from sp_lightning.updates.fused import has_fused_step, is_separable, runs_fused
 
 Closure = Callable[[], Any]
 
@@ -133,8 +133,8 @@ class OptimizerSteps:
     def _may_fuse(self, optimizer: Optimizer) -> bool:
         """Returns True if groups of an optimizer may run fused although the user has not set ``fused``.
 
-        If True, :func:`~sp_lightning.updates.fused.runs_fused` decides for each group. False for an optimizer that is not the
-        trainer's.
+        If True, :func:`~sp_lightning.core.updates.fused.runs_fused` decides for each group. False for an optimizer that is
+        not the trainer's.
         """
         fuse = self.policy is not None and self.policy.fused
         return fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)

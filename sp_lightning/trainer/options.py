@@ -17,12 +17,12 @@ from lightning.pytorch.plugins.precision import (
 )
 
 from sp_lightning import registry
-from sp_lightning.model.patterns import LayerChoice
-from sp_lightning.plan import options as checks
-from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share
-from sp_lightning.plan.host_memory import MACHINE, HostBudget
+from sp_lightning.core.model.patterns import LayerChoice
+from sp_lightning.core.plan import options as checks
+from sp_lightning.core.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share
+from sp_lightning.core.plan.host_memory import MACHINE, HostBudget
+from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.trainer.compat import is_a
-from sp_lightning.updates.scaler import HostGradScaler
 
 
 def _by(check: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[Any], Any]]:

@@ -20,32 +20,32 @@ from torch import nn
 
 from sp_lightning import registry
 from sp_lightning._version import TESTED_TORCH
-from sp_lightning.device.accelerator import device_for
-from sp_lightning.device.closing import close_all
-from sp_lightning.device.device import Device
-from sp_lightning.device.own_threads import OwnThreads
-from sp_lightning.engine.activations import ActivationPlan
-from sp_lightning.engine.placement import ONE_DEVICE, Placement
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.engine.tuner import BaseTuner
-from sp_lightning.layers.buffers import find_averages
-from sp_lightning.layers.device_parameter import DeviceParameter
-from sp_lightning.layers.roles import ParameterRole
-from sp_lightning.model.checks import refuse_cuda_graphs
-from sp_lightning.model.find import find_layers
-from sp_lightning.model.found import Found, OverlappingPair
-from sp_lightning.observe.messages import (
+from sp_lightning.core.device.accelerator import device_for
+from sp_lightning.core.device.closing import close_all
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.device.own_threads import OwnThreads
+from sp_lightning.core.engine.activations import ActivationPlan
+from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.tuner import BaseTuner
+from sp_lightning.core.layers.buffers import find_averages
+from sp_lightning.core.layers.device_parameter import DeviceParameter
+from sp_lightning.core.layers.roles import ParameterRole
+from sp_lightning.core.model.checks import refuse_cuda_graphs
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.model.found import Found, OverlappingPair
+from sp_lightning.core.observe.messages import (
     after_out_of_memory,
     in_our_words,
     less_host_memory,
     note,
     say_once,
 )
-from sp_lightning.observe.stats import Stats
-from sp_lightning.plan.choices import Mode
-from sp_lightning.plan.host_memory import HostBudget, check_host
-from sp_lightning.plan.plan import Plan, cap_remarks
-from sp_lightning.plan.window import Window, about_others
+from sp_lightning.core.observe.stats import Stats
+from sp_lightning.core.plan.choices import Mode
+from sp_lightning.core.plan.host_memory import HostBudget, check_host
+from sp_lightning.core.plan.plan import Plan, cap_remarks
+from sp_lightning.core.plan.window import Window, about_others
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.trainer.compat import last_checkpoint, note_device, skips_backward
 from sp_lightning.trainer.group import Group

@@ -13,9 +13,9 @@ from weakref import WeakSet
 import lightning.pytorch as pl
 import torch
 
-from sp_lightning.engine.placement import Placement
-from sp_lightning.model.found import Found
-from sp_lightning.torch_compat.patched import scope
+from sp_lightning.core.engine.placement import Placement
+from sp_lightning.core.model.found import Found
+from sp_lightning.core.torch_compat.patched import scope
 from sp_lightning.trainer.options import Options
 
 

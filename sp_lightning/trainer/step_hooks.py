@@ -16,19 +16,19 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.engine.layerwise import LayerwiseStep
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.layers.device_parameter import DeviceParameter
-from sp_lightning.torch_compat.modes import never_compiled
-from sp_lightning.torch_compat.patched import elsewhere, scope
-from sp_lightning.torch_compat.private import (
+from sp_lightning.core.engine.layerwise import LayerwiseStep
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.layers.device_parameter import DeviceParameter
+from sp_lightning.core.torch_compat.modes import never_compiled
+from sp_lightning.core.torch_compat.patched import elsewhere, scope
+from sp_lightning.core.torch_compat.private import (
     has_global_step_hooks,
     remove_global_step_hooks,
     run_first_after_step,
 )
+from sp_lightning.core.updates.background import updates_here
+from sp_lightning.core.updates.fused import runs_fused
 from sp_lightning.trainer.user_hooks import calls_closure_first
-from sp_lightning.updates.background import updates_here
-from sp_lightning.updates.fused import runs_fused
 
 _ONE_CLASS_PAGE = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-cpu"
 _WRAPPED_BY = "wrapped_by"

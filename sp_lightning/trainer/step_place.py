@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
-from sp_lightning.device.device import Device
-from sp_lightning.plan.choices import Overlap
-from sp_lightning.plan.ledger import Ledger
-from sp_lightning.plan.update_policy import Place, UpdateFacts
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.plan.choices import Overlap
+from sp_lightning.core.plan.ledger import Ledger
+from sp_lightning.core.plan.update_policy import Place, UpdateFacts
 
 
 class StepPlace:
@@ -32,7 +32,7 @@ class StepPlace:
 
     def against(self, optimizers: Sequence[Optimizer]) -> str:
         """Returns why these optimizers cannot step on the GPU; empty if they can."""
-        return "sp_lightning/gpu_steps is not installed"
+        return "sp_lightning/capabilities/gpu_steps is not installed"
 
     def is_declared(self, optimizer: Optimizer) -> bool:
         """Returns True if only a declaration in the user's class shows that an optimizer steps each parameter by itself."""

@@ -16,12 +16,12 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from sp_lightning.device.closing import close_all
-from sp_lightning.model.patterns import LayerChoice
-from sp_lightning.model.without_values import named_tensors
-from sp_lightning.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share
-from sp_lightning.plan.options import by_name
-from sp_lightning.torch_compat.patched import scope
+from sp_lightning.core.device.closing import close_all
+from sp_lightning.core.model.patterns import LayerChoice
+from sp_lightning.core.model.without_values import named_tensors
+from sp_lightning.core.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share
+from sp_lightning.core.plan.options import by_name
+from sp_lightning.core.torch_compat.patched import scope
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_io import load
 from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of

@@ -12,19 +12,15 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import nn
 from torch.optim import Optimizer
 
-from sp_lightning.plan.update_policy import BatchFacts, OptimizerFacts, UpdateFacts
-from sp_lightning.torch_compat.private import (
+from sp_lightning.core.plan.update_policy import BatchFacts, OptimizerFacts, UpdateFacts
+from sp_lightning.core.torch_compat.private import (
     accumulation_hooks,
     global_step_hooks,
     gradient_hooks,
     step_hooks,
     unscales_by_itself,
 )
-from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
-from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.step_place import StepPlace
-from sp_lightning.trainer.user_hooks import hooks_of_users
-from sp_lightning.updates.fused import (
+from sp_lightning.core.updates.fused import (
     PREVENT_FUSED,
     has_fused_step,
     is_of_bitsandbytes,
@@ -33,8 +29,12 @@ from sp_lightning.updates.fused import (
     runs_fused,
     writes_gradients,
 )
-from sp_lightning.updates.scaler import HostGradScaler
-from sp_lightning.updates.step_context import compiles
+from sp_lightning.core.updates.scaler import HostGradScaler
+from sp_lightning.core.updates.step_context import compiles
+from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
+from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.step_place import StepPlace
+from sp_lightning.trainer.user_hooks import hooks_of_users
 
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 """The methods of a precision plugin that clip."""

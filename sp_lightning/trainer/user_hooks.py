@@ -25,8 +25,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from sp_lightning.torch_compat.patched import attributes_of, is_patched
-from sp_lightning.torch_compat.private import step_pre_hooks
+from sp_lightning.core.torch_compat.patched import attributes_of, is_patched
+from sp_lightning.core.torch_compat.private import step_pre_hooks
 from sp_lightning.trainer.compat import base_of, is_exactly
 
 # Callbacks whose hooks write no weights, as their code shows. A subclass of them may write weights, so its hooks count.

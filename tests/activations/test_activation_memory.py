@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.activations import offload
-from sp_lightning.activations.calls import UnitModes
-from sp_lightning.activations.offload import Offload
-from sp_lightning.activations.policy import Call, peak_bytes
-from sp_lightning.activations.recompute import Recompute
-from sp_lightning.device.layout import PAGE
+from sp_lightning.capabilities.activations import offload
+from sp_lightning.capabilities.activations.calls import UnitModes
+from sp_lightning.capabilities.activations.offload import Offload
+from sp_lightning.capabilities.activations.policy import Call, peak_bytes
+from sp_lightning.capabilities.activations.recompute import Recompute
+from sp_lightning.core.device.layout import PAGE
 from tests.support.models import CASES, Module, Stack, twice, vectors
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 from tests.support.saving import MODES, Saves, rows, saving

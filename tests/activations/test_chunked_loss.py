@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from sp_lightning import chunk_loss
-from sp_lightning.torch_compat.private import TorchDispatchMode, tree_leaves
+from sp_lightning.core.torch_compat.private import TorchDispatchMode, tree_leaves
 from tests.support.models import Transformer, llama, tokens
 from tests.support.runs import Make, assert_equal, assert_same, fit, fused, superpipeline
 from tests.support.tiers import first

@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.activations.fingerprints import SavedRun, differences, may_be_unwritten
-from sp_lightning.activations.recompute import Unrepeatable
+from sp_lightning.capabilities.activations.fingerprints import SavedRun, differences, may_be_unwritten
+from sp_lightning.capabilities.activations.recompute import Unrepeatable
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import simulated

@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from sp_lightning.activations import offload
-from sp_lightning.activations.calls import UnitForward, UnitModes
-from sp_lightning.activations.headroom import Headroom, Kept
-from sp_lightning.activations.host_ring import HostRing
-from sp_lightning.activations.offload import Offload
-from sp_lightning.activations.recompute import Recompute
-from sp_lightning.tuning.tuner import Tuner
+from sp_lightning.capabilities.activations import offload
+from sp_lightning.capabilities.activations.calls import UnitForward, UnitModes
+from sp_lightning.capabilities.activations.headroom import Headroom, Kept
+from sp_lightning.capabilities.activations.host_ring import HostRing
+from sp_lightning.capabilities.activations.offload import Offload
+from sp_lightning.capabilities.activations.recompute import Recompute
+from sp_lightning.capabilities.tuning.tuner import Tuner
 from tests.support.crowded import crowded
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.experts import CASES as EXPERTS

@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from sp_lightning.activations import recompute
-from sp_lightning.activations.fingerprints import SavedRun, only_rounding_differs, whole
-from sp_lightning.activations.recompute import FirstRun, Unrepeatable
-from sp_lightning.torch_compat.private import current_graph_task
+from sp_lightning.capabilities.activations import recompute
+from sp_lightning.capabilities.activations.fingerprints import SavedRun, only_rounding_differs, whole
+from sp_lightning.capabilities.activations.recompute import FirstRun, Unrepeatable
+from sp_lightning.core.torch_compat.private import current_graph_task
 from tests.support.kernels import (
     CountsSaved,
     NoiseAlone,

@@ -23,8 +23,8 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.activations.recompute import Unrepeatable
-from sp_lightning.store.block import HostBlock
+from sp_lightning.capabilities.activations.recompute import Unrepeatable
+from sp_lightning.core.store.block import HostBlock
 from tests.support.models import Module, Stack, twice, vectors
 from tests.support.repeated_block import Block
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline

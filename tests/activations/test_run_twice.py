@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.activations.recompute import Unrepeatable
+from sp_lightning.capabilities.activations.recompute import Unrepeatable
 from tests.support.models import Module, Stack, Transformer, tokens, twice, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.saving import MODES

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sp_lightning.activations import once_only
-from sp_lightning.activations.offload import Offload
-from sp_lightning.activations.recompute import Unrepeatable
-from sp_lightning.torch_compat.private import current_graph_task
+from sp_lightning.capabilities.activations import once_only
+from sp_lightning.capabilities.activations.offload import Offload
+from sp_lightning.capabilities.activations.recompute import Unrepeatable
+from sp_lightning.core.torch_compat.private import current_graph_task
 from tests.support.models import Module, Stack, twice, vectors
 from tests.support.repeated_block import Block
 from tests.support.runs import assert_same, fit, superpipeline

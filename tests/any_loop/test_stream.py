@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from sp_lightning import compile_blocks, stream
-from sp_lightning.any_loop.stream import Stream
-from sp_lightning.engine.step import Step
+from sp_lightning.any_loop.stream import StreamedLoop
+from sp_lightning.core.engine.step import Step
 from tests.equality.cases import CASES
 from tests.support.loops import Loop, assert_streams, compare
 from tests.support.models import Module, Stack, llama, tokens, vectors
@@ -261,7 +261,7 @@ def test_generation_between_steps() -> None:
                 optimizer.zero_grad()
                 net.eval()
                 found.append(net.generate(batch["input_ids"][:1], max_new_tokens=3, do_sample=True, pad_token_id=0))
-            if isinstance(streaming, Stream):
+            if isinstance(streaming, StreamedLoop):
                 assert begun == ["train", "predict"] * 2, "a generation is one step"
         return [found, dict(net.state_dict())]
 

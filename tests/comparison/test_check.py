@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch import callbacks
 
 import sp_lightning
-from sp_lightning.comparison.report import Report
 from sp_lightning.registry import is_installed
+from sp_lightning.tools.comparison.report import Report
 from tests.support import planted
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.tiers import first
@@ -90,7 +90,7 @@ def test_a_stale_slot_is_found_because_released_memory_is_poisoned() -> None:
     }
     assert "NaN in 1 of 1 values" in findings(report)["losses"]
     assert any("freed memory is overwritten with NaN differs" in sentence for sentence in report.explanation)
-    with mock.patch("sp_lightning.comparison.runs.poisoned", nullcontext):
+    with mock.patch("sp_lightning.tools.comparison.runs.poisoned", nullcontext):
         assert check(planted.ReadsByAddress, **every).status == 0
 
 
@@ -119,7 +119,7 @@ def test_an_error_of_one_mode_is_a_difference_and_a_refusal_is_said() -> None:
 
 def test_a_defect_of_the_strategy_is_no_refusal() -> None:
     """It ends in this package, too, but no line there has said what is wrong."""
-    with mock.patch("sp_lightning.activations.offload.WORTH_MOVING", "no number"):
+    with mock.patch("sp_lightning.capabilities.activations.offload.WORTH_MOVING", "no number"):
         report = check(lambda: Module(Stack()), vectors, activations="offload")
     assert report.status == 1
     assert "TypeError" in findings(report)["the run itself"]
@@ -258,13 +258,13 @@ def test_a_model_that_is_too_large_for_plain_lightning_is_compared_over_windows(
 def test_a_model_that_is_too_large_for_the_device_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first device is none of this machine's, and plain Lightning ends there."""
     devices = [torch.device("cuda", 0), torch.device("cpu")]
-    monkeypatch.setattr("sp_lightning.comparison.check.root_device", lambda settings: devices.pop(0))
+    monkeypatch.setattr("sp_lightning.tools.comparison.check.root_device", lambda settings: devices.pop(0))
     makes = [planted.TooLarge]
 
     def make() -> Module:
         return makes.pop()() if makes else planted.Everything()
 
-    monkeypatch.setattr("sp_lightning.comparison.check._fits_host", lambda subject: True)
+    monkeypatch.setattr("sp_lightning.tools.comparison.check._fits_host", lambda subject: True)
     report = check(make, trainer={"accelerator": "cpu", "callbacks": callbacks.Timer()})
     assert report.status == 0, str(report)
     assert str(report).count("Not used, because a check has its own length, files and devices: Timer.") == 1
@@ -293,9 +293,9 @@ def test_where_plain_steps_on_a_gpu_the_strategy_chooses_how_it_steps(
         ways.append(way)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("sp_lightning.comparison.check.run", run)
+    monkeypatch.setattr("sp_lightning.tools.comparison.check.run", run)
     gpu = torch.device("cpu") if on_gpu else None
-    monkeypatch.setattr("sp_lightning.comparison.check.plain_steps_on", lambda device: gpu)
+    monkeypatch.setattr("sp_lightning.tools.comparison.check.plain_steps_on", lambda device: gpu)
     check(planted.Everything, optimizer_overlap="forward")
     plain, ours = ways[0], ways[1]
     assert plain.fuse

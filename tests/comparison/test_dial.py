@@ -11,9 +11,9 @@ from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy, dial
 from sp_lightning.__main__ import main
-from sp_lightning.comparison import small_models
-from sp_lightning.comparison.dial import Dial
-from sp_lightning.comparison.subject import NotRunError
+from sp_lightning.tools.comparison import small_models
+from sp_lightning.tools.comparison.dial import Dial
+from sp_lightning.tools.comparison.subject import NotRunError
 from tests.support import planted
 from tests.support.models import Module, Stack, vectors
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sp_lightning.__main__ import main
-from sp_lightning.comparison import first_check
-from sp_lightning.comparison.options import MODES
-from sp_lightning.comparison.record import Compared, Difference
-from sp_lightning.comparison.report import Report
+from sp_lightning.tools.comparison import first_check
+from sp_lightning.tools.comparison.options import MODES
+from sp_lightning.tools.comparison.record import Compared, Difference
+from sp_lightning.tools.comparison.report import Report
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """One model, and rates that are measured at once."""
     monkeypatch.setattr(first_check, "SMALL", {"attention": "torch", "vit": "transformers"})
     rates = {"measured": {"host_bandwidth": "6GB/s", "tflops": {}}}
-    monkeypatch.setattr("sp_lightning.planner.measured.run_rates", lambda given: json.dumps(rates))
+    monkeypatch.setattr("sp_lightning.tools.planner.measured.run_rates", lambda given: json.dumps(rates))
 
 
 @pytest.mark.rest("fifteen runs; .ci/run has the command")
@@ -59,6 +59,6 @@ def test_formulas_are_named_for_each_optimizer(monkeypatch: pytest.MonkeyPatch) 
     assert first_check.formulas(torch.device("cpu")) == {}
     monkeypatch.setattr(first_check, "plain_steps_on", lambda device: torch.device("cpu"))
     against: Any = lambda self, optimizer, module, scaled: "" if isinstance(optimizer, torch.optim.AdamW) else "other"  # noqa: E731
-    monkeypatch.setattr("sp_lightning.kernels.like_gpu.LikeGpu.against", against)
+    monkeypatch.setattr("sp_lightning.capabilities.kernels.like_gpu.LikeGpu.against", against)
     found = first_check.formulas(torch.device("cpu"))
     assert (found["AdamW"], found["SGD"]) == ("confirmed", "other")

@@ -12,7 +12,7 @@ import pytest
 
 import sp_lightning
 from sp_lightning.__main__ import main
-from sp_lightning.device.device import Wait
+from sp_lightning.core.device.device import Wait
 from tests.support import planted
 from tests.support.models import CASES, Stack
 from tests.support.runs import loader
@@ -110,7 +110,7 @@ def test_a_config_of_lightning_s_command_line(
         made.append(given)
         return strategy(**given)
 
-    with mock.patch("sp_lightning.comparison.runs.SuperpipelineStrategy", make):
+    with mock.patch("sp_lightning.tools.comparison.runs.SuperpipelineStrategy", make):
         status, printed = run(capsys, "--config", str(config), "--k-prime", "2")
     assert status == 0, printed
     assert printed["layers"] == 5

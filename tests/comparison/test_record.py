@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sp_lightning.comparison.record import Record, compare, difference, flatten, held
+from sp_lightning.tools.comparison.record import Record, compare, difference, flatten, held
 
 NAN = float("nan")
 POISON = torch.full((4,), 0xFF, dtype=torch.uint8).view(torch.float32)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.comparison.reference import StepsOnHost
+from sp_lightning.tools.comparison.reference import StepsOnHost
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.device.accelerator import Accelerator
-from sp_lightning.device.device import Stream, Wait
-from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.core.device.accelerator import Accelerator
+from sp_lightning.core.device.device import Stream, Wait
+from sp_lightning.core.device.host_memory import PinnedMemory
 
 EMPTY = torch.empty
 
@@ -184,7 +184,7 @@ def test_where_torch_counts_nothing_there_is_no_budget_and_no_peak(xpu: Accelera
 
 def test_the_host_waits_without_spinning(xpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses, event = list[float](), mock.Mock(query=mock.Mock(side_effect=[False] * 7 + [True]))
-    monkeypatch.setattr("sp_lightning.device.accelerator.sleep", lambda pause: pauses.append(pause))
+    monkeypatch.setattr("sp_lightning.core.device.accelerator.sleep", lambda pause: pauses.append(pause))
     xpu.synchronize(event, Wait.APPLY_AFTER_DRAIN)
     assert pauses == [20e-6, 40e-6, 80e-6, 160e-6, 200e-6, 200e-6]
     event.synchronize.assert_called_once()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sp_lightning.device.device import Device
+from sp_lightning.core.device.device import Device
 
 
 @pytest.fixture

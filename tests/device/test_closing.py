@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sp_lightning.device.closing import close_all
+from sp_lightning.core.device.closing import close_all
 
 
 def test_an_interrupt_in_one_part_leaves_out_no_other() -> None:

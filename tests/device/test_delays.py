@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.device.device import Stream, Wait
+from sp_lightning.core.device.device import Stream, Wait
 from tests.support.delays import CYCLES, NOT_SEEN, SEEN, Delayed, Slow
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Race, simulated

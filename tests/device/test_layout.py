@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device import layout
-from sp_lightning.device.layout import absent
+from sp_lightning.core.device import layout
+from sp_lightning.core.device.layout import absent
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "an operator": lambda w: w + 1,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Stream, Wait
-from sp_lightning.device.host_memory import PinnedMemory
+from sp_lightning.core.device.device import Stream, Wait
+from sp_lightning.core.device.host_memory import PinnedMemory
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.needs import needs
 from tests.support.runs import fit, loader, superpipeline, trainer_for
@@ -112,7 +112,7 @@ ENDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_run_gives_every_lock_back_after_the_last_copy(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
+    monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)
     with simulated() as made:
         ENDS[end]()
     assert made[0].pinned == set()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sp_lightning.torch_compat import private as torch_private
+from sp_lightning.core.torch_compat import private as torch_private
 
 
 def test_what_is_written_for_a_storage_can_be_another_one() -> None:

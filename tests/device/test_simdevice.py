@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.device.device import Stream, Wait
-from sp_lightning.layers.gradients import Transfers
-from sp_lightning.layers.swap import ParameterSwap
+from sp_lightning.core.device.device import Stream, Wait
+from sp_lightning.core.layers.gradients import Transfers
+from sp_lightning.core.layers.swap import ParameterSwap
 from sp_lightning.registry import is_installed
 from tests.support.engine import Slots
 from tests.support.models import Module, Stack, vectors
@@ -246,7 +246,7 @@ def test_each_stream_keeps_what_it_has_freed() -> None:
 
 @pytest.mark.skipif(not is_installed("kernels"), reason="there are no kernels")
 def test_kernels_of_the_cpu_get_no_device_memory() -> None:
-    from sp_lightning.kernels.norms import norms_of
+    from sp_lightning.capabilities.kernels.norms import norms_of
 
     with simulated() as made:
         made.append(SimDevice(torch.device("cpu")))

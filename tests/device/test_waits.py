@@ -1,7 +1,7 @@
 """The omission matrix: leave out each wait of the engine in turn, and something here must fail.
 
-The rows are the engine's own list (:class:`sp_lightning.device.device.Wait`), so a new wait without its scenario fails. A wait
-whose omission nothing notices is not needed, and goes: two went that way. A second matrix looks whether a wait is seen
+The rows are the engine's own list (:class:`sp_lightning.core.device.device.Wait`), so a new wait without its scenario fails.
+A wait whose omission nothing notices is not needed, and goes: two went that way. A second matrix looks whether a wait is seen
 where a device waits for more than the simulation: the two that are not are listed with what implies them.
 
 | wait | scenario that fails without it |
@@ -42,10 +42,10 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from sp_lightning.device.device import Stream, Wait
-from sp_lightning.layers.gradients import Gradients
+from sp_lightning.core.device.device import Stream, Wait
+from sp_lightning.core.layers.gradients import Gradients
+from sp_lightning.core.store.block import HostBlock
 from sp_lightning.registry import is_installed
-from sp_lightning.store.block import HostBlock
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
 from tests.support.tiers import first
@@ -122,7 +122,7 @@ def as_a_device_does() -> Iterator[None]:
         ExitStack() as stack,
     ):
         if is_installed("experts"):
-            from sp_lightning.experts.embedding_rows import EmbeddingRows
+            from sp_lightning.capabilities.experts.embedding_rows import EmbeddingRows
 
             look_up = EmbeddingRows._look_up
 
@@ -132,7 +132,7 @@ def as_a_device_does() -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(EmbeddingRows, "_look_up", looked_up))
         if is_installed("activations"):
-            from sp_lightning.activations.offload import Offload
+            from sp_lightning.capabilities.activations.offload import Offload
 
             stack.enter_context(mock.patch.object(Offload, "retire", freeing(Offload.retire)))
             stack.enter_context(mock.patch.object(Offload, "_drop", freeing(Offload._drop)))
@@ -141,7 +141,7 @@ def as_a_device_does() -> Iterator[None]:
 
 def _move_small_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     if is_installed("activations"):
-        monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
+        monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)
 
 
 @pytest.mark.long("the matrix above has every wait; this one asks whether it is needed")

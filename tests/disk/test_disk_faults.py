@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from sp_lightning.disk.direct_file import ScratchFile
+from sp_lightning.capabilities.disk.direct_file import ScratchFile
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import assert_whole, fails, on_disk, without_room
 from tests.support.runs import assert_same, fit, fused, loader, trainer_for

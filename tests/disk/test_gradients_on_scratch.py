@@ -12,12 +12,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
-from sp_lightning.disk import mapped_file
-from sp_lightning.disk import tier as disk_tier
-from sp_lightning.disk.mapped_file import is_on_disk
-from sp_lightning.disk.state_placement import OnDisk, choose_on_disk
-from sp_lightning.engine.layerwise import LayerwiseStep
-from sp_lightning.layers.narrow_gradient import NarrowGradient, stored
+from sp_lightning.capabilities.disk import mapped_file
+from sp_lightning.capabilities.disk import tier as disk_tier
+from sp_lightning.capabilities.disk.mapped_file import is_on_disk
+from sp_lightning.capabilities.disk.state_placement import OnDisk, choose_on_disk
+from sp_lightning.core.engine.layerwise import LayerwiseStep
+from sp_lightning.core.layers.narrow_gradient import NarrowGradient, stored
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.on_disk import (
     FAULTS,

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.disk import host_budget
-from sp_lightning.disk.host_budget import LimitedMemory
-from sp_lightning.plan import host_memory
-from sp_lightning.plan.host_memory import check_host
-from sp_lightning.plan.units import parse_bytes
+from sp_lightning.capabilities.disk import host_budget
+from sp_lightning.capabilities.disk.host_budget import LimitedMemory
+from sp_lightning.core.plan import host_memory
+from sp_lightning.core.plan.host_memory import check_host
+from sp_lightning.core.plan.units import parse_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sp_lightning.disk.weights_in_files import Mappings
+from sp_lightning.capabilities.disk.weights_in_files import Mappings
 
 SIZE = 3 * 4096
 """Numbers in each of the tensors: twelve pages."""

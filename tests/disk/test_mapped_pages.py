@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.disk import mapped_file
-from sp_lightning.disk.mapped_file import MappedFile, is_on_disk
+from sp_lightning.capabilities.disk import mapped_file
+from sp_lightning.capabilities.disk.mapped_file import MappedFile, is_on_disk
 
 SIZE = 2**16
 
@@ -152,7 +152,7 @@ def test_tensors_may_be_read_until_the_interpreter_ends(tmp_path: Path) -> None:
     script = f"""
 import atexit
 from pathlib import Path
-from sp_lightning.disk.mapped_file import MappedFile
+from sp_lightning.capabilities.disk.mapped_file import MappedFile
 memory = MappedFile(Path({str(tmp_path)!r})).allocate(2**16, False)
 memory.common.fill_(3)
 kept = memory.common

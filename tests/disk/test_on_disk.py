@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.disk.host_budget import MARGIN
-from sp_lightning.disk.state_placement import WINDOW, OnDisk, choose_on_disk, least_room, place_state
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.plan.units import human_bytes, parse_bytes
+from sp_lightning.capabilities.disk.host_budget import MARGIN
+from sp_lightning.capabilities.disk.state_placement import WINDOW, OnDisk, choose_on_disk, least_room, place_state
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import Plan, make_plan
+from sp_lightning.core.plan.units import human_bytes, parse_bytes
 
 LAYERS = 8
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.disk import direct_file
-from sp_lightning.disk.direct_file import ScratchFile, aligned_memory
+from sp_lightning.capabilities.disk import direct_file
+from sp_lightning.capabilities.disk.direct_file import ScratchFile, aligned_memory
 
 PAGES = 3 * 4096
 

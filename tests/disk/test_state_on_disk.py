@@ -16,12 +16,12 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.disk import host_budget
-from sp_lightning.disk import tier as disk_tier
-from sp_lightning.disk.away import save
-from sp_lightning.disk.state_placement import place_state
-from sp_lightning.plan import host_memory
-from sp_lightning.plan.units import parse_bytes
+from sp_lightning.capabilities.disk import host_budget
+from sp_lightning.capabilities.disk import tier as disk_tier
+from sp_lightning.capabilities.disk.away import save
+from sp_lightning.capabilities.disk.state_placement import place_state
+from sp_lightning.core.plan import host_memory
+from sp_lightning.core.plan.units import parse_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import Unfreezes, away, on_disk, without_room
 from tests.support.runs import assert_equal, assert_same, fit, fused, trainer_for

@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
-from sp_lightning.device.device import Device
-from sp_lightning.disk import tier as disk_tier
-from sp_lightning.disk.state_on_disk import StateOnDisk
-from sp_lightning.disk.state_placement import StatePlacement
-from sp_lightning.disk.state_transfers import StateTransfers
+from sp_lightning.capabilities.disk import tier as disk_tier
+from sp_lightning.capabilities.disk.state_on_disk import StateOnDisk
+from sp_lightning.capabilities.disk.state_placement import StatePlacement
+from sp_lightning.capabilities.disk.state_transfers import StateTransfers
+from sp_lightning.core.device.device import Device
 from tests.support.engine import streamed
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import Unfreezes, on_disk, without_room

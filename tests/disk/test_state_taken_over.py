@@ -13,8 +13,8 @@ from lightning.pytorch import Callback, seed_everything
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.disk import tier as disk_tier
-from sp_lightning.disk.state_placement import StatePlacement
+from sp_lightning.capabilities.disk import tier as disk_tier
+from sp_lightning.capabilities.disk.state_placement import StatePlacement
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import away, on_disk, without_room
 from tests.support.runs import assert_equal, assert_same, fit, loader, trainer_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from sp_lightning.disk.state_placement import AccessPredictor
+from sp_lightning.capabilities.disk.state_placement import AccessPredictor
 
 
 def after(depth: int, used: str) -> str:

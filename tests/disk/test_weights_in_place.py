@@ -19,14 +19,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.disk import host_budget
-from sp_lightning.disk import tier as disk_tier
-from sp_lightning.disk.direct_file import DirectFile
-from sp_lightning.disk.file_source import FileSource
-from sp_lightning.disk.state_placement import choose_in_files
-from sp_lightning.disk.weights_in_files import FileBlock, FilePlace, WeightReader, identity_of, place_of
-from sp_lightning.layers.writes import digest
-from sp_lightning.plan import host_memory
+from sp_lightning.capabilities.disk import host_budget
+from sp_lightning.capabilities.disk import tier as disk_tier
+from sp_lightning.capabilities.disk.direct_file import DirectFile
+from sp_lightning.capabilities.disk.file_source import FileSource
+from sp_lightning.capabilities.disk.state_placement import choose_in_files
+from sp_lightning.capabilities.disk.weights_in_files import FileBlock, FilePlace, WeightReader, identity_of, place_of
+from sp_lightning.core.layers.writes import digest
+from sp_lightning.core.plan import host_memory
 from tests.support.in_files import in_file, in_memory, stay
 from tests.support.models import Module, Stack, llama, vectors
 from tests.support.runs import assert_equal, fit, loader, trainer_for

@@ -19,11 +19,11 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from sp_lightning.disk import mapped_file
-from sp_lightning.disk import tier as disk_tier
-from sp_lightning.disk.direct_file import ScratchFile
-from sp_lightning.disk.mapped_file import is_on_disk
-from sp_lightning.disk.state_placement import OnDisk, choose_on_disk
+from sp_lightning.capabilities.disk import mapped_file
+from sp_lightning.capabilities.disk import tier as disk_tier
+from sp_lightning.capabilities.disk.direct_file import ScratchFile
+from sp_lightning.capabilities.disk.mapped_file import is_on_disk
+from sp_lightning.capabilities.disk.state_placement import OnDisk, choose_on_disk
 from tests.support.in_files import stay
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.on_disk import (

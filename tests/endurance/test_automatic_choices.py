@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.model.compile import compile_blocks
+from sp_lightning.core.model.compile import compile_blocks
 from tests.support import stacked
 from tests.support.crowded import crowded
 from tests.support.emulated_gpu import gpu_device, plain_gpu
@@ -120,7 +120,7 @@ def _on_gpu(strategy: Any, stepping: Any, facts: Any) -> tuple[bool, str]:
 
 
 def _steps_there() -> AbstractContextManager[Any]:
-    return mock.patch("sp_lightning.gpu_steps.step_place.MeasuredPlace._choose", _on_gpu)
+    return mock.patch("sp_lightning.capabilities.gpu_steps.step_place.MeasuredPlace._choose", _on_gpu)
 
 
 def _refuses_locks() -> AbstractContextManager[Any]:
@@ -129,7 +129,7 @@ def _refuses_locks() -> AbstractContextManager[Any]:
 
 def _prefers_large() -> AbstractContextManager[Any]:
     """On a simulated device a copy takes no time, so a larger window would not be faster."""
-    return mock.patch("sp_lightning.tuning.tuner.Tuner._seconds", lambda tuner, plan: 1 / plan.k)
+    return mock.patch("sp_lightning.capabilities.tuning.tuner.Tuner._seconds", lambda tuner, plan: 1 / plan.k)
 
 
 def _large(count: int, slots: Any, *_: Any) -> bool:
@@ -169,7 +169,7 @@ class Amsgrad(Stepped):
 
 
 def _no_amsgrad() -> AbstractContextManager[Any]:
-    from sp_lightning.kernels import gpu
+    from sp_lightning.capabilities.kernels import gpu
 
     real = gpu.find_confirmed
 
@@ -182,7 +182,7 @@ def _no_amsgrad() -> AbstractContextManager[Any]:
 
 def _none_but_plain() -> AbstractContextManager[Any]:
     """The kernels that also widen, clip and cast cannot be compiled."""
-    from sp_lightning.kernels import update
+    from sp_lightning.capabilities.kernels import update
 
     real = update.find_kernel
 
@@ -267,19 +267,22 @@ RUN_TWICE: dict[str, Any] = {
 }  # fmt: skip
 TORN = "These weights are not those of any whole step"
 SLOT = "tests.support.engine.Slots"
-STAYING = "sp_lightning.gpu_steps.staying.StayingLayers"
-THERE_STEP = "sp_lightning.gpu_steps.on_device.StepsOnDevice"
+STAYING = "sp_lightning.capabilities.gpu_steps.staying.StayingLayers"
+THERE_STEP = "sp_lightning.capabilities.gpu_steps.on_device.StepsOnDevice"
 NEW_OPTIMIZER = "the trainer gets an optimizer that the GPU cannot step"
 CPU_BITS = "CPU optimizer steps differ from the GPU's in the last bits"
+NORMS = "sp_lightning.capabilities.kernels.gpu_norms"
+EXPERTS = "sp_lightning.capabilities.experts.expert_cache.ExpertCache"
+
 ROWS = [
     Row(
         ACTIVATIONS, "CPU memory for an activation", BEFORE,
-        lambda: [crowded(), failing("sp_lightning.activations.host_ring", "PinnedMemory", LAUNCH)],
+        lambda: [crowded(), failing("sp_lightning.capabilities.activations.host_ring", "PinnedMemory", LAUNCH)],
         "the CPU has no room for the activations of", options={"k": 1},
     ),
     Row(
         ACTIVATIONS, "a further run of a forward, in the trial", BEFORE,
-        lambda: [crowded(), failing("sp_lightning.activations.recompute", "deterministic", LAUNCH, _always)],
+        lambda: [crowded(), failing("sp_lightning.capabilities.activations.recompute", "deterministic", LAUNCH, _always)],
         "A further run of 'net.blocks.2' failed", make=with_one(LastBitsAlone), **RUN_TWICE,
     ),
     Row(
@@ -309,7 +312,7 @@ ROWS = [
     ),
     Row(
         OVERLAP, "a step in the background", AFTER,
-        lambda: [failing("sp_lightning.engine.layerwise.LayerwiseStep", "_step_layer", LAUNCH, _nth(10))],
+        lambda: [failing("sp_lightning.core.engine.layerwise.LayerwiseStep", "_step_layer", LAUNCH, _nth(10))],
         f"{TORN}, and are not saved: the optimizer's update failed in the background", raises=True,
     ),
     Row(
@@ -319,7 +322,7 @@ ROWS = [
     ),
     Row(
         THERE, "the measurement of the GPU", BEFORE,
-        lambda: [failing("sp_lightning.gpu_steps.step_place", "measure", LAUNCH)],
+        lambda: [failing("sp_lightning.capabilities.gpu_steps.step_place", "measure", LAUNCH)],
         "The measurement of the GPU failed", **PLACED,
     ),
     Row(
@@ -351,17 +354,17 @@ ROWS = [
     ),
     Row(
         BITS, "GPU memory or a kernel of the GPU, at set-up", BEFORE,
-        lambda: [failing("sp_lightning.kernels.gpu", "_expected", OUT, _always)], CPU_BITS, of_gpu=False,
+        lambda: [failing("sp_lightning.capabilities.kernels.gpu", "_expected", OUT, _always)], CPU_BITS, of_gpu=False,
     ),
     Row(
         BITS, "the compiler (llvmlite), at set-up", BEFORE,
-        lambda: [failing("sp_lightning.kernels.jit.Compiled", "__init__", LAUNCH, _always)], CPU_BITS, of_gpu=False,
+        lambda: [failing("sp_lightning.capabilities.kernels.jit.Compiled", "__init__", LAUNCH, _always)], CPU_BITS, of_gpu=False,
     ),
     Row(
         BITS, "GPU memory for norms, at set-up", BEFORE,
         lambda: [
-            mock.patch("sp_lightning.kernels.gpu_norms._FEW", 0), mock.patch("sp_lightning.kernels.gpu_norms._MANY", 8),
-            failing("sp_lightning.kernels.gpu_norms", "foreach_norm", OUT, lambda count, gradients: len(gradients) == 1),
+            mock.patch(f"{NORMS}._FEW", 0), mock.patch(f"{NORMS}._MANY", 8),
+            failing(NORMS, "foreach_norm", OUT, lambda count, gradients: len(gradients) == 1),
         ],
         "Norms for clipping differ from the GPU's in the last bits", of_gpu=False, trainer=CLIPPED,
     ),
@@ -388,7 +391,7 @@ ROWS = [
     ),
     Row(
         EXPERTS, "GPU memory for experts that were used", BEFORE,
-        lambda: [failing("sp_lightning.experts.expert_cache.ExpertCache", "allocate", OUT, lambda count, *given: given[1] > 0)],
+        lambda: [failing(EXPERTS, "allocate", OUT, lambda count, *given: given[1] > 0)],
         "no room for k = ", options={"gpu_memory": "128KiB"}, **EXPERT,
     ),
 ]  # fmt: skip
@@ -397,7 +400,7 @@ ROWS = [
 ANYWHERE: tuple[Any, ...] = (
     # As on a GPU: updates may overlap with the model. Lines count that another test's run has logged as well.
     mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False),
-    mock.patch("sp_lightning.observe.messages._SAID", new_callable=set),
+    mock.patch("sp_lightning.core.observe.messages._SAID", new_callable=set),
 )
 
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.engine.layerwise import LayerwiseStep
-from sp_lightning.engine.step import Step
-from sp_lightning.layers.bound_weights import BoundWeights
-from sp_lightning.layers.residents import Residents
-from sp_lightning.layers.swap import ParameterSwap
-from sp_lightning.layers.writes import WriteBack
-from sp_lightning.torch_compat.private import top_saved_tensors_hooks
+from sp_lightning.core.engine.layerwise import LayerwiseStep
+from sp_lightning.core.engine.step import Step
+from sp_lightning.core.layers.bound_weights import BoundWeights
+from sp_lightning.core.layers.residents import Residents
+from sp_lightning.core.layers.swap import ParameterSwap
+from sp_lightning.core.layers.writes import WriteBack
+from sp_lightning.core.torch_compat.private import top_saved_tensors_hooks
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.support.engine import Calls, Slots, Uploads, streamer_of
 from tests.support.models import Module, Stack, vectors
@@ -149,12 +149,20 @@ ROWS = [
     Row("reading: to_host / install, to_device", nn.Module, "state_dict", 1, saves, BOTH, RECOMPUTE),
     Row("reading: to_host / install, to_device", nn.Module, "state_dict", 1, saves, BOTH, OFFLOAD),
     Row("reading: to_host / install, to_device", AtomicCheckpointIO, "save_checkpoint", 1, saves, BOTH, RECOMPUTE),
-    Row("activations: enter / leave", "sp_lightning.activations.offload", "count_once", 1, calls, IN, OFFLOAD),
+    Row(
+        "activations: enter / leave",
+        "sp_lightning.capabilities.activations.offload",
+        "count_once",
+        1,
+        calls,
+        IN,
+        OFFLOAD,
+    ),
     Row("activations: enter / leave", torch, "tanh", 2, calls, BOTH, OFFLOAD),
     Row("activations: first run / its end", torch, "tanh", 2, calls, BOTH, RECOMPUTE),
     Row(
         "activations: second run / its end",
-        "sp_lightning.activations.recompute",
+        "sp_lightning.capabilities.activations.recompute",
         "put",
         1,
         goes_backward,

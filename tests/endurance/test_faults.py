@@ -42,8 +42,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.layers.device_parameter import DeviceParameter
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.layers.device_parameter import DeviceParameter
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack
 from tests.support.runs import assert_equal, loader, trainer_for
@@ -310,7 +310,9 @@ def may_not_pin(scene: Scene) -> Iterator[None]:
 def lacks_host_memory(scene: Scene) -> Iterator[None]:
     """Set-up sees it: for a layer's copy, or for gradients and the optimizer's state."""
     scene.whole, scene.struck = [0], True
-    with mock.patch("sp_lightning.plan.host_memory.available_bytes", return_value=scene.chance.choice([1000, 9000])):
+    with mock.patch(
+        "sp_lightning.core.plan.host_memory.available_bytes", return_value=scene.chance.choice([1000, 9000])
+    ):
         yield
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.device.device import Device
+from sp_lightning.core.device.device import Device
 from tests.support.engine import step, streamed, update
 from tests.support.runs import assert_equal
 from tests.support.simdevice import SimDevice, Watch

@@ -33,8 +33,8 @@ from torch.optim import optimizer as torch_optimizer
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.torch_compat.private import ENGINE_CALL
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.torch_compat.private import ENGINE_CALL
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.strategy import StreamingStrategy
 from tests.support.models import Module, Stack, vectors

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.engine.activations import KeepAll
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.core.engine.activations import KeepAll
+from sp_lightning.core.engine.streamer import Streamer
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.saving import Saves, rows, saving

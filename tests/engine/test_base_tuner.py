@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import registry
-from sp_lightning.device.device import Device
-from sp_lightning.engine.tuner import BaseTuner
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import Plan
-from sp_lightning.plan.window import Window
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.tuner import BaseTuner
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import Plan
+from sp_lightning.core.plan.window import Window
 from tests.support.models import Module
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -57,7 +57,7 @@ def test_the_first_plan_stays_and_one_line_says_so(caplog: pytest.LogCaptureFixt
         ours = fit(lambda: Module(Tower()), rows(), strategy)
     assert_same(ours, fit(lambda: Module(Tower()), rows()))
     assert (strategy.plan.k, strategy.plan.k_prime) == (1, 1)
-    assert caplog.text.count("stay as they are planned: sp_lightning/tuning is not installed") == 1
+    assert caplog.text.count("stay as they are planned: sp_lightning/capabilities/tuning is not installed") == 1
 
 
 @pytest.mark.usefixtures("without_tuning")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.accelerator import Accelerator
-from sp_lightning.device.device import Device
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.device.accelerator import Accelerator
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.plan.plan import make_plan
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 

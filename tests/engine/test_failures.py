@@ -18,13 +18,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.engine import graph
-from sp_lightning.engine.graph import packs
-from sp_lightning.engine.layerwise import LayerwiseStep
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.layers import swap
-from sp_lightning.updates import background
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine import graph
+from sp_lightning.core.engine.graph import packs
+from sp_lightning.core.engine.layerwise import LayerwiseStep
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.layers import swap
+from sp_lightning.core.updates import background
 from tests.support.engine import Calls, streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for

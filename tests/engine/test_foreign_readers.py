@@ -16,11 +16,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.layers import roles
-from sp_lightning.layers.device_parameter import DeviceParameter
-from sp_lightning.layers.swap import ByThread
-from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.layers import roles
+from sp_lightning.core.layers.device_parameter import DeviceParameter
+from sp_lightning.core.layers.swap import ByThread
+from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.engine import Uses
 from tests.support.models import Module, vectors

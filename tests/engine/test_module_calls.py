@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from sp_lightning.layers.layer import AllRows
+from sp_lightning.core.layers.layer import AllRows
 from tests.support.engine import listen
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from sp_lightning.torch_compat import around_calls
+from sp_lightning.core.torch_compat import around_calls
 from tests.support.engine import ModuleCall, listen, streamer_of
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
@@ -284,7 +284,7 @@ class KeepsForward(Module):
 
 def test_a_forward_that_a_pre_hook_has_kept_is_the_module_s_own() -> None:
     """It ran in the mode of a run that was over."""
-    from sp_lightning.activations.calls import UnitModes
+    from sp_lightning.capabilities.activations.calls import UnitModes
 
     ours = fit(lambda: KeepsForward(Stack()), vectors(2), superpipeline(k=1, activations="recompute"))
     plain = fit(lambda: KeepsForward(Stack()), vectors(2))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from sp_lightning.device.device import Device
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.streamer import Streamer
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sp_lightning.device.device import Device
-from sp_lightning.engine import graph
-from sp_lightning.engine.step import Step
-from sp_lightning.layers.gradients import Gradients
-from sp_lightning.torch_compat.patched import scope
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine import graph
+from sp_lightning.core.engine.step import Step
+from sp_lightning.core.layers.gradients import Gradients
+from sp_lightning.core.torch_compat.patched import scope
 from tests.support.engine import step, streamed
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit, superpipeline

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sp_lightning.plan.plan import Plan
+from sp_lightning.core.plan.plan import Plan
 from sp_lightning.registry import is_installed
 from tests.support import experts, kernels, models, quantised, stacked, tables
 from tests.support.runs import Batches, Make

@@ -14,7 +14,7 @@ def _kernels_for_small_ones() -> Iterator[None]:
     if not is_installed("kernels"):
         yield
         return
-    from sp_lightning.kernels import update
+    from sp_lightning.capabilities.kernels import update
 
     before, update.LEAST = update.LEAST, 1
     yield

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks.rank_order import rank_order_hook
-from sp_lightning.torch_compat.private import current_graph_task
+from sp_lightning.core.torch_compat.private import current_graph_task
+from sp_lightning.experimental.ranks.rank_order import rank_order_hook
 from tests.equality.cases import CASES
 from tests.support.mixed import scaled
 from tests.support.on_disk import without_room

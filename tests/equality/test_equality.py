@@ -36,7 +36,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights of these models would fit into one piece of an update."""
-    monkeypatch.setattr("sp_lightning.updates.pieces.piece_size", lambda threads: 512)
+    monkeypatch.setattr("sp_lightning.core.updates.pieces.piece_size", lambda threads: 512)
 
 
 @pytest.mark.parametrize(("name", "variant_name"), PAIRS)
@@ -120,7 +120,7 @@ def test_the_comparison_can_fail() -> None:
 
 def test_the_comparison_of_offloaded_activations_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes back is what backward reads: one wrong number is seen."""
-    from sp_lightning.activations.offload import Offload
+    from sp_lightning.capabilities.activations.offload import Offload
 
     load, variant = Offload.load, VARIANTS["offloaded"]
 

@@ -41,7 +41,7 @@ from examples.benchmarks import (
 )
 from examples.benchmarks.limit_model import prediction_seconds, training_seconds
 from examples.benchmarks.workloads import Workload
-from sp_lightning.device.timeline import Interval
+from sp_lightning.core.device.timeline import Interval
 from tests.support.made_up_rows import cells, made_up
 
 SHORT = ["--precision", "32-true", "--steps", "5", "--k-and-k-prime", "2:1"]

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from examples import finetune_moe
-from sp_lightning.experts.packed_stacks import PackedStack
+from sp_lightning.capabilities.experts.packed_stacks import PackedStack
 from tests.support.mxfp4 import dense, files_of, write
 from tests.support.small_recipes import QWEN, assert_same, common, run, steps_in
 from tests.support.tiers import first

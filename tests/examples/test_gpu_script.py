@@ -135,8 +135,8 @@ def test_what_has_a_row_of_the_present_code_is_done(item: agenda.Item, repositor
     assert not any(agenda.is_done(other, found) for other in ITEMS if other is not item)
     changed = repository / "sp_lightning" / item.folders[0] / "a.py"
     changed.write_text('"""A docstring."""\n\na = 1  # a comment\n')
-    (repository / "sp_lightning/disk").mkdir()
-    (repository / "sp_lightning/disk/a.py").write_text("a = 2")
+    (repository / "sp_lightning/capabilities/disk").mkdir()
+    (repository / "sp_lightning/capabilities/disk/a.py").write_text("a = 2")
     assert agenda.is_done(item, found)
     changed.write_text("a = 2")
     assert not agenda.is_done(item, found)

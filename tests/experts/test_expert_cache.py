@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.device.device import Device
-from sp_lightning.experts.expert_cache import ExpertCache
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
-from sp_lightning.plan.window import Window
+from sp_lightning.capabilities.experts.expert_cache import ExpertCache
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.core.plan.window import Window
 from tests.support import stacked
 from tests.support.engine import Slots
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for

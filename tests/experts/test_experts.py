@@ -10,10 +10,10 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from sp_lightning.device.timeline import Interval
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
-from sp_lightning.tuning.visits import measured
+from sp_lightning.capabilities.tuning.visits import measured
+from sp_lightning.core.device.timeline import Interval
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
 from tests.support.engine import Slots
 from tests.support.experts import CASES, EXPERTS, Mixture, Routed
 from tests.support.models import Block, Module, vectors

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import sp_lightning
-from sp_lightning.experts.packed_stacks import PackedStack, named_stacks
-from sp_lightning.model.wrapped import parts
+from sp_lightning.capabilities.experts.packed_stacks import PackedStack, named_stacks
+from sp_lightning.core.model.wrapped import parts
 from tests.support import stacked
 from tests.support.mxfp4 import dense, files_of, write
 from tests.support.poison import poisoned

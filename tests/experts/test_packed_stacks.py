@@ -18,9 +18,9 @@ from torchao.prototype.mx_formats.mx_tensor import MXTensor
 from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 
 import sp_lightning
-from sp_lightning.experts import packed_stacks
-from sp_lightning.experts.packed_stacks import PackedStack, named_stacks
-from sp_lightning.model.wrapped import builder, parts
+from sp_lightning.capabilities.experts import packed_stacks
+from sp_lightning.capabilities.experts.packed_stacks import PackedStack, named_stacks
+from sp_lightning.core.model.wrapped import builder, parts
 from tests.support import stacked
 from tests.support.poison import poisoned
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for

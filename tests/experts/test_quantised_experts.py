@@ -13,8 +13,8 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit
 from torch import Tensor, nn
 from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig, PerTensor, quantize_
 
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
 from tests.support import stacked
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Device
-from sp_lightning.device.layout import whole_pages
-from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
-from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.device.layout import whole_pages
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Transformer, llama
 from tests.support.poison import poisoned

@@ -76,7 +76,7 @@ def test_updates_in_the_background_are_bitwise_those_of_the_step(name: str, mode
 @pytest.mark.parametrize("mode", ["recompute", "offload", "auto"])
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_are_bitwise_equal(name: str, mode: Any, precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.activations.offload.WORTH_MOVING", 1)
+    monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)
     losses, state = reference(CASES[name].make, CASES[name].batches(), precision)
     pl.seed_everything(7, verbose=False)
     module = CASES[name].make()

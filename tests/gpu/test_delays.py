@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sp_lightning.device.device import Wait
+from sp_lightning.core.device.device import Wait
 from tests.support.delays import REGIMES, SEEN, Slow, delayed
 from tests.support.runs import Outcome, assert_same, superpipeline
 from tests.support.wait_scenarios import SCENARIOS, ahead, left_out

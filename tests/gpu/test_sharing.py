@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
-from sp_lightning.sharing.common import TrialMemory
+from sp_lightning.experimental.sharing.common import TrialMemory
 from tests.support.engine import streamer_of
 from tests.support.runs import Outcome, assert_equal, fit
 from tests.support.trials import RATES, Learner, batches

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.accelerator import Accelerator
-from sp_lightning.device.device import Stream, Wait
+from sp_lightning.core.device.accelerator import Accelerator
+from sp_lightning.core.device.device import Stream, Wait
 from tests.support.gpu_reference import NAMES
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit

@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Wait
-from sp_lightning.device.layout import PAGE
-from sp_lightning.gpu_steps.staying import StayingLayers
-from sp_lightning.observe.stats import Stats
+from sp_lightning.capabilities.gpu_steps.staying import StayingLayers
+from sp_lightning.core.device.device import Wait
+from sp_lightning.core.device.layout import PAGE
+from sp_lightning.core.observe.stats import Stats
 from tests.support.emulated_gpu import gpu_device
 from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, plain, said
 from tests.support.like_gpu import Stepped as OfKind

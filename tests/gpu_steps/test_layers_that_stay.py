@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.gpu_steps.away import _NEED_NO_VALUES
-from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.capabilities.gpu_steps.away import _NEED_NO_VALUES
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.engine import Slots
 from tests.support.models import vectors
 from tests.support.nets import Does

@@ -23,9 +23,9 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Stream, Wait
-from sp_lightning.gpu_steps.on_device import StepsOnDevice
-from sp_lightning.gpu_steps.step_slots import StepSlots
+from sp_lightning.capabilities.gpu_steps.on_device import StepsOnDevice
+from sp_lightning.capabilities.gpu_steps.step_slots import StepSlots
+from sp_lightning.core.device.device import Stream, Wait
 from tests.support.models import vectors
 from tests.support.nets import Does
 from tests.support.on_device import Stepped, alternating, on_device
@@ -494,7 +494,7 @@ class Uploads(SimDevice):
 @pytest.mark.parametrize("sizes", [[100] * 9, [100, 100, 3000, 100, 100, 100, 100, 100], [0, 5000], []], ids=str)
 def test_gradients_come_while_norms_of_others_are_computed(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each came after the norm of the one before, in a copy of its own."""
-    monkeypatch.setattr("sp_lightning.gpu_steps.on_device._HALF", 2048)
+    monkeypatch.setattr("sp_lightning.capabilities.gpu_steps.on_device._HALF", 2048)
     device, generator = Uploads(), torch.Generator().manual_seed(1)
     gradients = [torch.randn(size, generator=generator) for size in sizes]
     found = StepsOnDevice(device, pin=False, slots=2).norms(gradients)

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Wait
-from sp_lightning.disk.direct_file import ScratchFile, Transfer
+from sp_lightning.capabilities.disk.direct_file import ScratchFile, Transfer
+from sp_lightning.core.device.device import Wait
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, alternating
 from tests.support.on_disk import assert_whole, away, everything_below, fails, on_disk, without_room

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Stream, Wait
-from sp_lightning.engine.host_source import HostSource
-from sp_lightning.gpu_steps.on_device import FRESH
-from sp_lightning.gpu_steps.twins import for_fetch
-from sp_lightning.layers.gradients import Gradients
-from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
-from sp_lightning.layers.write_guard import guard_of
+from sp_lightning.capabilities.gpu_steps.on_device import FRESH
+from sp_lightning.capabilities.gpu_steps.twins import for_fetch
+from sp_lightning.core.device.device import Stream, Wait
+from sp_lightning.core.engine.host_source import HostSource
+from sp_lightning.core.layers.gradients import Gradients
+from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.core.layers.write_guard import guard_of
 from tests.support.engine import Slots
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.normed import NormedStack
@@ -208,7 +208,7 @@ def test_what_a_step_has_cast_need_not_be_fetched(ahead: bool, monkeypatch: pyte
         monkeypatch.setattr(HostSource, "wait", wait_for_all)
     ours, fewer = fetched(Stepped)
     assert_same(ours, fit(Stepped, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
-    monkeypatch.setattr("sp_lightning.gpu_steps.on_device.for_fetch", lambda *_: [])
+    monkeypatch.setattr("sp_lightning.capabilities.gpu_steps.on_device.for_fetch", lambda *_: [])
     without, all_of_it = fetched(Stepped)
     assert_same(ours, without)
     # Each layer once for each step but the last: its first fetch after it. All of the first step is waited for.
@@ -425,7 +425,9 @@ def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pyt
                 inside.clear()
 
     monkeypatch.setattr(HostSource, "stage", interrupted)
-    monkeypatch.setattr("sp_lightning.gpu_steps.on_device.FRESH", 99)  # all of the first step, which is waited for
+    monkeypatch.setattr(
+        "sp_lightning.capabilities.gpu_steps.on_device.FRESH", 99
+    )  # all of the first step, which is waited for
     strategy = SuperpipelineStrategy(k=2, k_prime=2, optimizer_on="gpu", optimizer_overlap="forward")
     with simulated():
         fit(Catches, vectors(), strategy, recorded="nothing", precision="bf16-mixed")
@@ -442,7 +444,7 @@ def test_what_steps_have_made_is_gone_after_a_run(monkeypatch: pytest.MonkeyPatc
         alive.extend(weakref.ref(each) for _, each in found)
         return found
 
-    monkeypatch.setattr("sp_lightning.gpu_steps.on_device.for_fetch", noting)
+    monkeypatch.setattr("sp_lightning.capabilities.gpu_steps.on_device.for_fetch", noting)
     ours, _ = fetched(Stepped)
     gc.collect()
     assert len(alive) == len(vectors()) * len(ours.state)

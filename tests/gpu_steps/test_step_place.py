@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy, registry
-from sp_lightning.device.device import Wait
-from sp_lightning.gpu_steps import step_place
-from sp_lightning.gpu_steps.times import Machine, measure
+from sp_lightning.capabilities.gpu_steps import step_place
+from sp_lightning.capabilities.gpu_steps.times import Machine, measure
+from sp_lightning.core.device.device import Wait
 from tests.support.models import vectors
 from tests.support.on_device import Stepped
 from tests.support.runs import assert_same, fit
@@ -240,7 +240,7 @@ def test_without_the_folder_auto_means_the_cpu(monkeypatch: pytest.MonkeyPatch) 
     with on(SLOW_PROCESSOR):
         ours = fit(Stepped, vectors(), strategy, recorded="losses")
         assert_same(ours, fit(Stepped, vectors(), SuperpipelineStrategy(k=1), recorded="losses"))
-    missing = "sp_lightning/gpu_steps is not installed"
+    missing = "sp_lightning/capabilities/gpu_steps is not installed"
     assert f'Optimizers step on the CPU (optimizer_on="auto": {missing}).' in strategy.remarks()
     assert f'No layer stays on the GPU (gpu_layers="auto"): {missing}.' in strategy.remarks()
     assert not strategy.plan.steps_on_device

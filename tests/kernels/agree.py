@@ -1,6 +1,7 @@
 """Which recipes have torch's bits on this machine: ``python -m tests.kernels.agree [N]``, for N variants of each optimizer (all).
 
-It imports torch, llvmlite and ``sp_lightning.kernels`` alone, so that it runs where little can be installed, as in an emulator.
+It imports torch, llvmlite and ``sp_lightning.capabilities.kernels`` alone, so that it runs where little can be installed, as
+in an emulator.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from itertools import product
 
 import torch
 
-from sp_lightning.kernels import norms, update
-from sp_lightning.kernels.variants import Variant
+from sp_lightning.capabilities.kernels import norms, update
+from sp_lightning.capabilities.kernels.variants import Variant
 
 
 def variants() -> list[Variant]:

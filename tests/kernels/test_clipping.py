@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.engine.clipping import Clipping
-from sp_lightning.kernels import gpu_norms
-from sp_lightning.updates.layer_stepper import LayerStepper
+from sp_lightning.capabilities.kernels import gpu_norms
+from sp_lightning.core.engine.clipping import Clipping
+from sp_lightning.core.updates.layer_stepper import LayerStepper
 from tests.support.emulated_gpu import forget, gpu_device
 
 pytest.importorskip("llvmlite")

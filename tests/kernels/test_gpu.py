@@ -16,20 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from examples.benchmarks.gpu_bits import plain_variants
-from sp_lightning.device.host_kernels import HALVES, Operands
-from sp_lightning.kernels import gpu, gpu_norms, update
-from sp_lightning.kernels.step_like import step_like
-from sp_lightning.kernels.variants import GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
-from sp_lightning.layers.narrow_gradient import Factor, change, keep_narrow, note_alignment
-from sp_lightning.torch_compat.private import FUSED_STEPS, foreach_norm, step_as_torch
-from sp_lightning.updates.pieces import InPieces
+from sp_lightning.capabilities.kernels import gpu, gpu_norms, update
+from sp_lightning.capabilities.kernels.step_like import step_like
+from sp_lightning.capabilities.kernels.variants import GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
+from sp_lightning.core.device.host_kernels import HALVES, Operands
+from sp_lightning.core.layers.narrow_gradient import Factor, change, keep_narrow, note_alignment
+from sp_lightning.core.torch_compat.private import FUSED_STEPS, foreach_norm, step_as_torch
+from sp_lightning.core.updates.pieces import InPieces
 from tests.support.emulated_gpu import ALL, EmulatedGpu, forget, norm
 from tests.support.tiers import first
 
 pytest.importorskip("llvmlite")
-from sp_lightning.kernels import gpu_ir
-from sp_lightning.kernels.gpu_ir import text
-from sp_lightning.kernels.jit import Compiled
+from sp_lightning.capabilities.kernels import gpu_ir
+from sp_lightning.capabilities.kernels.gpu_ir import text
+from sp_lightning.capabilities.kernels.jit import Compiled
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, *HALVES)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.comparison.reference import StepsOnHost
-from sp_lightning.kernels import gpu_norms, jit, like_gpu
-from sp_lightning.kernels.like_gpu import LikeGpu
-from sp_lightning.layers.narrow_gradient import is_unaligned
+from sp_lightning.capabilities.kernels import gpu_norms, jit, like_gpu
+from sp_lightning.capabilities.kernels.like_gpu import LikeGpu
+from sp_lightning.core.layers.narrow_gradient import is_unaligned
+from sp_lightning.tools.comparison.reference import StepsOnHost
 from tests.support.emulated_gpu import ALL, forget, gpu_device
 from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, Stepped, plain, said
 from tests.support.mixed import scaled

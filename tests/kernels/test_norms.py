@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.kernels import host, norms
-from sp_lightning.kernels.jit import Compiled
-from sp_lightning.kernels.norms import norms_of
-from sp_lightning.kernels.variants import NORM_RECIPES
-from sp_lightning.layers.narrow_gradient import Factor, Norms, change, keep_narrow, stored
-from sp_lightning.updates.scaler import _are_finite
+from sp_lightning.capabilities.kernels import host, norms
+from sp_lightning.capabilities.kernels.jit import Compiled
+from sp_lightning.capabilities.kernels.norms import norms_of
+from sp_lightning.capabilities.kernels.variants import NORM_RECIPES
+from sp_lightning.core.layers.narrow_gradient import Factor, Norms, change, keep_narrow, stored
+from sp_lightning.core.updates.scaler import _are_finite
 
 pytest.importorskip("llvmlite")
-from sp_lightning.kernels.ir import text
+from sp_lightning.capabilities.kernels.ir import text
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_what_it_leaves_to_torch() -> None:
 
 def test_a_kernel_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, anew: None) -> None:
     monkeypatch.setattr(
-        "sp_lightning.kernels.ir.text", lambda *given: text(*given).replace("fadd float", "fsub float", 1)
+        "sp_lightning.capabilities.kernels.ir.text", lambda *given: text(*given).replace("fadd float", "fsub float", 1)
     )
     gradient = torch.randn(1000).bfloat16()
     assert norms_of([gradient]) == {}

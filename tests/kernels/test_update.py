@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.background_thread import BackgroundThread
-from sp_lightning.device.host_kernels import Operands
-from sp_lightning.kernels import host, jit, update
-from sp_lightning.kernels.norms import norms_of
-from sp_lightning.kernels.update import update_in_one_pass
-from sp_lightning.kernels.variants import RECIPES, Recipe, Variant
-from sp_lightning.torch_compat.private import FUSED_STEPS
+from sp_lightning.capabilities.kernels import host, jit, update
+from sp_lightning.capabilities.kernels.norms import norms_of
+from sp_lightning.capabilities.kernels.update import update_in_one_pass
+from sp_lightning.capabilities.kernels.variants import RECIPES, Recipe, Variant
+from sp_lightning.core.device.background_thread import BackgroundThread
+from sp_lightning.core.device.host_kernels import Operands
+from sp_lightning.core.torch_compat.private import FUSED_STEPS
 from tests.kernels.agree import variants
 from tests.support.mixed import scaled
 from tests.support.models import Module
@@ -29,7 +29,7 @@ from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
 pytest.importorskip("llvmlite")
-from sp_lightning.kernels.ir import text
+from sp_lightning.capabilities.kernels.ir import text
 
 
 @pytest.fixture
@@ -279,7 +279,9 @@ def test_a_kernel_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None, log: pytest.LogCaptureFixture
 ) -> None:
     """As one would whose processor rounds otherwise."""
-    monkeypatch.setattr("sp_lightning.kernels.ir.text", lambda *given: text(*given).replace("fdiv", "fmul", 1))
+    monkeypatch.setattr(
+        "sp_lightning.capabilities.kernels.ir.text", lambda *given: text(*given).replace("fdiv", "fmul", 1)
+    )
     with simulated():
         ours = run(superpipeline(k=1, optimizer_overlap="forward"), precision="bf16-mixed")
     assert "kernels differ from torch's operators" in log.text
@@ -381,7 +383,9 @@ def test_what_kernels_leave_to_torch(change: Any, why: str) -> None:
     assert done(**given)
     changed = change(given)
     before: Tensor = changed["weight"].clone()
-    with mock.patch("sp_lightning.kernels.update._checked", side_effect=AssertionError("a kernel is tried")):
+    with mock.patch(
+        "sp_lightning.capabilities.kernels.update._checked", side_effect=AssertionError("a kernel is tried")
+    ):
         assert not done(**changed)
     assert torch.equal(changed["weight"], before)
 

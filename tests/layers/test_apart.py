@@ -171,7 +171,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 def test_recompute_is_refused_by_name() -> None:
     """What a first forward computes in bfloat16 before the exchange the second one would compute in float32."""
-    from sp_lightning.activations.recompute import Unrepeatable
+    from sp_lightning.capabilities.activations.recompute import Unrepeatable
 
     with pytest.raises(Unrepeatable, match=r"'net.1' writes its parameter 'classifier.weight'.*\"net.1\": \"offload\""):
         fit(routed, batches(), superpipeline(activations="recompute"), precision="bf16-true")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.layers.buffers import AveragesOnDevice, find_averages
-from sp_lightning.model.find import find_layers
+from sp_lightning.core.layers.buffers import AveragesOnDevice, find_averages
+from sp_lightning.core.model.find import find_layers
 from sp_lightning.trainer.run import move_to_device
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
@@ -141,7 +141,7 @@ def test_what_a_step_has_sent_is_back_after_it(within: str, monkeypatch: pytest.
 
     plain = fit(lambda: Watched(within=within), vectors(3), val=vectors(2))
     sent.clear()
-    monkeypatch.setattr("sp_lightning.engine.streamer.AveragesOnDevice", elsewhere)
+    monkeypatch.setattr("sp_lightning.core.engine.streamer.AveragesOnDevice", elsewhere)
     assert_same(fit(lambda: Watched(within=within), vectors(3), superpipeline(k=1), val=vectors(2)), plain)
     assert len(keepers) == 1
     assert all(sent)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sp_lightning.layers.casts import Cast
-from sp_lightning.torch_compat.cast_gradient import CastGradient
+from sp_lightning.core.layers.casts import Cast
+from sp_lightning.core.torch_compat.cast_gradient import CastGradient
 from tests.support.mixed import Manual, Seeing, assert_like_plain
 from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import overlapping

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Stream
-from sp_lightning.layers.host_casts import Casts
-from sp_lightning.model.find import find_layers
+from sp_lightning.core.device.device import Stream
+from sp_lightning.core.layers.host_casts import Casts
+from sp_lightning.core.model.find import find_layers
 from tests.support.mixed import MIXED, OwnLinear, Readers, Tied, of_blocks
 from tests.support.models import CASES, Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, loader, superpipeline, trainer_for

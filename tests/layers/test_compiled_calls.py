@@ -17,10 +17,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.layers import compiled_calls
-from sp_lightning.model.compile import compile_blocks
-from sp_lightning.model.find import find_layers
-from sp_lightning.torch_compat.private import is_compiled
+from sp_lightning.core.layers import compiled_calls
+from sp_lightning.core.model.compile import compile_blocks
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.torch_compat.private import is_compiled
 from tests.equality.cases import CASES
 from tests.support.mixed import MIXED, Tied
 from tests.support.models import CheckpointedCalls, Module, Stack, lora, tokens, vectors

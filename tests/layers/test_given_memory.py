@@ -16,8 +16,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from sp_lightning.layers.layer import Kind, StreamedLayer
-from sp_lightning.layers.write_guard import guard_of
+from sp_lightning.core.layers.layer import Kind, StreamedLayer
+from sp_lightning.core.layers.write_guard import guard_of
 from tests.support.bare import bare
 from tests.support.engine import streamer_of
 from tests.support.models import Block, Module, Stack, vectors

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.device.device import Device
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.layers import gradients
-from sp_lightning.layers.narrow_gradient import (
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.layers import gradients
+from sp_lightning.core.layers.narrow_gradient import (
     NarrowGradient,
     Norms,
     change,
@@ -27,10 +27,10 @@ from sp_lightning.layers.narrow_gradient import (
     unwidened,
     widen,
 )
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
-from sp_lightning.updates import scaler
-from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.core.updates import scaler
+from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.mixed import MIXED, scaled
 from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import overlapping
@@ -348,7 +348,7 @@ class ClipsSometimes(SkipsLayers):
 def test_a_gradient_that_was_clipped_is_used_clipped_by_a_step_that_does_not_clip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sp_lightning.plan.update_policy.may_stay_narrow", lambda facts, paging: True)
+    monkeypatch.setattr("sp_lightning.core.plan.update_policy.may_stay_narrow", lambda facts, paging: True)
     plain = trained("auto", lambda: ClipsSometimes(kind), gradient_clip_val=1e-3)
     ours = trained(overlapping("forward"), lambda: ClipsSometimes(kind), gradient_clip_val=1e-3)
     assert_equal(dict(ours.state_dict()), dict(plain.state_dict()), "weights")
@@ -360,7 +360,7 @@ def test_a_gradient_that_is_used_twice_is_clipped_as_plains(
     make: type[Looks], clip: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With such hooks none is kept; here they are kept all the same, as if a hook could not be seen."""
-    monkeypatch.setattr("sp_lightning.plan.update_policy.may_stay_narrow", lambda facts, paging: True)
+    monkeypatch.setattr("sp_lightning.core.plan.update_policy.may_stay_narrow", lambda facts, paging: True)
     plain = trained("auto", lambda: make(kind), **CLIPS[clip])
     ours = trained(overlapping("forward"), lambda: make(kind), **CLIPS[clip])
     assert_equal(dict(ours.state_dict()), dict(plain.state_dict()), "weights")
@@ -444,7 +444,7 @@ def test_gradients_of_16_mixed_are_scaled_unscaled_and_clipped_when_plains_are(
     scale: str, clip: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With such hooks none is kept; here they are kept all the same, as if a hook could not be seen."""
-    monkeypatch.setattr("sp_lightning.plan.update_policy.may_stay_narrow", lambda facts, paging: True)
+    monkeypatch.setattr("sp_lightning.core.plan.update_policy.may_stay_narrow", lambda facts, paging: True)
 
     def run(strategy: Any) -> Watches:
         options = {**CLIPS[clip], **scaled(init_scale=SCALES[scale])}
@@ -476,7 +476,7 @@ def test_gradients_of_16_mixed_stay_narrow_in_skipped_steps_too(scale: str, clip
 def test_a_gradient_of_16_mixed_that_is_used_twice_is_unscaled_as_plains(
     make: type[Looks], scale: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sp_lightning.plan.update_policy.may_stay_narrow", lambda facts, paging: True)
+    monkeypatch.setattr("sp_lightning.core.plan.update_policy.may_stay_narrow", lambda facts, paging: True)
 
     def run(strategy: Any) -> list[Any]:
         module = trained(strategy, lambda: make(kind), **CLIPS["by norm"], **scaled(init_scale=SCALES[scale]))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.model.find import find_layers
+from sp_lightning.core.model.find import find_layers
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit
 from tests.support.simdevice import simulated

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.device.device import Device
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
 
 
 def _replace_parameter(net: Any) -> None:

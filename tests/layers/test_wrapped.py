@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from sp_lightning.model.find import find_layers
-from sp_lightning.model.wrapped import parts
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.model.wrapped import parts
 from tests.support.models import Module, Stack, Transformer, tokens, vectors
 from tests.support.poison import poisoned
 from tests.support.quantised import CONFIGS, adapted, opaque, travels_packed

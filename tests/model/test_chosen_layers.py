@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.model.patterns import chosen_residents
-from sp_lightning.plan.units import parse_bytes
+from sp_lightning.core.model.patterns import chosen_residents
+from sp_lightning.core.plan.units import parse_bytes
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_equal, fit, superpipeline
 from tests.support.starts import start

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
 from tests.support.findable import MODELS
 from tests.support.models import Block, Module, SharedTrunk, Stack, WithTrunk, vectors
 from tests.support.runs import assert_same, fit, superpipeline

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sp_lightning.device.timeline import Interval
-from sp_lightning.observe.plot import draw_timeline, require_matplotlib
+from sp_lightning.core.device.timeline import Interval
+from sp_lightning.core.observe.plot import draw_timeline, require_matplotlib
 from tests.support.tiers import first
 
 

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.device.timeline import Interval, Timeline
-from sp_lightning.model.find import find_layers
-from sp_lightning.observe import stats as observed
-from sp_lightning.observe.stats import Stats, bottleneck, counters_line
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.device.timeline import Interval, Timeline
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.observe import stats as observed
+from sp_lightning.core.observe.stats import Stats, bottleneck, counters_line
+from sp_lightning.core.plan.plan import make_plan
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for
 
@@ -196,8 +196,8 @@ def test_bad_options(options: dict[str, Any]) -> None:
 
 def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
     """The measured batch, walked again with the same k: the same fetches, and all of its computation."""
-    from sp_lightning.tuning.simulator import Walk
-    from sp_lightning.tuning.visits import measured
+    from sp_lightning.capabilities.tuning.simulator import Walk
+    from sp_lightning.capabilities.tuning.visits import measured
 
     taken: list[Any] = []
 
@@ -224,7 +224,7 @@ def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
 
 def test_a_layer_without_gradients_leaves_with_no_bytes() -> None:
     """As on a rank of several whose batch has used no layer: it still comes to the sums of the others."""
-    from sp_lightning.tuning.visits import measured
+    from sp_lightning.capabilities.tuning.visits import measured
 
     _, rates = measured([Interval("drain", 0, 0.0, 1.0, 0), Interval("update", 0, 1.0, 2.0, 8)], 1, synchronous=False)
     assert rates.download == math.inf
@@ -329,5 +329,5 @@ def test_ranges_in_torchs_profiler() -> None:
 
 
 def test_no_ranges_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.device.device._Timed.__init__", pytest.fail)
+    monkeypatch.setattr("sp_lightning.core.device.device._Timed.__init__", pytest.fail)
     fit(lambda: llama(layers=2), tokens(), SuperpipelineStrategy(k=1, k_prime=1), recorded="losses")

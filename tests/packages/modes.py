@@ -12,7 +12,7 @@ import sys
 from typing import Any
 from unittest import mock
 
-from sp_lightning.plan.update_policy import UpdateFacts
+from sp_lightning.core.plan.update_policy import UpdateFacts
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from tests.packages import child
 

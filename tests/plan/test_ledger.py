@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.layers.gradients import Gradients
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.ledger import Steps, make_ledger
-from sp_lightning.plan.plan import make_plan
-from sp_lightning.plan.units import human_bytes
-from sp_lightning.store.block_memory import Staging
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.layers.gradients import Gradients
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.ledger import Steps, make_ledger
+from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.core.store.block_memory import Staging
 from tests.support.mixed import scaled
 from tests.support.models import Module
 from tests.support.overlapping import at_once
@@ -205,7 +205,7 @@ def _compare_traffic(
     monkeypatch.setattr(Device, "host_empty", noted)
     monkeypatch.setattr(Device, "later", at_once)  # where this thread's operators are counted
     # The engine's own operators are to be counted.
-    monkeypatch.setattr("sp_lightning.engine.calls.held", lambda lock, **_: lock)
+    monkeypatch.setattr("sp_lightning.core.engine.calls.held", lambda lock, **_: lock)
     strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap, gpu_layers=stay)
     options: dict[str, Any] = {
         **(scaled() if precision == "16-mixed" else {"precision": precision}),

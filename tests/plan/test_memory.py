@@ -17,13 +17,13 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.layers.gradients import Gradients
-from sp_lightning.model.find import find_layers
-from sp_lightning.model.found import tensor_bytes
-from sp_lightning.model.wrapped import parts
-from sp_lightning.plan.plan import make_plan
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.layers.gradients import Gradients
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.model.found import tensor_bytes
+from sp_lightning.core.model.wrapped import parts
+from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.core.plan.units import human_bytes
 from tests.equality.cases import CASES as REGISTRY
 from tests.equality.cases import Case
 from tests.support.engine import streamer_of
@@ -309,10 +309,10 @@ def test_saved_tensors_are_freed_without_the_garbage_collector() -> None:
 SET_UP = """
 import torch
 from torch import nn
-from sp_lightning.device.device import Device
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
-from sp_lightning.engine.streamer import Streamer
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.core.engine.streamer import Streamer
 
 def high_water():
     status = open("/proc/self/status").read()

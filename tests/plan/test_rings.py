@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sp_lightning.plan.rings import Ring, choose_rings, choose_rings_apart
+from sp_lightning.core.plan.rings import Ring, choose_rings, choose_rings_apart
 
 SIZES = [10, 1000] * 4  # blocks, and their experts
 EXPERTS = [1, 3, 5, 7]

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
+from sp_lightning.core.device.device import Device
 from tests.support.models import Module, Stack
 from tests.support.runs import assert_equal
 from tests.support.starts import start

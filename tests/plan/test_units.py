@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from sp_lightning.plan.options import checked_budget
-from sp_lightning.plan.units import enough_gib, exact_bytes, in_gib, parse_bytes
-from sp_lightning.planner.arguments import make_parser
+from sp_lightning.core.plan.options import checked_budget
+from sp_lightning.core.plan.units import enough_gib, exact_bytes, in_gib, parse_bytes
+from sp_lightning.tools.planner.arguments import make_parser
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sp_lightning.plan.update_policy import (
+from sp_lightning.core.plan.update_policy import (
     BatchFacts,
     EarlyUpdates,
     OptimizerFacts,

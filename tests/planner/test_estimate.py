@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from sp_lightning import chunk_loss
-from sp_lightning.activations import offload
-from sp_lightning.activations.policy import Call
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.model.find import find_layers
-from sp_lightning.planner.dry_run import Saved, Work, estimate
-from sp_lightning.planner.fake import fake_tensors
+from sp_lightning.capabilities.activations import offload
+from sp_lightning.capabilities.activations.policy import Call
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.tools.planner.dry_run import Saved, Work, estimate
+from sp_lightning.tools.planner.fake import fake_tensors
 from tests.support.models import CASES, Block, Case, Module, Stack, llama, tokens, vectors
 from tests.support.runs import fit, superpipeline
 from tests.support.tiers import first

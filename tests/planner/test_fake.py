@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.planner import fake
-from sp_lightning.torch_compat.private import fake_tensor, storage_id
+from sp_lightning.core.torch_compat.private import fake_tensor, storage_id
+from sp_lightning.tools.planner import fake
 
 
 def test_weights_that_are_cast_up_and_back_are_the_first_ones_again() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sp_lightning.planner.fake import VALUES_NEEDED, fake_tensors
-from sp_lightning.planner.known_values import answered, known_values
+from sp_lightning.tools.planner.fake import VALUES_NEEDED, fake_tensors
+from sp_lightning.tools.planner.known_values import answered, known_values
 
 
 def test_what_a_vision_tower_asks_for_is_answered() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sp_lightning.__main__ import main
-from sp_lightning.planner.lightning_cli import SuperpipelineCLI
+from sp_lightning.tools.planner.lightning_cli import SuperpipelineCLI
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 CONFIG = """
@@ -77,7 +77,7 @@ def test_the_strategy_of_a_config_without_one(
     monkeypatch.setattr(sys, "argv", ["superpipeline"])
     arguments = settings(tmp_path, ("model:\n", f"{given}model:\n"))
     lines: list[str] = []
-    monkeypatch.setattr("sp_lightning.planner.lightning_cli.rank_zero_info", lines.append)
+    monkeypatch.setattr("sp_lightning.tools.planner.lightning_cli.rank_zero_info", lines.append)
     trainer = SuperpipelineCLI(args=arguments, save_config_callback=None).trainer
     assert isinstance(trainer.strategy, SuperpipelineStrategy) is not bool(said)
     assert lines == [said] * bool(said)

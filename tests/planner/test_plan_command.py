@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from sp_lightning.__main__ import main
-from sp_lightning.activations import offload
+from sp_lightning.capabilities.activations import offload
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
 from tests.support.runs import fit, superpipeline

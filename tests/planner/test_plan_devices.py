@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
-from sp_lightning.planner.arguments import make_parser
+from sp_lightning.tools.planner.arguments import make_parser
 from tests.support.answers import plan
 
 DEVICES = 4

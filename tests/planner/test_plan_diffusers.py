@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from sp_lightning.__main__ import main
-from sp_lightning.planner.arguments import command
-from sp_lightning.planner.diffusion import LatentInputs, squared_error
+from sp_lightning.tools.planner.arguments import command
+from sp_lightning.tools.planner.diffusion import LatentInputs, squared_error
 from tests.support.answers import plan, question
 from tests.support.tiers import first
 from tests.support.zoo import DIFFUSION, diffusers

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
-from sp_lightning.disk.host_budget import kept_for_processes
-from sp_lightning.plan.units import parse_bytes
+from sp_lightning.capabilities.disk.host_budget import kept_for_processes
+from sp_lightning.core.plan.units import parse_bytes
 from tests.support.answers import plan
 from tests.support.tiers import first, some
 

@@ -16,11 +16,11 @@ import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.__main__ import main
-from sp_lightning.device.device import Device
-from sp_lightning.observe.reached import Reached
-from sp_lightning.planner import rates as measuring
-from sp_lightning.planner.arguments import Question, make_parser
-from sp_lightning.planner.budget import best_first, budgets
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.observe.reached import Reached
+from sp_lightning.tools.planner import rates as measuring
+from sp_lightning.tools.planner.arguments import Question, make_parser
+from sp_lightning.tools.planner.budget import best_first, budgets
 from tests.support.answers import plan
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, fused
@@ -234,7 +234,7 @@ def test_a_run_that_is_too_short_reports_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "lightning.pytorch")
-    monkeypatch.setattr("sp_lightning.observe.messages._SAID", set())
+    monkeypatch.setattr("sp_lightning.core.observe.messages._SAID", set())
     file = tmp_path / "report.json"
     trained(file, batches=2)
     assert not file.exists()

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Device
-from sp_lightning.observe.reached import Reached
-from sp_lightning.planner import measured, rates
-from sp_lightning.planner.answer import Answer, answer
-from sp_lightning.planner.arguments import command
-from sp_lightning.planner.budget import Budget, _accumulated, _epochs, in_words, trainer_call
-from sp_lightning.planner.estimate import estimate_model
-from sp_lightning.planner.remedies import _ways as remedies
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.observe.reached import Reached
+from sp_lightning.tools.planner import measured, rates
+from sp_lightning.tools.planner.answer import Answer, answer
+from sp_lightning.tools.planner.arguments import command
+from sp_lightning.tools.planner.budget import Budget, _accumulated, _epochs, in_words, trainer_call
+from sp_lightning.tools.planner.estimate import estimate_model
+from sp_lightning.tools.planner.remedies import _ways as remedies
 from tests.support.answers import question
 
 

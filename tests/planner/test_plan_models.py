@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from sp_lightning.__main__ import main
-from sp_lightning.model.find import find_layers
-from sp_lightning.planner.fake import fake_tensors
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.tools.planner.fake import fake_tensors
 from tests.support.answers import plan
 from tests.support.tiers import some
 

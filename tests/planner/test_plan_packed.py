@@ -12,7 +12,7 @@ import transformers
 
 import sp_lightning
 from sp_lightning.__main__ import main
-from sp_lightning.disk.host_budget import limit_for
+from sp_lightning.capabilities.disk.host_budget import limit_for
 from tests.support.answers import plan
 
 SIZES: dict[str, Any] = {

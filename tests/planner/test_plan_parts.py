@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from sp_lightning.plan.units import parse_bytes
-from sp_lightning.planner import dry_run
-from sp_lightning.planner.answer import Answer, answer
-from sp_lightning.planner.arguments import Question, make_parser
-from sp_lightning.planner.estimate import Estimate, estimate_model
-from sp_lightning.planner.report import as_text
+from sp_lightning.core.plan.units import parse_bytes
+from sp_lightning.tools.planner import dry_run
+from sp_lightning.tools.planner.answer import Answer, answer
+from sp_lightning.tools.planner.arguments import Question, make_parser
+from sp_lightning.tools.planner.estimate import Estimate, estimate_model
+from sp_lightning.tools.planner.report import as_text
 from tests.support.tiers import first
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"

@@ -10,8 +10,8 @@ import pytest
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.__main__ import main
-from sp_lightning.plan.units import in_gib
-from sp_lightning.planner.arguments import command
+from sp_lightning.core.plan.units import in_gib
+from sp_lightning.tools.planner.arguments import command
 from tests.support.answers import plan, question
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit

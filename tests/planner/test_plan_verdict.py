@@ -19,9 +19,9 @@ import transformers
 from torch import Tensor
 
 from sp_lightning.__main__ import main
-from sp_lightning.disk.host_budget import limit_for
-from sp_lightning.plan.units import in_gib
-from sp_lightning.planner.arguments import Question, command, make_parser
+from sp_lightning.capabilities.disk.host_budget import limit_for
+from sp_lightning.core.plan.units import in_gib
+from sp_lightning.tools.planner.arguments import Question, command, make_parser
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
 from tests.support.tiers import first, some

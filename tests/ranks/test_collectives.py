@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks import ranks
-from sp_lightning.ranks.collectives import Collectives
-from sp_lightning.ranks.failures import RankError
-from sp_lightning.ranks.process_locks import ProcessLocks
+from sp_lightning.experimental.ranks import ranks
+from sp_lightning.experimental.ranks.collectives import Collectives
+from sp_lightning.experimental.ranks.failures import RankError
+from sp_lightning.experimental.ranks.process_locks import ProcessLocks
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import devices, rank, start
 from tests.support.runs import loader, trainer_for

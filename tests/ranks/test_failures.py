@@ -10,8 +10,8 @@ from time import monotonic, sleep
 import pytest
 import torch.distributed as dist
 
-from sp_lightning.ranks import failures
-from sp_lightning.ranks.failures import Failures, RankError, RankInterrupt
+from sp_lightning.experimental.ranks import failures
+from sp_lightning.experimental.ranks.failures import Failures, RankError, RankInterrupt
 
 
 @pytest.fixture

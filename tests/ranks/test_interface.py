@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from sp_lightning.ranks.agreement import VARIABLE, choose_interface, interface_to
+from sp_lightning.experimental.ranks.agreement import VARIABLE, choose_interface, interface_to
 
 
 def test_an_interface_is_found_by_its_address() -> None:
@@ -20,7 +20,7 @@ def test_an_interface_is_found_by_its_address() -> None:
 
 
 def test_the_users_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.ranks.agreement.interface_to", lambda address: f"to-{address}")
+    monkeypatch.setattr("sp_lightning.experimental.ranks.agreement.interface_to", lambda address: f"to-{address}")
     monkeypatch.setenv(VARIABLE, "mine")
     choose_interface("10.0.0.1")
     assert os.environ[VARIABLE] == "mine"

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks import collectives
+from sp_lightning.experimental.ranks import collectives
 from tests.support.ranks import rank, start
 from tests.support.tiers import some
 

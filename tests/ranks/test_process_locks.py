@@ -7,9 +7,9 @@ import signal
 import struct
 from time import sleep
 
-from sp_lightning.device.layout import PAGE
-from sp_lightning.device.pages import create
-from sp_lightning.ranks.process_locks import ProcessLocks
+from sp_lightning.core.device.layout import PAGE
+from sp_lightning.core.device.pages import create
+from sp_lightning.experimental.ranks.process_locks import ProcessLocks
 
 
 def test_a_process_that_has_ended_is_noticed_although_its_worker_lives() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
 from tests.support.models import Module
 from tests.support.ranks import Number, RanksFailed, devices, in_ranks, rank, total
 from tests.support.runs import fit

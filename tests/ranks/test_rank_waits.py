@@ -28,11 +28,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.ranks.rank_steps import _CLOSURE, RankSteps
-from sp_lightning.ranks.ranks import Ranks
-from sp_lightning.ranks.turns import RankTurns
-from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.experimental.ranks.rank_steps import _CLOSURE, RankSteps
+from sp_lightning.experimental.ranks.ranks import Ranks
+from sp_lightning.experimental.ranks.turns import RankTurns
 from tests.equality.cases import CASES
 from tests.equality.on_ranks import seen
 from tests.support.models import Module, Stack, vectors

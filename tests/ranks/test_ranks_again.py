@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks.failures import RankError
+from sp_lightning.experimental.ranks.failures import RankError
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import Number, devices, in_ranks, rank, start
 from tests.support.runs import assert_equal, loader, trainer_for

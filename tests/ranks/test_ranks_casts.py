@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.layout import total_bytes
+from sp_lightning.core.device.layout import total_bytes
 from tests.equality.cases import CASES
 from tests.support.ranks import in_ranks
 from tests.support.runs import fit

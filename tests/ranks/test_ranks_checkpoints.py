@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks.turns import RankTurns
+from sp_lightning.experimental.ranks.turns import RankTurns
 from tests.equality.on_ranks import InOrder, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import Number, devices, in_ranks, rank, total

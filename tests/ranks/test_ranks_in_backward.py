@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.engine.layerwise import LayerwiseStep
+from sp_lightning.core.engine.layerwise import LayerwiseStep
 from tests.equality.on_ranks import EveryBatch, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import RanksFailed, in_ranks

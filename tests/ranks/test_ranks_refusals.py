@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks import ranks
-from sp_lightning.ranks.agreement import refuse_restart_with_old_store
+from sp_lightning.experimental.ranks import ranks
+from sp_lightning.experimental.ranks.agreement import refuse_restart_with_old_store
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import RanksFailed, free_port, in_ranks, rank, start
 from tests.support.runs import fit, loader, trainer_for

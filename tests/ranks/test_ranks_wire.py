@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.ranks.ranks import Ranks
+from sp_lightning.experimental.ranks.ranks import Ranks
 from tests.equality.on_ranks import Averages, EveryBatch, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import in_ranks, rank

@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.device import pages as device_pages
-from sp_lightning.device.layout import PAGE
-from sp_lightning.device.pages import create
-from sp_lightning.ranks import shared_memory
-from sp_lightning.ranks.shared_memory import SharedMemory, commit_or_drop, hand_out
+from sp_lightning.core.device import pages as device_pages
+from sp_lightning.core.device.layout import PAGE
+from sp_lightning.core.device.pages import create
+from sp_lightning.experimental.ranks import shared_memory
+from sp_lightning.experimental.ranks.shared_memory import SharedMemory, commit_or_drop, hand_out
 
 PAGES = 16
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from sp_lightning.ranks.placement import update_threads
+from sp_lightning.experimental.ranks.placement import update_threads
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Removes a capability from a copy of the project, and tests what is left: ``python -m tests.repository.deletion disk``.
+"""Removes a capability from a copy of the project, and tests what is left: ``python -m tests.repository.deletion
+capabilities.disk``.
 
 In the copy
 
@@ -39,7 +40,7 @@ pl.Trainer(strategy=SuperpipelineStrategy({options}), accelerator="cpu", devices
 print("works")
 """
 
-MISSING = "needs sp_lightning/{folder}, which is not installed"
+MISSING = "needs {folder}, which is not installed"
 
 RAISE = """
 from sp_lightning import SuperpipelineStrategy
@@ -54,17 +55,17 @@ for ask in {calls!r}:
 HOST_MEMORY = RAISE.format(calls=['SuperpipelineStrategy(host_memory="1GiB")'])
 
 ASKED_FOR: dict[str, tuple[str, str]] = {
-    "activations": (FIT.format(options='activations="recompute"', devices=1), MISSING),
+    "capabilities.activations": (FIT.format(options='activations="recompute"', devices=1), MISSING),
     "any_loop": ("import sp_lightning; sp_lightning.stream", MISSING),
-    "comparison": ("import sp_lightning; sp_lightning.check", MISSING),
-    "disk": (HOST_MEMORY + FIT.format(options='disk="."', devices=1), MISSING),
-    "experts": (FIT.format(options="k=1", devices=1), "works"),
-    "gpu_steps": (FIT.format(options='optimizer_on="gpu"', devices=1), MISSING),
-    "kernels": (FIT.format(options='k=1, optimizer_overlap="forward"', devices=1), "works"),
-    "planner": ("from sp_lightning.__main__ import main; main(['plan', 'os:getcwd'])", MISSING),
-    "ranks": (FIT.format(options="", devices=2), MISSING),
-    "sharing": ("import sp_lightning; sp_lightning.SharedBase", MISSING),
-    "tuning": (FIT.format(options='k="auto"', devices=1), "works"),
+    "tools.comparison": ("import sp_lightning; sp_lightning.check", MISSING),
+    "capabilities.disk": (HOST_MEMORY + FIT.format(options='disk="."', devices=1), MISSING),
+    "capabilities.experts": (FIT.format(options="k=1", devices=1), "works"),
+    "capabilities.gpu_steps": (FIT.format(options='optimizer_on="gpu"', devices=1), MISSING),
+    "capabilities.kernels": (FIT.format(options='k=1, optimizer_overlap="forward"', devices=1), "works"),
+    "tools.planner": ("from sp_lightning.__main__ import main; main(['plan', 'os:getcwd'])", MISSING),
+    "experimental.ranks": (FIT.format(options="", devices=2), MISSING),
+    "experimental.sharing": ("import sp_lightning; sp_lightning.SharedBase", MISSING),
+    "capabilities.tuning": (FIT.format(options='k="auto"', devices=1), "works"),
 }
 """For each capability, a program that asks for it, and a text that the program prints or raises."""
 
@@ -100,13 +101,19 @@ def without(folder: str, place: Path) -> Path:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy / name)
-    shutil.rmtree(copy / "sp_lightning" / folder)
-    shutil.rmtree(copy / "tests" / folder, ignore_errors=True)
+    shutil.rmtree(copy / path_of(folder))
+    tests = folder.rpartition(".")[2]
+    shutil.rmtree(copy / "tests" / tests, ignore_errors=True)
     seconds = copy / "tests" / "seconds.txt"
-    kept = [line for line in seconds.read_text().splitlines(keepends=True) if f" tests/{folder}/" not in line]
+    kept = [line for line in seconds.read_text().splitlines(keepends=True) if f" tests/{tests}/" not in line]
     seconds.write_text("".join(kept))
     (copy / "sitecustomize.py").write_text(NO_EDITABLE_INSTALL)
     return copy
+
+
+def path_of(capability: str) -> Path:
+    """The folder of a capability, relative to the project."""
+    return Path("sp_lightning", *capability.split("."))
 
 
 def imports(copy: Path, folder: str) -> None:
@@ -116,7 +123,7 @@ def imports(copy: Path, folder: str) -> None:
 def option(copy: Path, folder: str) -> None:
     program, expected = ASKED_FOR[folder]
     found = run(copy, "-c", program, fails=expected == MISSING)
-    assert expected.format(folder=folder) in found, f"expected {expected!r}, got:\n{found[-3000:]}"
+    assert expected.format(folder=path_of(folder)) in found, f"expected {expected!r}, got:\n{found[-3000:]}"
 
 
 def trainings(copy: Path, folder: str) -> None:

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import sp_lightning
+from sp_lightning.registry import CAPABILITIES
+from tests.support import source as sources_of
 
 PACKAGE = Path(sp_lightning.__file__).parent
 NAME = PACKAGE.name
-CAPABILITIES = {
-    "activations", "experts", "ranks", "disk", "gpu_steps", "sharing", "kernels", "tuning", "planner", "comparison",
-}  # fmt: skip
-"""The folders that are capabilities, today or in future. All other files are the core."""
 MEETING_POINTS = {f"{NAME}.__init__", f"{NAME}._public", f"{NAME}.registry"}
 """The files that import from everywhere by design: the public names, and the registry, which names all capabilities."""
 ROOT = "(root)"
@@ -81,9 +79,9 @@ def files(package: Path = PACKAGE) -> dict[str, str]:
 
 
 def folder(module: str) -> str:
-    """Returns the folder of a module: the first one below the package."""
+    """Returns the folder of a module, as :func:`tests.support.source.folder`."""
     _, *parts = module.split(".")
-    return parts[0] if len(parts) > 1 else ROOT
+    return sources_of.folder(".".join(parts)) if len(parts) > 1 else ROOT
 
 
 def sizes(sources: Mapping[str, str]) -> dict[str, Size]:

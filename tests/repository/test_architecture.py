@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.registry import CAPABILITIES
-from tests.support.source import imports
+from tests.support.source import GROUPS, folder, imports
 
 PACKAGE = Path(sp_lightning.__file__).parent
 FILES = {
@@ -25,33 +25,37 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 CORE = (
-    "_version", "torch_compat", "device", "model", "plan", "observe", "store", "layers", "updates", "engine", "registry",
-    "trainer",
+    "_version", "core.torch_compat", "core.device", "core.model", "core.plan", "core.observe", "core.store",
+    "core.layers", "core.updates", "core.engine", "registry", "trainer",
 )  # fmt: skip
 """The folders of the core, from the ground up: each may import those before it."""
 TOP = ("pytorch_lightning", "_public", "__init__", "__main__")
 """What users import or run. These files may import all others, and only capabilities may import them."""
-MAY_IMPORT_LIGHTNING = {"trainer", "ranks", "sharing", "comparison", "planner", "any_loop", *TOP}
+MAY_IMPORT_LIGHTNING = {
+    "trainer",
+    "experimental.ranks",
+    "experimental.sharing",
+    "tools.comparison",
+    "tools.planner",
+    "any_loop",
+    *TOP,
+}
 
 BETWEEN = {
-    "planner": "answers questions about all of them",
-    "comparison": "trains with and without them",
-    "tuning": "predicts what they do",
+    "tools.planner": "answers questions about all of them",
+    "tools.comparison": "trains with and without them",
+    "capabilities.tuning": "predicts what they do",
 }
 """Capabilities that may import other capabilities, with the reason."""
 
 
-def top_folder(file: str) -> str:
-    return file.split(".")[0]
-
-
 def offences(file: str, source: str) -> list[str]:
     """What a file imports that it may not."""
-    here = top_folder(file)
+    here = folder(file)
     wrong: list[str] = []
     for module in imports(source):
         top, _, rest = module.partition(".")
-        there = top_folder(rest)
+        there = folder(rest)
         if top in ("lightning", "pytorch_lightning") and here not in MAY_IMPORT_LIGHTNING:
             wrong.append(module)
         if top == "sp_lightning" and file != "registry" and here not in TOP and not _may_import(here, there):
@@ -69,24 +73,24 @@ def _may_import(here: str, there: str) -> bool:
 
 
 def test_imports_go_down() -> None:
-    assert {top_folder(file) for file in FILES} <= {*CORE, *TOP, *CAPABILITIES}, (
+    assert {folder(file) for file in FILES} <= {*CORE, *TOP, *CAPABILITIES, *(f"{each}.__init__" for each in GROUPS)}, (
         "a new folder needs its place in the order"
     )
     assert {file: wrong for file, source in FILES.items() if (wrong := offences(file, source))} == {}
 
 
 def test_the_import_check_can_fail() -> None:
-    assert offences("plan.plan", "from sp_lightning.engine.streamer import Streamer") == [
-        "sp_lightning.engine.streamer.Streamer"
+    assert offences("core.plan.plan", "from sp_lightning.core.engine.streamer import Streamer") == [
+        "sp_lightning.core.engine.streamer.Streamer"
     ]
-    assert offences("engine.step", "def f():\n    from sp_lightning import registry") == ["sp_lightning.registry"]
-    assert offences("layers.ring", "import lightning.pytorch as pl") == ["lightning.pytorch"]
-    assert offences("layers.ring", "from sp_lightning.store.block import HostBlock") == []
+    assert offences("core.engine.step", "def f():\n    from sp_lightning import registry") == ["sp_lightning.registry"]
+    assert offences("core.layers.ring", "import lightning.pytorch as pl") == ["lightning.pytorch"]
+    assert offences("core.layers.ring", "from sp_lightning.core.store.block import HostBlock") == []
 
 
 LIGHTNINGS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
 COMPAT = "trainer.compat"
-OF_TORCH = {("torch_compat.private", "_device")}
+OF_TORCH = {("core.torch_compat.private", "_device")}
 """Private names of torch that Lightning has, too: here that of ``torch.amp.GradScaler``."""
 INHERITED = frozenset(
     name
@@ -165,7 +169,7 @@ def test_one_file_touches_the_accelerator() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch"
         if node.attr in {"cuda", "accelerator", "Stream", "Event", "xpu", "mps"}
     }
-    assert found == {"device.accelerator"}
+    assert found == {"core.device.accelerator"}
 
 
 PUBLIC_ENOUGH = {
@@ -177,7 +181,9 @@ PUBLIC_ENOUGH = {
 """Privates of torch that any file may use, with the reason."""
 
 PRIVATES: dict[str, set[str]] = {
-    "updates.scaler": {"_unscale_grads_"},  # overridden: a method has to have its name. test_torch_private.py calls it
+    "core.updates.scaler": {
+        "_unscale_grads_"
+    },  # overridden: a method has to have its name. test_torch_private.py calls it
     "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }
 """Privates of torch that one file may use beside ``torch_compat.private``."""
@@ -250,7 +256,7 @@ def _chain(node: ast.expr) -> list[str]:
 def test_one_file_uses_privates_of_torch() -> None:
     found = {file: used for file, source in FILES.items() if (used := torch_privates(source))}
     assert {
-        file: used for file, used in found.items() if file not in ("torch_compat.private", "planner.fake")
+        file: used for file, used in found.items() if file not in ("core.torch_compat.private", "tools.planner.fake")
     } == PRIVATES
     everything = "".join(FILES.values())
     assert all(f".{name}" in everything and reason for name, reason in PUBLIC_ENOUGH.items())

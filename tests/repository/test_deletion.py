@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sp_lightning import registry
-from sp_lightning.device.host_kernels import host_kernels
-from sp_lightning.model.rows import row_finder
+from sp_lightning.core.device.host_kernels import host_kernels
+from sp_lightning.core.model.rows import row_finder
 from sp_lightning.registry import CAPABILITIES, MissingCapabilityError, needed_for
 from tests.repository import deletion
 
@@ -24,7 +24,7 @@ def test_the_core_works_without(folder: str, tmp_path: Path) -> None:
 
 def test_every_capability_has_a_folder_and_a_program() -> None:
     assert set(deletion.ASKED_FOR) == set(CAPABILITIES)
-    assert all((deletion.ROOT / "sp_lightning" / folder / "__init__.py").exists() for folder in CAPABILITIES)
+    assert all((deletion.ROOT / deletion.path_of(folder) / "__init__.py").exists() for folder in CAPABILITIES)
 
 
 def test_the_core_has_what_the_registry_resolves() -> None:
@@ -37,5 +37,5 @@ def test_other_missing_modules_are_not_taken_for_a_capability() -> None:
         import no_such_package  # type: ignore[import-not-found]  # noqa: F401
     assert not isinstance(raised.value, MissingCapabilityError)
     with pytest.raises(ModuleNotFoundError, match="no_such_file") as raised, needed_for("disk="):
-        import sp_lightning.disk.no_such_file  # type: ignore[import-not-found]  # noqa: F401
+        import sp_lightning.capabilities.disk.no_such_file  # type: ignore[import-not-found]  # noqa: F401
     assert not isinstance(raised.value, MissingCapabilityError)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import sp_lightning
-from sp_lightning import engine
+from sp_lightning.core import engine
 
-PACKAGE = Path(sp_lightning.__file__).parent
+PACKAGE = Path(sp_lightning.__file__).parent / "core"
 NUMBER = re.compile(r"# \((\d)\)$")
 
 

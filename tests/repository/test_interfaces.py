@@ -12,16 +12,17 @@ from importlib import import_module
 from pathlib import Path
 
 import sp_lightning
-from sp_lightning.engine.activations import Activations
+from sp_lightning.core.engine.activations import Activations
+from sp_lightning.core.updates.gpu_bits import StepsLikeGpu
 from sp_lightning.registry import CAPABILITIES
-from sp_lightning.updates.gpu_bits import StepsLikeGpu
+from tests.support.source import folder
 
 PACKAGE = Path(sp_lightning.__file__).parent
 
 FOR_CAPABILITIES = {
-    "HostBlock.show": "gpu_steps",
-    "RowFinder.routed_share": "planner",
-    "BackgroundUpdates.land_layers_of": "gpu_steps",
+    "HostBlock.show": "capabilities.gpu_steps",
+    "RowFinder.routed_share": "tools.planner",
+    "BackgroundUpdates.land_layers_of": "capabilities.gpu_steps",
 }
 """Methods of the core that only a capability calls, and the capability."""
 
@@ -39,14 +40,14 @@ def uses() -> dict[str, list[Use]]:
     """All uses of attributes in the package, by the attribute's name."""
     found: dict[str, list[Use]] = {}
 
-    def visit(node: ast.AST, folder: str, classes: tuple[str, ...]) -> None:
+    def visit(node: ast.AST, place: str, classes: tuple[str, ...]) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Attribute) and not ast.unparse(child.value).startswith("super("):
-                found.setdefault(child.attr, []).append(Use(folder, classes))
-            visit(child, folder, (*classes, child.name) if isinstance(child, ast.ClassDef) else classes)
+                found.setdefault(child.attr, []).append(Use(place, classes))
+            visit(child, place, (*classes, child.name) if isinstance(child, ast.ClassDef) else classes)
 
     for file in PACKAGE.rglob("*.py"):
-        visit(ast.parse(file.read_text()), file.relative_to(PACKAGE).parts[0].removesuffix(".py"), ())
+        visit(ast.parse(file.read_text()), folder(".".join(file.relative_to(PACKAGE).with_suffix("").parts)), ())
     return found
 
 
@@ -63,7 +64,7 @@ def classes() -> list[type]:
 
 
 def folder_of(kind: type) -> str:
-    return kind.__module__.split(".")[1]
+    return folder(kind.__module__.partition(".")[2])
 
 
 @cache
@@ -73,7 +74,7 @@ def interfaces() -> list[type]:
     ``Device`` is not among them: it is a part that the planner simulates.
     """
     derived = [each for each in classes() if folder_of(each) in CAPABILITIES]
-    core = [each for each in classes() if folder_of(each) not in (*CAPABILITIES, "device")]
+    core = [each for each in classes() if folder_of(each) not in (*CAPABILITIES, "core.device")]
     # Protocols with properties do not support issubclass.
     return [Activations, StepsLikeGpu, *(each for each in core if any(each in one.__mro__ for one in derived))]
 
@@ -93,8 +94,8 @@ def test_the_core_calls_each_method_of_its_interfaces() -> None:
         if not any(use.folder not in CAPABILITIES and kind.__name__ not in use.classes for use in uses().get(name, []))
     }
     assert uncalled == set(FOR_CAPABILITIES)
-    for name, folder in FOR_CAPABILITIES.items():
-        assert any(use.folder == folder for use in uses()[name.partition(".")[2]]), name
+    for name, capability in FOR_CAPABILITIES.items():
+        assert any(use.folder == capability for use in uses()[name.partition(".")[2]]), name
 
 
 def test_each_further_method_is_called_by_its_capability() -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import sp_lightning
-from tests.support.source import imports
+from tests.support.source import GROUPS, imports
 
 TESTS = Path(__file__).parents[1]
 FILES = {path.relative_to(TESTS).as_posix(): path.read_text() for path in sorted(TESTS.rglob("*.py"))}
@@ -43,7 +43,7 @@ def test_the_import_check_can_fail() -> None:
 
 def test_the_folders_are_those_of_the_package() -> None:
     package = Path(sp_lightning.__file__).parent
-    folders_of_package = {path.parent.name for path in package.glob("*/__init__.py")}
+    folders_of_package = {path.parent.name for path in package.rglob("*/__init__.py")}
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders - BESIDE_THE_PACKAGE <= folders_of_package
     assert [path.name for path in TESTS.glob("test_*.py")] == []
@@ -54,5 +54,6 @@ def test_contributing_names_the_tests_of_each_folder() -> None:
         r"^\| ([^|]+) \| `(tests/[^|]+)` \|$", (TESTS.parent / "CONTRIBUTING.md").read_text(), re.MULTILINE
     )
     named = {name for folders, _ in rows for name in re.findall(r"`(\w+)`", folders)}
-    assert named == {path.parent.name for path in Path(sp_lightning.__file__).parent.glob("*/__init__.py")}
+    folders = {path.parent.name for path in Path(sp_lightning.__file__).parent.rglob("*/__init__.py")}
+    assert named == folders - set(GROUPS)
     assert [path for _, paths in rows for path in paths.split() if not (TESTS.parent / path).exists()] == []

@@ -24,11 +24,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchmetrics import MeanMetric
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.device.layout import PAGE
-from sp_lightning.sharing.common import SharedLayer, TrialMemory
-from sp_lightning.sharing.own import with_state
-from sp_lightning.sharing.shared_base import current
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.device.layout import PAGE
+from sp_lightning.experimental.sharing.common import SharedLayer, TrialMemory
+from sp_lightning.experimental.sharing.own import with_state
+from sp_lightning.experimental.sharing.shared_base import current
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.tiers import first
 from tests.support.trials import RATES, WIDTH, Learner, batches, learn

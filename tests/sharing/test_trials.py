@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
-from sp_lightning.sharing import shared_base
-from sp_lightning.sharing.common import SharedLayers, TrialMemory
-from sp_lightning.sharing.shared_base import Trial, current
-from sp_lightning.sharing.turns import TURNS
+from sp_lightning.experimental.sharing import shared_base
+from sp_lightning.experimental.sharing.common import SharedLayers, TrialMemory
+from sp_lightning.experimental.sharing.shared_base import Trial, current
+from sp_lightning.experimental.sharing.turns import TURNS
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.tiers import first
 from tests.support.trials import RATES, WIDTH, Adapted, Learner, batches, interruptible, learn

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sp_lightning.sharing.turns import PATIENCE, ProcessState, TrialTurn, TrialTurns
-from sp_lightning.torch_compat.private import attention_order, set_attention_order
+from sp_lightning.core.torch_compat.private import attention_order, set_attention_order
+from sp_lightning.experimental.sharing.turns import PATIENCE, ProcessState, TrialTurn, TrialTurns
 from tests.support.trials import interruptible
 
 PROGRAMS = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=30), min_size=1, max_size=6)
@@ -265,7 +265,7 @@ def test_a_trial_whose_state_cannot_be_read_has_the_turn_still(monkeypatch: pyte
         def fails() -> None:
             nonlocal turn
             turn = machine.begin()
-            monkeypatch.setattr("sp_lightning.sharing.turns.ProcessState", lambda: 1 / 0)
+            monkeypatch.setattr("sp_lightning.experimental.sharing.turns.ProcessState", lambda: 1 / 0)
             try:
                 with pytest.raises(ZeroDivisionError):
                     machine.turns.pass_on(turn)
@@ -429,7 +429,7 @@ def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> N
 def test_a_log_says_who_does_not_come_to_a_layer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("sp_lightning.sharing.turns.LONG", 0.05)
+    monkeypatch.setattr("sp_lightning.experimental.sharing.turns.LONG", 0.05)
     machine = Machine(room=1)
     turn = machine.begin()
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SharedBase
-from sp_lightning.device.device import Device, Stream, Wait
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
-from sp_lightning.sharing.common import SharedLayers
+from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.experimental.sharing.common import SharedLayers
 from tests.support.runs import Outcome, assert_same
 from tests.support.simdevice import Race, SimDevice
 from tests.support.trials import RATES, learn

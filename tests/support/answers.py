@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
-from sp_lightning.planner.arguments import Question, make_parser
+from sp_lightning.tools.planner.arguments import Question, make_parser
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from unittest import mock
 @contextmanager
 def crowded() -> Iterator[None]:
     """In this context the first batch offloads all activations, and the next batches measure them and choose modes."""
-    from sp_lightning.activations import offload
-    from sp_lightning.tuning.tuner import Tuner
+    from sp_lightning.capabilities.activations import offload
+    from sp_lightning.capabilities.tuning.tuner import Tuner
 
     with mock.patch.object(Tuner, "_left", return_value=-1), mock.patch.object(offload, "WORTH_MOVING", 1):
         yield

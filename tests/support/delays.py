@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sp_lightning.device.accelerator import Accelerator
-from sp_lightning.device.device import Stream, Wait
-from sp_lightning.torch_compat.modes import no_inference_mode
+from sp_lightning.core.device.accelerator import Accelerator
+from sp_lightning.core.device.device import Stream, Wait
+from sp_lightning.core.torch_compat.modes import no_inference_mode
 from tests.support.wait_scenarios import IMPLIED, OF_RANKS, OF_TRIALS
 
 Slow = Literal["copies", "compute"]

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from sp_lightning.torch_compat.private import (
+from sp_lightning.core.torch_compat.private import (
     ENGINE_CALL,
     current_graph_task,
     subclasses_are_asked,

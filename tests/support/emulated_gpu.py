@@ -213,7 +213,7 @@ def plain_gpu(usual: frozenset[str] = ALL) -> Iterator[None]:
 @contextmanager
 def gpu_device(usual: frozenset[str] = ALL, **options: Any) -> Iterator[list[SimDevice]]:
     """Every strategy inside runs on a simulated device, which confirms formulas as such a GPU does."""
-    from sp_lightning.kernels import gpu, gpu_norms
+    from sp_lightning.capabilities.kernels import gpu, gpu_norms
 
     def on_gpu_only(function: Callable[..., Any]) -> Callable[..., Any]:
         def computed(*args: Any) -> Any:
@@ -246,8 +246,8 @@ def _steps_on_gpu(usual: frozenset[str]) -> Iterator[None]:
     if not is_installed("gpu_steps"):
         yield
         return
-    from sp_lightning.gpu_steps.on_device import StepsOnDevice
-    from sp_lightning.gpu_steps.staying import StayingLayers
+    from sp_lightning.capabilities.gpu_steps.on_device import StepsOnDevice
+    from sp_lightning.capabilities.gpu_steps.staying import StayingLayers
 
     norms = StepsOnDevice.norms
 
@@ -275,7 +275,7 @@ def _steps_on_gpu(usual: frozenset[str]) -> Iterator[None]:
 
 def forget() -> None:
     """Formulas are compared anew."""
-    from sp_lightning.kernels import gpu, gpu_norms, update
+    from sp_lightning.capabilities.kernels import gpu, gpu_norms, update
 
     for cached in (gpu.find_confirmed, update._checked, gpu_norms._confirmed, gpu_norms._adds_up_many):
         cached.cache_clear()

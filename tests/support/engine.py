@@ -14,19 +14,19 @@ from unittest import mock
 import torch
 from torch import nn
 
-from sp_lightning.device.device import Device
-from sp_lightning.engine.calls import Calls, Visits
-from sp_lightning.engine.calls import ModuleCall as ModuleCall
-from sp_lightning.engine.calls import listen as listen
-from sp_lightning.engine.schedule import Trace as Trace
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.engine.uses import Uses as Uses
-from sp_lightning.layers.gradients import Gradients
-from sp_lightning.layers.layer import Kind, Slot, StreamedLayer
-from sp_lightning.layers.ring import Slots
-from sp_lightning.layers.ring import Uploads as Uploads
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.calls import Calls, Visits
+from sp_lightning.core.engine.calls import ModuleCall as ModuleCall
+from sp_lightning.core.engine.calls import listen as listen
+from sp_lightning.core.engine.schedule import Trace as Trace
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.uses import Uses as Uses
+from sp_lightning.core.layers.gradients import Gradients
+from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.core.layers.ring import Slots
+from sp_lightning.core.layers.ring import Uploads as Uploads
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
 
 
 def streamer_of(strategy: Any) -> Any:

@@ -34,7 +34,7 @@ REFUSED = {("parameter-hooks", "backward"): "post-accumulate hooks"}
 
 def plain_or_reference(make: Make, batches: Batches, precision: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and parameters of plain Lightning if this GPU confirms the formulas, else those of fused steps on the CPU."""
-    from sp_lightning.kernels.like_gpu import LikeGpu
+    from sp_lightning.capabilities.kernels.like_gpu import LikeGpu
 
     like, module = LikeGpu(torch.device("cuda", torch.cuda.current_device()), fuse=False), make()
     found: Any = module.configure_optimizers()

@@ -8,14 +8,14 @@ from torch import nn
 
 def stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever can stay in its file does."""
-    from sp_lightning.disk import tier as disk_tier
+    from sp_lightning.capabilities.disk import tier as disk_tier
 
     monkeypatch.setattr(disk_tier, "choose_in_files", lambda sizes, *_: list(sizes))
 
 
 def in_file(parameter: nn.Parameter) -> bool:
     """Whether a parameter has no values but those of its file."""
-    from sp_lightning.disk.weights_in_files import place_of
+    from sp_lightning.capabilities.disk.weights_in_files import place_of
 
     return place_of(parameter) is not None
 

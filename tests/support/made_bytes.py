@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sp_lightning.torch_compat.private import TorchDispatchMode, storage_id, tree_leaves
+from sp_lightning.core.torch_compat.private import TorchDispatchMode, storage_id, tree_leaves
 
 
 class MadeBytes(TorchDispatchMode):

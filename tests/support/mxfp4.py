@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sp_lightning.experts.packed_stacks import named_stacks
+from sp_lightning.capabilities.experts.packed_stacks import named_stacks
 from tests.support import stacked
 
 

@@ -20,9 +20,9 @@ from sp_lightning import SuperpipelineStrategy
 
 def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
     """Leaves host memory for state on its way alone, and for so many bytes more."""
-    from sp_lightning.disk import state_on_disk
-    from sp_lightning.disk import tier as disk_tier
-    from sp_lightning.disk.state_placement import least_room, place_state, staging_bytes
+    from sp_lightning.capabilities.disk import state_on_disk
+    from sp_lightning.capabilities.disk import tier as disk_tier
+    from sp_lightning.capabilities.disk.state_placement import least_room, place_state, staging_bytes
 
     def place(sizes: Any, *_: Any) -> Any:
         staging = staging_bytes(sizes)
@@ -36,8 +36,8 @@ def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
 
 def everything_below(monkeypatch: pytest.MonkeyPatch, *, window: int) -> None:
     """Nothing that may be on the disk is in memory: state, trained weights, gradients; a few layers' at a time."""
-    from sp_lightning.disk import mapped_file, state_placement
-    from sp_lightning.disk import tier as disk_tier
+    from sp_lightning.capabilities.disk import mapped_file, state_placement
+    from sp_lightning.capabilities.disk import tier as disk_tier
 
     without_room(monkeypatch)
     monkeypatch.setattr(disk_tier, "missing_bytes", lambda *_: 2**60)
@@ -85,7 +85,7 @@ class Unfreezes(BaseFinetuning):
 
 def away(optimizer: Any) -> int:
     """How many tensors of an optimizer's state are on the disk."""
-    from sp_lightning.disk.away import OnDiskTensor
+    from sp_lightning.capabilities.disk.away import OnDiskTensor
 
     return sum(type(value) is OnDiskTensor for state in optimizer.state.values() for value in state.values())
 
@@ -100,7 +100,7 @@ FAULTS = {
 
 def break_calls(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
     """From the ``at``-th time on, the call of a fault fails."""
-    from sp_lightning.disk import mapped_file
+    from sp_lightning.capabilities.disk import mapped_file
 
     name, number, _ = FAULTS[fault]
     call, count = getattr(mapped_file.libc, name), iter(range(10**9))

@@ -14,9 +14,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.updates.background import BackgroundUpdates, _PendingUpdate
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.updates.background import BackgroundUpdates, _PendingUpdate
 from tests.support.models import CASES, Module, Stack
 from tests.support.runs import Outcome, fit, fused
 

@@ -12,14 +12,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from sp_lightning.device.layout import part
-from sp_lightning.layers import ring, writes
-from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.swap import ParameterSwap
-from sp_lightning.layers.writes import digest
+from sp_lightning.core.device.layout import part
+from sp_lightning.core.layers import ring, writes
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.layers.swap import ParameterSwap
+from sp_lightning.core.layers.writes import digest
+from sp_lightning.core.store.block import HostBlock
+from sp_lightning.core.torch_compat.modes import no_dispatch_modes
 from sp_lightning.registry import is_installed
-from sp_lightning.store.block import HostBlock
-from sp_lightning.torch_compat.modes import no_dispatch_modes
 from tests.support.simdevice import poison
 
 
@@ -99,7 +99,7 @@ def _shown_while_landing(
     if not is_installed("gpu_steps"):
         yield
         return
-    from sp_lightning.gpu_steps.staying import StayingLayers
+    from sp_lightning.capabilities.gpu_steps.staying import StayingLayers
 
     land = StayingLayers.land
 
@@ -118,7 +118,7 @@ def _shown_while_landing(
 @contextmanager
 def poisoned_ring() -> Iterator[None]:
     """Host memory is NaN as soon as no graph needs what is in it, and device memory when nothing is to be read there."""
-    from sp_lightning.activations.offload import Offload, OffloadedStorage
+    from sp_lightning.capabilities.activations.offload import Offload, OffloadedStorage
 
     end, drop = OffloadedStorage.__del__, Offload._drop
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
-from sp_lightning.plan.plan import Plan
+from sp_lightning.core.plan.plan import Plan
 from tests.support.models import Transformer, llama
 from tests.support.runs import Make
 

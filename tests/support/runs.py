@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.model.wrapped import parts
+from sp_lightning.core.model.wrapped import parts
 
 Batches = Sequence[Any]
 Make = Callable[[], pl.LightningModule]

@@ -42,10 +42,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sp_lightning.device.background_thread import Pieces
-from sp_lightning.device.device import Device, Stream, Wait
+from sp_lightning.core.device.background_thread import Pieces
+from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.store.block import HostBlock
 from sp_lightning.registry import is_installed
-from sp_lightning.store.block import HostBlock
 from sp_lightning.trainer.run import move_to_device
 
 HOST = "host"
@@ -130,7 +130,7 @@ class Memory:
 
 
 class SimDevice(Device):
-    """The simulated device. It implements the engine's interface to devices (:class:`~sp_lightning.device.device.Device`).
+    """The simulated device. It implements the engine's interface to devices (:class:`~sp_lightning.core.device.device.Device`).
 
     Args:
         device: the CPU.
@@ -749,7 +749,7 @@ def simulated(
         ExitStack() as stack,
     ):
         if is_installed("kernels"):
-            from sp_lightning.kernels.jit import Compiled
+            from sp_lightning.capabilities.kernels.jit import Compiled
 
             stack.enter_context(mock.patch.object(Compiled, "run", run_kernel(Compiled.run)))
         try:

@@ -5,6 +5,15 @@ from __future__ import annotations
 import ast
 from functools import cache
 
+GROUPS = ("core", "capabilities", "experimental", "tools")
+"""The folders of the package that hold other folders."""
+
+
+def folder(module: str) -> str:
+    """Returns the folder of a file, both without the package's name: ``core.engine`` for ``core.engine.step``."""
+    first, *rest = module.split(".")
+    return f"{first}.{rest[0]}" if first in GROUPS and rest else first
+
 
 @cache
 def imports(source: str, *, for_types: bool = True) -> list[str]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.states import TRANSITIONS, LayerState
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.layers.states import TRANSITIONS, LayerState
 
 Change = tuple[str, LayerState, LayerState]
 """The name of the method that has made it, and the states before and after."""

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Wait
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
+from sp_lightning.core.device.device import Wait
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.trainer import step_hooks
 from tests.support.engine import choose
 from tests.support.models import CASES, Module, Stack, vectors

@@ -1,6 +1,6 @@
 """A pytest plugin that runs the tests of an installation that lacks one capability.
 
-``python -m pytest -p tests.support.without --without disk`` leaves out
+``python -m pytest -p tests.support.without --without capabilities.disk`` leaves out
 
 - the test files of the capability, and files that import it when they are loaded, directly or through ``tests.support``;
 - each test that fails with the error that the capability is missing.
@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from sp_lightning.registry import CAPABILITIES
+from tests.support.source import folder as folder_of
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = pytest.StashKey[Counter[str]]()
@@ -39,7 +40,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
         return None
     for folder in config.getoption("--without"):
-        if collection_path.is_relative_to(ROOT / "tests" / folder) or folder in capabilities_of(collection_path):
+        if collection_path.is_relative_to(ROOT / "tests" / folder.rpartition(".")[2]) or folder in capabilities_of(
+            collection_path
+        ):
             config.stash[LEFT_OUT][f"{collection_path.relative_to(ROOT)} (needs {folder} to be loaded)"] += 1
             return True
     return None
@@ -69,7 +72,9 @@ def _is_missing_error(error: BaseException | None, folders: list[str]) -> bool:
     """Returns True if an error, or one that it was raised from, is raised because one of the folders is missing."""
     while error is not None:
         for folder in folders:
-            if f"sp_lightning/{folder}, which" in str(error):  # MissingCapabilityError, also if it is wrapped
+            if f"sp_lightning/{folder.replace('.', '/')}, which" in str(
+                error
+            ):  # MissingCapabilityError, also if it is wrapped
                 return True
             if isinstance(error, ModuleNotFoundError) and f"{error.name}.".startswith(f"sp_lightning.{folder}."):
                 return True
@@ -96,8 +101,8 @@ def capabilities_of(file: Path) -> frozenset[str]:
         for module in _imported_while_loading(waiting.pop().read_text()):
             parts = module.split(".")
             if parts[0] == "sp_lightning" and len(parts) > 1:
-                found.add(parts[1])
-            is_capability = len(parts) > 1 and parts[1] in CAPABILITIES
+                found.add(here := folder_of(".".join(parts[1:])))
+            is_capability = parts[0] == "sp_lightning" and len(parts) > 1 and here in CAPABILITIES
             if parts[0] == "tests" or is_capability:
                 for end in range(2, len(parts) + 1):  # the last part may be a name in a file
                     path = ROOT.joinpath(*parts[:end]).with_suffix(".py")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.torch_compat.patched import unwatch, watch
-from sp_lightning.torch_compat.private import ENGINE_CALL
+from sp_lightning.core.torch_compat.patched import unwatch, watch
+from sp_lightning.core.torch_compat.private import ENGINE_CALL
 
 
 class Watches:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.torch_compat.patched import in_place_of, is_patched, own_step
+from sp_lightning.core.torch_compat.patched import in_place_of, is_patched, own_step
 
 
 def test_an_optimizers_own_step_runs_no_hooks_and_counts_for_no_scheduler() -> None:

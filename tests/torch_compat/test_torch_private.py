@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.device.lease import lend
-from sp_lightning.torch_compat import private as torch_private
-from sp_lightning.updates.scaler import HostGradScaler
+from sp_lightning.core.device.lease import lend
+from sp_lightning.core.torch_compat import private as torch_private
+from sp_lightning.core.updates.scaler import HostGradScaler
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine
 

@@ -1,11 +1,12 @@
-"""Settings of torch that only private names read and write as they are: :mod:`sp_lightning.torch_compat.private` has them."""
+"""Settings of torch that only private names read and write as they are: :mod:`sp_lightning.core.torch_compat.private` has
+them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from sp_lightning.torch_compat import private as torch_private
+from sp_lightning.core.torch_compat import private as torch_private
 
 
 def test_float32_precisions_are_read_as_they_were_set() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.torch_compat import private as torch_private
+from sp_lightning.core.torch_compat import private as torch_private
 
 
 @pytest.mark.filterwarnings("ignore:.* is deprecated")

@@ -14,8 +14,8 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.torch_compat.private import ENGINE_CALL
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.torch_compat.private import ENGINE_CALL
 from tests.support.bare import bare
 from tests.support.engine import streamer_of
 from tests.support.models import (

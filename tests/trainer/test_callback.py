@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import sp_lightning
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.observe.stats import METRICS, counters_line
-from sp_lightning.plan.units import human_bytes
+from sp_lightning.core.observe.stats import METRICS, counters_line
+from sp_lightning.core.plan.units import human_bytes
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.needs import needs
 from tests.support.runs import loader, trainer_for
@@ -34,7 +34,7 @@ from tests.support.tiers import first
 @pytest.fixture
 def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Our messages at the level that Lightning gives its logger, as a process that has said nothing yet shows them."""
-    monkeypatch.setattr("sp_lightning.observe.messages._SAID", set())
+    monkeypatch.setattr("sp_lightning.core.observe.messages._SAID", set())
     caplog.set_level(logging.INFO, "lightning.pytorch")
     caplog.handler.setLevel(logging.NOTSET)  # as Lightning's own handler
     return lambda: [each.getMessage() for each in caplog.records if each.name == "lightning.pytorch.superpipeline"]

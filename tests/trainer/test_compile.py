@@ -13,8 +13,8 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Device
-from sp_lightning.model.checks import refuse_cuda_graphs
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.model.checks import refuse_cuda_graphs
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import Batches, LossRecorder, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.tiers import first

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.device.device import Stream, Wait
+from sp_lightning.core.device.device import Stream, Wait
 from tests.support.models import Module, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import SimDevice, simulated

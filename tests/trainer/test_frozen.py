@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 
-from sp_lightning.layers.writes import digest
+from sp_lightning.core.layers.writes import digest
 from sp_lightning.trainer.frozen_weights import FROZEN
 from tests.support.models import Module, Stack, lora, tokens, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for

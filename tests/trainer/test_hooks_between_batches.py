@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from torch import Tensor, nn
 
-from sp_lightning.observe import messages
+from sp_lightning.core.observe import messages
 from tests.support.models import Module, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.plan.choices import HABITS
-from sp_lightning.plan.options import checked_path
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.plan.choices import HABITS
+from sp_lightning.core.plan.options import checked_path
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import loader, trainer_for
 
@@ -190,7 +190,7 @@ def test_precision_plugins_that_cannot_work(kind: Any) -> None:
 
 
 def test_devices_without_streams() -> None:
-    from sp_lightning.device.accelerator import device_for
+    from sp_lightning.core.device.accelerator import device_for
 
     with pytest.raises(ValueError, match=r"cannot use device 'meta'.*accelerator="):
         device_for(torch.device("meta"))
@@ -202,8 +202,8 @@ class RefusesPinning(Device):
 
 
 def test_refused_pinning_warns_once_and_goes_on() -> None:
-    from sp_lightning.model.find import find_layers
-    from sp_lightning.plan.plan import make_plan
+    from sp_lightning.core.model.find import find_layers
+    from sp_lightning.core.plan.plan import make_plan
 
     module = Stack()
     found = find_layers(module)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from sp_lightning.activations import offload
-from sp_lightning.activations.calls import UnitModes
-from sp_lightning.activations.policy import Call, least_bytes, peak_bytes
-from sp_lightning.plan.plan import Plan, PlannedLayer
-from sp_lightning.plan.rings import Ring
-from sp_lightning.tuning.balance import Balance, without_second_forwards
-from sp_lightning.tuning.simulator import Walk
-from sp_lightning.tuning.visits import Rates, Visit
+from sp_lightning.capabilities.activations import offload
+from sp_lightning.capabilities.activations.calls import UnitModes
+from sp_lightning.capabilities.activations.policy import Call, least_bytes, peak_bytes
+from sp_lightning.capabilities.tuning.balance import Balance, without_second_forwards
+from sp_lightning.capabilities.tuning.simulator import Walk
+from sp_lightning.capabilities.tuning.visits import Rates, Visit
+from sp_lightning.core.plan.plan import Plan, PlannedLayer
+from sp_lightning.core.plan.rings import Ring
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.saving import Saves, rows, saving

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.engine.streamer import Streamer
-from sp_lightning.tuning import machine
-from sp_lightning.tuning.machine import measure_host_seconds
+from sp_lightning.capabilities.tuning import machine
+from sp_lightning.capabilities.tuning.machine import measure_host_seconds
+from sp_lightning.core.engine.streamer import Streamer
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from sp_lightning.device.timeline import Interval
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import make_plan
-from sp_lightning.planner.dry_run import Work, estimate
-from sp_lightning.planner.fake import fake_tensors
-from sp_lightning.tuning.simulator import Walk
-from sp_lightning.tuning.visits import Prediction, Rates, Visit, measured
+from sp_lightning.capabilities.tuning.simulator import Walk
+from sp_lightning.capabilities.tuning.visits import Prediction, Rates, Visit, measured
+from sp_lightning.core.device.timeline import Interval
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.tools.planner.dry_run import Work, estimate
+from sp_lightning.tools.planner.fake import fake_tensors
 from tests.support.engine import Trace, events, step, streamed
 from tests.support.simdevice import SimDevice
 from tests.support.tiers import first

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.device.timeline import Interval
-from sp_lightning.model.find import find_layers
-from sp_lightning.plan.plan import Plan, make_plan
-from sp_lightning.plan.window import Window
-from sp_lightning.tuning.choices import choose_window
-from sp_lightning.tuning.simulator import Walk
-from sp_lightning.tuning.tuner import Tuner
-from sp_lightning.tuning.visits import Rates, measured
+from sp_lightning.capabilities.tuning.choices import choose_window
+from sp_lightning.capabilities.tuning.simulator import Walk
+from sp_lightning.capabilities.tuning.tuner import Tuner
+from sp_lightning.capabilities.tuning.visits import Rates, measured
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.device.timeline import Interval
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.plan.plan import Plan, make_plan
+from sp_lightning.core.plan.window import Window
 from tests.support.models import Module
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
@@ -275,7 +275,7 @@ def test_validation_is_no_part_of_the_batch_that_is_timed(monkeypatch: pytest.Mo
         counted.append(sum(bool(visit.layers) and not visit.backward for visit in found[0]))
         return found
 
-    monkeypatch.setattr("sp_lightning.tuning.tuner.measured", noted)
+    monkeypatch.setattr("sp_lightning.capabilities.tuning.tuner.measured", noted)
     with simulated(capacity=30 * LAYER):
         fit(lambda: Module(Tower()), rows(*[4] * 4), superpipeline(), val=rows(*[4] * 5), val_check_interval=2)
     assert counted == [LAYERS]

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, GradientAc
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.background_thread import Pieces
+from sp_lightning.core.device.background_thread import Pieces
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.simdevice import simulated

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoin
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.updates import fused
-from sp_lightning.updates.fused import has_fused_step, runs_fused
+from sp_lightning.core.updates import fused
+from sp_lightning.core.updates.fused import has_fused_step, runs_fused
 from tests.support.runs import Outcome, assert_same, fit
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -342,7 +342,7 @@ def test_fused_is_for_accelerators_and_for_who_asks(
 ) -> None:
     """The log says so in one sentence, and what it is to be compared with."""
     caplog.set_level("INFO", "lightning.pytorch")
-    with simulated() if accelerated else nullcontext(), mock.patch("sp_lightning.observe.messages._SAID", set()):
+    with simulated() if accelerated else nullcontext(), mock.patch("sp_lightning.core.observe.messages._SAID", set()):
         ours = fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, SuperpipelineStrategy(k=1, **options), recorded="losses")
     runs_fused = runs_fused or accelerated
     make = in_groups(OPTIMIZERS["AdamW"]) if runs_fused else OPTIMIZERS["AdamW"]

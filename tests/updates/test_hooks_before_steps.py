@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.layers.device_parameter import DeviceParameter
-from sp_lightning.torch_compat.private import step_pre_hooks
+from sp_lightning.core.layers.device_parameter import DeviceParameter
+from sp_lightning.core.torch_compat.private import step_pre_hooks
 from tests.support.mixed import scaled
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline

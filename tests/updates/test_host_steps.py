@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.__main__ import main
-from sp_lightning.updates.cpu_seconds import muon_flops
+from sp_lightning.core.updates.cpu_seconds import muon_flops
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated

@@ -16,9 +16,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.device.device import Device
-from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.overlapping import at_once, overlapping, taken_apart
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for

@@ -18,8 +18,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.overlapping import overlapping, taken_apart
 from tests.support.runs import Make, assert_same, fit, loader, superpipeline, trainer_for

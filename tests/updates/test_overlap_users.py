@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device
-from sp_lightning.engine.updating import Updating
-from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.updating import Updating
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.models import Module, Stack, vectors
 from tests.support.overlapping import OVERLAP, at_once, overlapping
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for

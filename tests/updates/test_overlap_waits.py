@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.device.device import Device, Stream
-from sp_lightning.layers.layer import StreamedLayer
-from sp_lightning.layers.narrow_gradient import stored, unwidened
-from sp_lightning.updates.background import BackgroundUpdates
+from sp_lightning.core.device.device import Device, Stream
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.layers.narrow_gradient import stored, unwidened
+from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.engine import streamer_of
 from tests.support.models import (
     Module,

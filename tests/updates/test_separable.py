@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torchao import optim
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.model.wrapped import parts
-from sp_lightning.plan.ledger import FEW_BITS
-from sp_lightning.updates.fused import is_separable
+from sp_lightning.core.model.wrapped import parts
+from sp_lightning.core.plan.ledger import FEW_BITS
+from sp_lightning.core.updates.fused import is_separable
 from tests.support.models import Module
 from tests.support.on_device import on_device
 from tests.support.overlapping import overlapping, taken_apart

@@ -10,8 +10,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.layers.narrow_gradient import NarrowGradient, keep_narrow, stored, unwidened
-from sp_lightning.updates.scaler import HostGradScaler
+from sp_lightning.core.layers.narrow_gradient import NarrowGradient, keep_narrow, stored, unwidened
+from sp_lightning.core.updates.scaler import HostGradScaler
 from tests.support.runs import assert_equal
 
 

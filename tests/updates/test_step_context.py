@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.plan.ledger import FEW_BITS
-from sp_lightning.torch_compat.modes import default_dtype
-from sp_lightning.torch_compat.private import (
+from sp_lightning.core.plan.ledger import FEW_BITS
+from sp_lightning.core.torch_compat.modes import default_dtype
+from sp_lightning.core.torch_compat.private import (
     COMPILE_LOCK,
     float32_precisions,
     set_compiling,
     set_float32_precisions,
 )
-from sp_lightning.updates.background import BackgroundUpdates
-from sp_lightning.updates.step_context import StepContext, awaiting_steps
+from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.updates.step_context import StepContext, awaiting_steps
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_device import Stepped, on_device
 from tests.support.overlapping import overlapping

@@ -1,0 +1,13 @@
+"""Capabilities: folders without which the core works. Each enters by ``sp_lightning.registry`` when an option needs it.
+
+- ``activations``: offloads or recomputes activations, and cuts a loss into chunks.
+- ``disk``: keeps optimizer state, weights and gradients on a disk.
+- ``experts``: uploads only the experts and embedding rows that a batch uses; packs experts in four bits.
+- ``gpu_steps``: runs optimizer steps on the GPU, and keeps layers there with their optimizer state.
+- ``kernels``: compiles kernels for optimizer steps on the CPU. Its formulas of the GPU's steps were never confirmed by a GPU.
+- ``tuning``: measures batches, and chooses k, k' and the modes of activations.
+
+A capability may import the core, and no other capability (``tuning`` may, because it predicts what they do). The page of each
+says what it adds, where it enters, and what it costs if it is not used. ``tests/repository/deletion.py`` removes each, and
+tests the rest.
+"""

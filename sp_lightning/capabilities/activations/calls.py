@@ -1,0 +1,376 @@
+"""Runs the forward of each unit in its mode.
+
+The module is called as usual, with its hooks. The mode applies to the forward inside that call.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.capabilities.activations.headroom import Headroom
+from sp_lightning.capabilities.activations.host_ring import HostRing
+from sp_lightning.capabilities.activations.offload import Offload, UnitCall
+from sp_lightning.capabilities.activations.policy import EXEMPT, Call, resolve, summary, with_inner_experts
+from sp_lightning.capabilities.activations.recompute import Recompute, first_runs, is_checkpointed
+from sp_lightning.core.engine.activations import ActivationPlan, Activations, ActivationSetup, KeepAll, SavedActivation
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.model.found import Found
+from sp_lightning.core.observe.messages import say_once
+from sp_lightning.core.plan.choices import ActivationChoice, Modes
+from sp_lightning.core.torch_compat.modes import never_compiled
+from sp_lightning.core.torch_compat.private import (
+    COMPILED_CALL,
+    current_graph_task,
+    forward_mode_level,
+    interpreter_stack,
+    trace_only_inlined,
+    tree_leaves,
+)
+
+
+def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) -> ActivationPlan:
+    """Resolves ``activations=`` at set-up. Returns the plan from which the engine makes its :class:`UnitModes`.
+
+    Args:
+        choice: ``activations=``.
+        module: the root.
+        found: the root's layers and units.
+
+    Raises:
+        ValueError: a pattern in ``choice`` decides nothing.
+    """
+    modes = resolve(choice, module, found.units)
+    chooses = choice == "auto"
+    changed = any(mode != "keep" for mode in modes.values())
+
+    def make(setup: ActivationSetup) -> Activations:
+        log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
+        if changed:
+            log.debug("Superpipeline: activations: %s.", summary(modes))
+            if setup.found.grouping_advice:
+                say_once(log, f"Superpipeline: {setup.found.grouping_advice}")
+        return UnitModes(setup, modes)
+
+    return ActivationPlan(
+        make if changed or chooses else KeepAll, "recompute" in modes.values(), chooses, automatic=chooses
+    )
+
+
+class UnitModes:
+    """Carries out the mode of each unit: the engine's :class:`~sp_lightning.core.engine.activations.Activations`.
+
+    Args:
+        setup: the parts of the engine.
+        modes: the mode of each unit.
+
+    Attributes:
+        modes: the mode of each unit now; :meth:`choose` changes it.
+        idle: True if every unit keeps its activations.
+        calls: the unit calls of the last step's forward. If it ran several forwards, those of the forward that saved the most.
+        ring: the host memory for offloaded activations.
+        offload: stores saved tensors on the host.
+        recompute: runs forwards again in backward.
+        headroom: offloads kept activations before device memory ends; None in batches that are known to fit.
+    """
+
+    def __init__(self, setup: ActivationSetup, modes: Modes) -> None:
+        self._module = setup.module
+        self._units = setup.found.units
+        self._set_of_units = frozenset(self._units.values())
+        self._rows = setup.rows
+        self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
+        self.offload = Offload(setup.device, self.ring, setup.device_storages, setup.log)
+        self.recompute = Recompute(setup, with_inner_experts(setup.found))
+        self.headroom: Headroom | None = None
+        self._chosen = {unit for unit, mode in modes.items() if mode == "recompute"}  # by the user
+        self.choose(modes)
+        self.calls: tuple[Call, ...] = ()
+        self._installed = False
+        self._forward: list[UnitCall] = []  # the calls of the running forward
+        self._in_backward = False  # True if that forward's backward has begun
+        self._counts: list[int] = []  # the number of calls of each forward of this step
+        self._expected = [len(self._units)]  # the same of the last step; before it, each unit is expected once
+
+    def choose(self, modes: Modes) -> None:
+        """Sets the modes, for all later calls. Called between two steps."""
+        self.modes = dict(modes)
+        self.idle = all(mode == "keep" for mode in modes.values())
+        self._offloads = "offload" in modes.values()
+
+    def watch_memory(self, left: Callable[[Callable[[], int]], int], reserve: int) -> None:
+        """Offloads the oldest activations from now on before device memory ends. :class:`Headroom` describes the arguments."""
+        self.headroom = Headroom(self.offload, left, reserve)
+
+    @property
+    def summary(self) -> str:
+        """Which units have which mode, for logs."""
+        return summary(self.modes)
+
+    # ------------------------------------------------------------------ for the engine
+
+    @property
+    def packs(self) -> bool:
+        """True if a saved tensor may be offloaded."""
+        return self._offloads or self.headroom is not None
+
+    @property
+    def store(self) -> Callable[[Tensor], SavedActivation | None] | None:
+        """Offloads a saved tensor, or may offload it later; None if all units keep their activations in any case."""
+        return None if self.idle and self.headroom is None else self._store
+
+    @property
+    def make_room(self) -> Callable[[Sequence[StreamedLayer], Any], None] | None:
+        """Offloads activations if device memory may be too small for the next call; None if it is known to suffice."""
+        return None if self.headroom is None else self._make_room
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that were copied to the host, and back."""
+        return self.offload.offloaded_bytes, self.offload.uploaded_bytes
+
+    def limit_host_memory(self, nbytes: int | None) -> None:
+        """Sets how many bytes of host memory activations may take; None for no limit."""
+        self.ring.limit = nbytes
+
+    def begin(self) -> None:
+        """Called when a training step begins. From now on units run in their modes."""
+        if self.headroom is not None:
+            self.headroom.begin()
+        if not self.idle or self.headroom is not None:
+            buffers = (each for each in self._module.buffers() if each.layout is torch.strided)
+            self.offload.buffers = {each.untyped_storage().data_ptr() for each in buffers}  # user code may replace one
+        unfit = {unit for unit in self.recompute.unfit - self._chosen if self.modes[unit] == "recompute"}
+        if unfit:
+            self.choose({**self.modes, **dict.fromkeys(unfit, "offload")})
+        if not self.idle:
+            self._expected, self._counts = self._counts or self._expected, []
+            self._forward, self._in_backward = [], False
+            self.install()
+
+    def install(self) -> None:
+        """Runs units' forwards in their modes from now on."""
+        self._installed = not self.idle
+
+    def remove(self) -> None:
+        """Runs units' forwards without modes from now on."""
+        self._installed = False
+
+    def flush(self) -> None:
+        """Called when a step or a backward has ended: no copy is in flight afterwards."""
+        if not self.idle:
+            self._end_forward()
+            self.recompute.backward_ended()
+        if not self.idle or self.headroom is not None:
+            self.offload.flush()
+
+    def check(self, *, everything: bool = False) -> None:
+        """Raises an error if a forward has computed other values when it ran again; see :meth:`Differences.check`."""
+        self.recompute.differences.check(everything=everything)
+
+    def first_run(self) -> object | None:
+        """Returns an object that lives as long as the running forward of this thread may run again; None if it will not."""
+        runs = first_runs()
+        return runs[-1] if runs else None
+
+    def close(self) -> None:
+        """Frees memory at the end of the run."""
+        self.offload.close()
+
+    # ------------------------------------------------------------------ saved tensors
+
+    def _make_room(self, layers: Sequence[StreamedLayer], inputs: Any) -> None:
+        if self.headroom is not None and torch.is_grad_enabled():
+            shapes = (span.shape for layer in layers for span in (*layer.planned.spans, *layer.planned.casts))
+            self.headroom.before(layers[0].planned.name, layers[0].index, shapes, inputs)
+
+    def _store(self, tensor: Tensor) -> SavedActivation | None:
+        if self.offload.active and (stored := self.offload.store(tensor)) is not None:
+            return stored
+        return None if self.headroom is None else self.headroom.keep(tensor)
+
+    # ------------------------------------------------------------------ one call
+
+    @trace_only_inlined
+    def run(self, unit: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Calls a unit's module, and runs the forward inside that call in the unit's mode.
+
+        ``module.forward`` is read in each call: user code may have replaced it, or the module's class.
+        """
+        if not self._installed:
+            return call(module, *args, **kwargs)
+        if getattr(module, COMPILED_CALL, None) is not None:
+            # A compiled call cannot be opened, so all of it runs in the mode, hooks included.
+            return self.call(unit, partial(call, module), args, kwargs)
+        if isinstance(vars(module).get("forward"), UnitForward):
+            # Another call of the module has not reached its forward yet: another thread calls the module, or a pre-hook does.
+            # The forward that is installed then runs both forwards in the mode.
+            return call(module, *args, **kwargs)
+        forward = UnitForward(module, partial(self.call, unit))
+        try:
+            forward.install()
+            return call(module, *args, **kwargs)
+        finally:
+            forward.close()
+
+    @never_compiled  # a compiled graph must not contain the engine
+    def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a unit's forward in its mode."""
+        if interpreter_stack() is not None or forward_mode_level() >= 0:
+            return forward(*args, **kwargs)  # checkpoints cannot repeat torch.func and forward-mode differentiation
+        for first in first_runs():
+            first.before.add(unit, self._units[unit])  # a second run of the outer forward restores this unit, too
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if current_graph_task() != -1:
+            # The user's own checkpoint around the unit repeats the unit's forward in backward. Backward needs the new activations
+            # at once, so they are not offloaded.
+            return self._run(UnitCall(unit, self._rows[unit], at_once=True), forward, args, kwargs)
+        call = self._begin_call(unit)
+        outer = self.offload.enter(call, tree_leaves((args, kwargs)))
+        output = None
+        try:
+            output = self._run(call, forward, args, kwargs)
+        finally:
+            self.offload.leave(outer)
+            pre_backward = partial(self._pre_backward, call)
+            for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(pre_backward)
+        return output
+
+    def _run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a forward in the mode of its unit, inside the engine's saved-tensor hooks.
+
+        If the host has no room for a unit's activations, the unit is recomputed, or kept if it cannot be recomputed.
+        """
+        unit, mode = call.unit, self.modes[call.unit]
+        unfit, automatic = unit in self.recompute.unfit, unit not in self._chosen
+        if mode == "recompute" and unfit and automatic:
+            mode = "offload"  # found since the step has begun
+        if mode == "offload" and not call.at_once:
+            room = self.ring.free_bytes  # compared with the bytes that the last step's calls of the unit have saved
+            call.offloads = all(each.moved <= room for each in self.calls if each.unit == unit)
+            if not call.offloads and unfit:
+                self.offload.warn(unit, "stay on the GPU")
+            elif not call.offloads:
+                self.offload.warn(unit, "are computed again in backward")
+                mode = "recompute"
+        # The user's own checkpoint around a unit runs the unit again. With a second checkpoint the unit would run three times.
+        if mode == "recompute" and not is_checkpointed():
+            watched = partial(self._look_at_others, forward)
+            return self.recompute.run(unit, self._units[unit], watched, args, kwargs, automatic=automatic)
+        if self.recompute.in_trial:
+            watched = partial(self._look_at_others, forward)
+            output, call.in_backward = self.recompute.try_out(unit, self._units[unit], watched, args, kwargs)
+            return output
+        return forward(*args, **kwargs)
+
+    def _look_at_others(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a forward. First adds units that the module's attributes refer to, to the snapshot of the running first run.
+
+        The forward may run such a unit by ``other.forward(x)``, which is not a module call, so the engine does not notice it.
+        """
+        for first in first_runs()[-1:]:
+            for name, module in first.before.outside:  # the list may grow in this loop
+                if module in self._set_of_units:
+                    first.before.add(name, module)
+        return forward(*args, **kwargs)
+
+    def _pre_backward(self, call: UnitCall, gradient: Tensor) -> None:
+        self._in_backward = True
+        self.offload.pre_backward(call)
+        if call.in_backward is not None:
+            begins, call.in_backward = call.in_backward, None
+            begins()
+
+    # ------------------------------------------------------------------ the calls of a forward
+
+    def _begin_call(self, unit: str) -> UnitCall:
+        """Adds a call to the running forward.
+
+        The last :data:`EXEMPT` calls of a forward keep their activations on the device (``at_once``), because its backward begins
+        with them. The last step shows how many calls the forward will have.
+        """
+        if self._in_backward:  # the calls so far belong to an earlier forward of this step
+            self._end_forward()
+            self._in_backward = False
+        # The number of calls of the forward with the same number in the last step, or of its last forward if there were fewer.
+        expected = self._expected[min(len(self._counts), len(self._expected) - 1)]
+        at_once = expected - EXEMPT <= len(self._forward) < expected
+        previous = self._forward[-1] if self._forward else None
+        self._forward.append(UnitCall(unit, self._rows[unit], previous, at_once))
+        return self._forward[-1]
+
+    def _end_forward(self) -> None:
+        """Records the calls of a forward. Called when a unit is called after the forward's backward, or the step has ended."""
+        if self._forward:
+            calls = tuple(Call(call.unit, call.saved, call.inputs, call.small) for call in self._forward)
+            if not self._counts or sum(call.saved for call in calls) > sum(call.saved for call in self.calls):
+                self.calls = calls
+            self._counts.append(len(self._forward))
+            self._forward = []
+
+
+class UnitForward:
+    """Replaces ``module.forward`` from the beginning of a module's call until its forward begins.
+
+    The user's pre-hooks run between the two. torch reads ``module.forward`` before it runs pre-hooks, and the mode must not
+    include them. If another thread calls the module at the same time, the forward of that call may run in the mode as well.
+
+    Args:
+        module: the module.
+        call: called with the module's own forward and the arguments that pre-hooks have returned.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        self._call: Callable[[Callable[..., Any], Any, Any], Any] | None = call
+        self._module = module
+        self._own: Any = vars(module).get("forward")  # an attribute of the instance; usually None
+        self._forward: Callable[..., Any] = module.forward
+
+    def install(self) -> None:
+        """Replaces the module's forward."""
+        vars(self._module)["forward"] = self
+
+    def remove(self) -> None:
+        """Restores the module's own forward."""
+        attributes = vars(self._module)
+        if attributes.get("forward") is self:  # a hook may have replaced it
+            if self._own is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = self._own
+
+    def close(self) -> None:
+        """Called after the call. A hook may have kept this object, so it runs the module's own forward from now on."""
+        self.remove()
+        self._call = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if (call := self._call) is None:
+            return self._forward(*args, **kwargs)
+        self.remove()
+        return call(self._forward, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forward, name)  # __self__, __code__, …
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._forward  # inspect.signature asks for it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A hook copies the module. The copied forward is bound to the copy, which deepcopy makes before its attributes.
+        return copy.deepcopy(self._forward, memo)
+
+    def __reduce__(self) -> Any:
+        # A hook pickles the module. The pickle contains the module's own forward, and must not name this package, so `copy.copy`
+        # takes the place of a function that returns its argument.
+        return (getattr, (self._module, "forward")) if self._own is None else (copy.copy, (self._own,))

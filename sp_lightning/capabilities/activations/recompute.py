@@ -1,0 +1,854 @@
+"""Activation checkpointing: backward runs a forward again, by torch's own checkpoint.
+
+torch's checkpoint restores torch's random state and autocast, and leaves the rest to the user. This file does the rest, so that a
+forward that runs twice has the effects of one run. Before the second run this file restores the state from before the first run,
+and after the second run the present state:
+
+- the module's buffers and attributes (BatchNorm's statistics, spectral norms, counters, lists, tensors that ``functional_call``
+  puts in place of weights);
+- the forward's arguments that are objects (a cache of keys and values);
+- the random states of Python and NumPy, and context variables;
+- which weights are trained, and which attention kernels are enabled.
+
+Writes of weights and of tensors among the arguments cannot be undone and raise an error: a weight of the module as soon as the
+first run has written it, any other weight if the second run writes it once more.
+
+Other differences (a removed hook, a patched function, a kernel that is not deterministic) change the tensors that autograd saves.
+So the tensors that the two runs save are compared (``fingerprints``).
+
+# Note: a choice of "auto" does not end the run
+
+If the user has asked for ``"recompute"``, each of these findings is an error. If ``"auto"`` has chosen it, plain Lightning would
+train on. So as long as no wrong value has been used, the unit is offloaded or kept from now on (``Recompute.unfit``):
+
+- **The first run shows that there must not be a second one** (it writes a weight, say). Until the first run has ended, the
+  tensors that autograd saves are held, as without checkpointing. Then backward uses these tensors.
+- **Only last bits differ between the runs**, because a kernel adds numbers in an order that differs each time. The tensors of
+  the first run are gone, so backward goes on with those of the second run. Plain Lightning's own second run differs from its
+  first one in the same way, so neither gradient is better than the other. Three further runs show whether the reason is a
+  kernel, and samples of the first run's values whether its values are as close as those of the other runs.
+
+A difference that is not rounding, and state that was written between forward and backward, are errors under ``"auto"``, too:
+gradients would be wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointError, GraphExecGroup, checkpoint
+
+from sp_lightning.capabilities.activations.fingerprints import (
+    Differences,
+    LayerAt,
+    SavedRun,
+    deterministic,
+    differences,
+    last_bits_differ,
+    only_rounding_differs,
+    sample,
+    whole,
+)
+from sp_lightning.capabilities.activations.once_only import explained, known_cause
+from sp_lightning.capabilities.activations.policy import some
+from sp_lightning.capabilities.activations.snapshot import Snapshot, host_of, put
+from sp_lightning.core.device.accelerator import generator_states, set_generator_states
+from sp_lightning.core.device.device import profiled
+from sp_lightning.core.engine.activations import ActivationSetup
+from sp_lightning.core.engine.saved_objects import plain_has_no_hooks
+from sp_lightning.core.observe.messages import degrading
+from sp_lightning.core.torch_compat.modes import no_transforms
+from sp_lightning.core.torch_compat.patched import in_place_of
+from sp_lightning.core.torch_compat.private import (
+    TORCHSCRIPT,
+    checkpoint_hook,
+    current_graph_task,
+    preserve_version_counter,
+    top_saved_tensors_hooks,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
+
+_MODIFIED = "modified by an inplace operation"
+"""Part of torch's error about a saved tensor that was written. The engine raises the same error."""
+_OF_ALL = (
+    'This is under activations="recompute", which "auto" may choose. Keep or offload what all layers save: '
+    'SuperpipelineStrategy(activations="offload").'
+)
+
+
+_ROUNDS = "kernels are not deterministic (last bits differ each time they run)"
+
+
+class Unrepeatable(RuntimeError):
+    """A forward that cannot be run a second time as if it were the first."""
+
+
+class Recompute:
+    """Runs units' forwards so that autograd keeps only their inputs. A trial finds the units that cannot be recomputed.
+
+    In a trial autograd saves all activations. Each forward runs again right before its backward, only to compare the tensors
+    that both runs save. The trial also looks for writes of weights and other state in forwards, and until backward has ended.
+
+    Args:
+        setup: the parts of the engine.
+        unfit: the units that are known to be unfit for a second run.
+
+    Attributes:
+        in_trial: True during a trial.
+        differences: the results of comparisons of two runs.
+        unfit: as given. Trials and automatic choices add units.
+    """
+
+    def __init__(self, setup: ActivationSetup, unfit: Collection[str]) -> None:
+        self._setup = setup
+        self._log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
+        self._layer_at = setup.layer_at
+        self._units = setup.found.units
+        self.differences = Differences(setup.device, pin=setup.pin)
+        # torch's checkpoint restores the random state of its arguments' devices. Other arguments may all be on the host.
+        self._anchor = setup.device.empty(0)
+        # For each unit, the names of tensors that it writes without a change of their version.
+        self._volatile: defaultdict[str, set[str]] = defaultdict(set)
+        self.in_trial = False
+        self.unfit = set(unfit)
+        self._watched: list[FirstRun] = []
+        self._unpacked: FirstRun | None = None  # the one that has run again last
+        # Positions of tensors that a unit saves unwritten, by the unit and the dtypes of the tensors up to the last short one;
+        # and the backward in which they are looked for again.
+        self._unwritten: dict[tuple[Any, ...], tuple[Set[int], int]] = {}
+        self._backwards, self._skips = (
+            0,
+            False,
+        )  # of those that skip unwritten tensors: the number; True if the present one does
+        self._given_up: dict[
+            bool, tuple[str, list[str]]
+        ] = {}  # to log: reasons with their units, by whether they are errors
+
+    def run(
+        self,
+        unit: str,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        automatic: bool = False,
+    ) -> Any:
+        """Runs a unit's forward so that autograd keeps only its inputs.
+
+        The second run has effects outside the module and its arguments: on hooks of inner modules, prints, files and global
+        variables.
+
+        Args:
+            unit: the unit's name.
+            module: the unit's module.
+            forward: the forward.
+            args, kwargs: its arguments.
+            automatic: True if the user has not chosen this mode; see the note at the beginning of this file.
+
+        Raises:
+            Unrepeatable: the forward has written something that cannot be restored, or has saved a tensor in TorchScript.
+        """
+        given: Any = (tuple(args), kwargs)
+        leaves, structure = tree_flatten(given, is_leaf=_is_leaf)
+        # One object in two arguments has to be one object in the second run: attention tests whether query and key are the same.
+        once = {id(leaf): leaf for leaf in leaves}
+        position = {identity: number for number, identity in enumerate(once)}
+        positions = [position[id(leaf)] for leaf in leaves]
+        plain = plain_has_no_hooks()
+        # Inside another forward that may run again, that forward is offloaded or kept instead.
+        kept = _Kept() if automatic and not first_runs() and current_graph_task() == -1 else None
+        try:
+            first = FirstRun(
+                unit, module, list(once.values()), self._volatile[unit], self._layer_at, self._units, kept=kept
+            )
+        except Exception as error:  # the snapshot reads objects of the user, which may raise anything
+            if kept is None:
+                raise
+            self._give_up(unit, error)
+            return forward(*args, **kwargs)
+
+        def run(anchor: Tensor, *once: Any) -> Any:
+            nonlocal given
+            if given is not None:
+                (args, kwargs), given = given, None  # the graph holds this function, which must not hold the arguments
+                return self._run_first(first, forward, args, kwargs, plain)
+            self._forget_unpacked(first)
+
+            # Each run gets new lists and dicts, with the items from before the first run, which may have added items.
+            def take() -> Any:
+                return tree_unflatten([once[position] for position in positions], structure)
+
+            again = partial(self._run_whole, first, forward, take, _Around(self._anchor.device), alone=True)
+            unwritten = self._find_unwritten(first, again)
+            args, kwargs = take()
+            # Backward may compute several gradients at once, by torch.vmap.
+            with (
+                self._compared(first, unwritten, again) as second,
+                no_transforms(),
+                self._rerun(unit, args),
+                first.restored(self._watch_outside(unit)),
+                second.noting(_unpacked, plain=plain),
+            ):
+                return first.before.context.copy().run(forward, *args, **kwargs)
+
+        return checkpoint(run, self._anchor, *once.values(), use_reentrant=False)
+
+    def _run_first(self, first: FirstRun, forward: Callable[..., Any], args: Any, kwargs: Any, plain: bool) -> Any:
+        """Runs a forward for the first time, and finds out whether it must not run again. ``plain``: see :meth:`noting`."""
+        kept = first.kept
+        done = None if kept is None else self._watch_outside(first.unit)
+        noted = None if kept is None else kept.pack
+        with first.running(), first.saved.noting(first.unpacked, packed=noted, plain=plain):
+            output = forward(*args, **kwargs)
+        try:
+            first.ended()
+            first.refuse(None if done is None else done())
+        except Unrepeatable as error:
+            if kept is None:
+                raise
+            first.drop_values()
+            self._give_up(first.unit, error)
+        else:
+            first.kept = None  # backward runs the forward again
+        return output
+
+    def _give_up(self, unit: str, why: Exception | None) -> None:
+        """Keeps or offloads a unit's activations from now on. ``why``: None if the unit rounds in another way in each run."""
+        if unit not in self.unfit:
+            self.unfit.add(unit)
+            reason = _ROUNDS if why is None else str(why).partition(". ")[0]
+            self._given_up.setdefault(why is not None, (reason, []))[1].append(unit)
+
+    def _forget_unpacked(self, next_run: FirstRun | None) -> None:
+        """Frees the tensors that backward has unpacked. Only those of one forward are held, if the user retains the graph."""
+        if (before := self._unpacked) is not None:
+            before.read.clear()
+        self._unpacked = next_run
+
+    @contextmanager
+    def _compared(self, first: FirstRun, unwritten: Set[int], again: Callable[..., SavedRun]) -> Iterator[SavedRun]:
+        """A context for a second run. At its end, the tensors that both runs have saved are compared.
+
+        Args:
+            first: the first run.
+            unwritten: positions of tensors that are not compared.
+            again: runs the forward once more.
+        """
+        second = SavedRun(self._layer_at, keep=Tensor.detach if first.automatic else None)
+        try:
+            yield second
+        except Unrepeatable:  # it has a reason to name
+            raise
+        except BaseException:  # torch ends the second run by an exception
+            self._compare(first, second, unwritten, again)
+            raise
+        self._compare(first, second, unwritten, again)
+
+    def _compare(self, first: FirstRun, second: SavedRun, unwritten: Set[int], again: Callable[..., SavedRun]) -> None:
+        found = differences(first.saved, second, unwritten)
+        # The host waits for the result if the mode was an automatic choice: later, further runs are not possible.
+        if first.automatic and any(each.item() for each in found) and self._only_rounds(first, second, again):
+            self._give_up(first.unit, None)
+        else:
+            self.differences.add(found, first.differs)
+
+    def _only_rounds(self, first: FirstRun, second: SavedRun, again: Callable[..., SavedRun]) -> bool:
+        """Returns True if the two runs differ because a kernel rounds in another way each time."""
+        device = self._anchor.device
+        second.found += first.saved.found[
+            len(second.found) :
+        ]  # the second run ends early; backward needs no further tensor
+        try:
+            usual = again(keep=whole)
+            with deterministic():
+                further = again(keep=whole), again(keep=whole)
+        except Exception:  # no memory, or a forward that fails with deterministic algorithms
+            return last_bits_differ(first.saved, second, device)
+        runs = first.saved, second
+        return only_rounding_differs((*runs, usual, *further), device, used=runs)
+
+    def _run_whole(
+        self,
+        first: FirstRun,
+        forward: Callable[..., Any],
+        take: Callable[[], Any],
+        around: _Around,
+        *,
+        alone: bool = False,
+        keep: Callable[[Tensor], Tensor] | None = None,
+    ) -> SavedRun:
+        """Runs a forward again to the end, only to see which tensors it saves.
+
+        Args:
+            first: the first run.
+            forward: the forward.
+            take: returns its positional and keyword arguments.
+            around: the random states and autocast of the first run.
+            alone: as :meth:`SavedRun.noting` describes it. The output is not recorded.
+            keep: as :class:`SavedRun` describes it.
+        """
+        run = SavedRun(self._layer_at, keep=keep)
+        with around.again():
+            args, kwargs = take()
+            with (
+                self._rerun(first.unit, args),
+                first.restored(self._watch_outside(first.unit)),
+                run.noting(_unpacked, alone=alone),
+            ):
+                output = first.before.context.copy().run(forward, *args, **kwargs)
+        if not alone:
+            run.note(output)
+        return run
+
+    def _find_unwritten(self, first: FirstRun, again: Callable[[], SavedRun]) -> Set[int]:
+        """Returns the positions of tensors that a forward saves without having written them.
+
+        FlashAttention saves memory for a seed, which its kernel writes only if there is dropout. One more run, in which torch
+        fills new memory, shows whether a short tensor of integers is of this kind. A kernel may write the memory in later batches
+        (dropout begins). So one unit that skips such a tensor is looked at again in each backward, all of these units in turn.
+        """
+        if not (short := first.saved.short):
+            return frozenset()
+        key = (first.unit, *(each.kind[0] for each in first.saved.found[:short]))
+        known = self._unwritten.get(key)
+        if known is None or (known[0] and self._backwards >= known[1]):
+            try:
+                with deterministic():
+                    found = again().filled(short)
+            except Exception:  # no memory, or a forward that fails with deterministic algorithms
+                return frozenset() if known is None else known[0]
+            known = self._unwritten[key] = found, self._backwards + len(self._unwritten) + (known is None)
+        self._skips = self._skips or bool(known[0])
+        return known[0]
+
+    @contextmanager
+    def _rerun(self, unit: str, inputs: Any) -> Iterator[None]:
+        """A context for the second run of a unit's forward. It drops ``self.log``: the first run has logged."""
+        quiet = in_place_of(self._setup.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
+        again = self._setup.rerun(self._setup.layers_of[unit], inputs)
+        with profiled(f"recomputation: {unit}"), again, quiet:
+            try:
+                yield
+            except Exception as error:
+                if not isinstance(error, Unrepeatable):
+                    error.add_note(
+                        f"This was raised when the forward of {unit!r} ran again in backward, to recompute its activations. "
+                        'SuperpipelineStrategy(activations="offload") runs each forward once.'
+                    )
+                raise
+
+    def _watch_outside(self, unit: str) -> Callable[[], str | None]:
+        """Returns a function that looks for later writes of weights outside a unit, and for gradients from nested backwards.
+
+        The function returns a text about the first finding, for an error message; None without one.
+        """
+        own = set(self._setup.layers_of[unit])
+        # Layers that the running backward has updated are left out: nothing may use them before the next step, and the update
+        # may change their weights at any moment.
+        others = [layer for layer in self._setup.layers if layer.owner not in own and not layer.owner.updated_early]
+        before = [(layer, layer.parameters.host_writes()) for layer in others]
+        given = self._setup.given_by_nested()
+
+        def done() -> str | None:
+            for layer, old in before:
+                if not layer.owner.updated_early and (now := layer.parameters.host_writes()) != old:
+                    each = zip(layer.planned.spans, zip(*old, strict=True), zip(*now, strict=True), strict=True)
+                    name = next(span.name for span, was, now_is in each if was != now_is)
+                    return f"writes {name!r}, a weight outside of it"
+            trained = given()
+            return None if trained is None else f"runs a backward that gives {trained!r} a gradient"
+
+        return done
+
+    # ------------------------------------------------------------------ the trial
+
+    def try_out(
+        self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[Any, Callable[[], None] | None]:
+        """Runs a unit's forward in a trial.
+
+        Returns:
+            The forward's output, and a function to call when the backward of the forward begins. The function is None if the
+            unit cannot be recomputed, or if the user's own checkpoint runs the forward again.
+        """
+        if unit in self.unfit:
+            return forward(*args, **kwargs), None
+        if (
+            current_graph_task() != -1
+        ):  # backward runs the forward, for a checkpoint around the unit or for another unit: not tried
+            return forward(*args, **kwargs), None
+        try:
+            first = FirstRun(
+                unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._layer_at, self._units
+            )
+            again = None  # the user's own checkpoint around the unit runs it again
+            if not is_checkpointed():
+                again = partial(self._try_again, first, forward, _Given(args, kwargs), _Around(self._anchor.device))
+        except Exception:  # the snapshot reads objects of the user, which may raise anything
+            self.unfit.add(unit)
+            return forward(*args, **kwargs), None
+        done = self._watch_outside(unit)
+        with first.running(), first.saved.noting(_unpacked):
+            output = forward(*args, **kwargs)
+        first.saved.note(output)
+        try:
+            first.ended()
+            first.refuse(done())
+        except Unrepeatable:
+            self.unfit.add(unit)
+            return output, None
+        self._watched.append(first)
+        return output, again
+
+    def _try_again(self, first: FirstRun, forward: Callable[..., Any], given: _Given, around: _Around) -> None:
+        """Runs a forward again at the beginning of its backward, and compares the tensors that both runs save.
+
+        The output is not used. If the runs differ, or if the second run raises an error, the unit cannot be recomputed.
+
+        Raises:
+            Unrepeatable: each run saves other values, so the additional runs may have changed the results of later steps. Values
+                that only round in another way do not count: see :func:`only_rounding_differs`.
+        """
+        if not self.in_trial or first.unit in self.unfit:
+            return
+
+        again = partial(self._run_whole, first, forward, given.take, around)
+        moves = False
+        try:
+            unwritten = self._find_unwritten(first, again)
+            second = again(keep=sample)
+            if _differ(first.saved, second, unwritten):
+                moves = self._moves(first, second, unwritten, again)
+                self.unfit.add(first.unit)
+        except torch.OutOfMemoryError:  # steps that recompute have more memory than the trial
+            pass
+        except Exception:  # a second run may raise anything
+            self.unfit.add(first.unit)
+        finally:
+            first.drop_values()
+        if moves:
+            raise first.moves()
+
+    def _moves(self, first: FirstRun, second: SavedRun, unwritten: Set[int], again: Callable[..., SavedRun]) -> bool:
+        """Returns True if each run of a forward changes what the next run reads. Its second run differs from its first run."""
+        device, rounds = self._anchor.device, None
+        instead = (
+            "Its activations are offloaded or kept. If its forward changes what it reads (an iterator, a counter), start anew "
+            'with activations="offload"'
+        )
+        with degrading(self._log, f"A further run of {first.unit!r}", instead):
+            third = again(keep=whole)
+            # If a third run equals the second run, a run does not change the next: only the first run had other conditions.
+            if not _differ(second, third, unwritten):
+                return False
+            rounds = last_bits_differ(second, third, device)  # if the next two runs fail
+            with deterministic():
+                further = again(keep=whole), again(keep=whole)
+            rounds = only_rounding_differs((first.saved, second, third, *further), device)
+            if rounds:
+                self._give_up(first.unit, None)
+        return rounds is False
+
+    def backward_ended(self) -> None:
+        """Called at the end of a backward. Drops its differences. In a trial, finds units with writes after their forward."""
+        self.differences.clear()
+        self._forget_unpacked(None)
+        self._backwards, self._skips = self._backwards + self._skips, False
+        for reason, units in self._given_up.values():
+            self._log.info(
+                "Superpipeline: %s. So activations of %s are offloaded or kept, and not computed again.",
+                reason,
+                some(units),
+            )
+        self._given_up.clear()
+        watched, self._watched = self._watched, []
+        for first in watched if self.in_trial else ():
+            try:
+                first.check()
+            except Unrepeatable:
+                self.unfit.add(first.unit)
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of ``LightningModule.log``."""
+
+
+def is_checkpointed() -> bool:
+    """Returns True inside a non-reentrant checkpoint of the user, in its first or its second run."""
+    return checkpoint_hook() is not None  # inside our own checkpoint, a SavedRun's hooks are the current ones
+
+
+def _differ(one: SavedRun, other: SavedRun, unwritten: Set[int]) -> bool:
+    """Returns True if two complete runs have saved different values, apart from those at positions in ``unwritten``."""
+    found = differences(one, other, unwritten)
+    return len(one.found) != len(other.found) or any(each.item() for each in found)
+
+
+def _unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
+    return unpack(packed)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Returns True if a value is one argument of torch's checkpoint. Only tuples, named tuples, lists and dicts are flattened."""
+    return type(value) not in (tuple, list, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
+class _Given:
+    """The arguments of a forward, for a second run. Tensors are packed like saved tensors, so that they may be offloaded."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        leaves, self._structure = tree_flatten((tuple(args), kwargs), is_leaf=_is_leaf)
+        hooks: Any = top_saved_tensors_hooks() or (Tensor.detach, Tensor.detach)
+        pack, self._unpack = hooks
+        self._leaves = [
+            (pack(leaf), leaf.requires_grad, leaf.is_leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
+        self._tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+
+    def take(self) -> Any:
+        """Returns the positional and the keyword arguments.
+
+        Raises:
+            RuntimeError: a tensor among the arguments was written since.
+        """
+        each = zip(self._leaves, self._tensors, strict=True)
+        return tree_unflatten([self._tensor(*leaf) if tensor else leaf for leaf, tensor in each], self._structure)
+
+    def _tensor(self, packed: Any, requires_grad: bool, is_leaf: bool) -> Tensor:
+        tensor = self._unpack(packed).detach().requires_grad_(requires_grad)
+        return tensor if is_leaf else tensor.view_as(tensor)
+
+
+class _Kept:
+    """The tensors that autograd saves in a first run, packed as they would be without a checkpoint."""
+
+    def __init__(self) -> None:
+        hooks: Any = top_saved_tensors_hooks() or (Tensor.detach, Tensor.detach)
+        self._pack, self._unpack = hooks
+        # By the objects that the graph holds in their place. The graph frees these objects, and so the tensors.
+        self._packed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def pack(self, tensor: Tensor, holder: Any) -> None:
+        """Keeps a tensor in the place of which the graph holds ``holder``."""
+        self._packed[holder] = self._pack(tensor)
+
+    def unpack(self, holder: Any) -> Any:
+        """Returns the tensor."""
+        return self._unpack(self._packed[holder])
+
+
+class _Around:
+    """The random states and autocast of a first run, as torch's checkpoint keeps them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._random = generator_states()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in {device.type, "cpu"}
+        ]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A context with the random states and autocast of the first run, in which gradients are enabled."""
+        now = generator_states()
+        with ExitStack() as contexts:
+            contexts.enter_context(no_transforms())
+            contexts.enter_context(torch.enable_grad())
+            for each in self._autocast:
+                contexts.enter_context(torch.autocast(*each))
+            set_generator_states(self._random)
+            try:
+                yield
+            finally:
+                set_generator_states(now)
+
+
+class FirstRun:
+    """The first run of a forward: a snapshot from before the run, the run's writes, and the tensors that autograd saves.
+
+    Args:
+        unit: the module's name.
+        module: the module.
+        given: the forward's arguments.
+        volatile: the names of tensors that the unit has written without a change of their version. :meth:`ended` adds names.
+        layer_at: finds weights on the device.
+        units: the units by name, for errors.
+        kept: keeps what autograd saves, if the user has not chosen a second run; otherwise None.
+
+    Attributes:
+        unit: the module's name.
+        automatic: True if the user has not chosen a second run.
+        kept: as given until the run has ended. Afterwards None if backward may run the forward again.
+        before: the snapshot.
+        saved: fingerprints of the tensors that autograd saves in the run.
+        read: the tensors that the running backward has unpacked, by the objects that the graph holds in their place. The graph
+            frees these objects, and so the tensors, as soon as it would free saved tensors.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        module: nn.Module,
+        given: Sequence[Any],
+        volatile: set[str],
+        layer_at: LayerAt,
+        units: Mapping[str, nn.Module],
+        kept: _Kept | None = None,
+    ) -> None:
+        self.unit = unit
+        self.automatic, self.kept = kept is not None, kept
+        self._module = module
+        self._units = units
+        self.before = Snapshot(module, given)
+        self.saved = SavedRun(layer_at, keep=sample if self.automatic else None)
+        self._volatile = volatile
+        self._again = 0  # the number of further runs
+        self.read: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self._task = -1  # the backward that has unpacked them
+        self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
+        self.scripted: str | None = None
+        """The function of TorchScript that has saved a tensor for backward in the forward."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context for the first run. In the context, :func:`first_runs` contains the run."""
+        _watch_torchscript()
+        first_runs().append(self)
+        try:
+            yield
+        finally:
+            first_runs().remove(self)
+
+    def ended(self) -> None:
+        """Called after the first run. Drops the copies of large tensors that the forward has not changed.
+
+        Raises:
+            Unrepeatable: the forward has written a weight or an argument, has given a weight a gradient, or has saved a tensor in
+                TorchScript.
+        """
+        before = self.before
+        if self.scripted is not None:
+            # TorchScript profiles its first call, operator by operator. A later call runs an optimized graph, which saves other
+            # tensors in another order: if their shapes agree, gradients are wrong. torch's own checkpoint has this defect. Also,
+            # the exception that ends its second run early cannot pass through TorchScript's interpreter.
+            self.refuse(
+                f"calls {self.scripted!r} in TorchScript, which saves other tensors for backward once it is optimized"
+            )
+        for weight in before.weights:
+            if weight.is_written:
+                self.refuse(f"writes its parameter {weight.name!r}", known_cause(self._module))
+            if weight.has_other_gradient:
+                self.refuse(f"runs a backward that gives its parameter {weight.name!r} a gradient")
+        for tensor, version in before.inputs:
+            if tensor._version != version:
+                self.refuse(f"writes a tensor of shape {tuple(tensor.shape)} that it is given")
+        before.inputs.clear()  # a weight among them keeps its layer on the device
+        for name, copied in list(before.tensors.items()):
+            if copied.kept or copied.tensor._version != copied.version:
+                continue
+            if not copied.trusted and not copied.same_bits:
+                self._volatile.add(name)  # written through .data or NumPy
+            elif name not in self._volatile:
+                del before.tensors[name]
+                self._unchanged.append((name, copied.tensor, copied.version))
+
+    def drop_values(self) -> None:
+        """Drops the values that only a further run needs."""
+        self.before.states.clear()
+        self.before.tensors.clear()
+        self.saved.found.clear()
+        self.saved.values.clear()
+
+    def check(self) -> None:
+        """Checks that no state was written since the first run that a further run needs and cannot restore.
+
+        Raises:
+            Unrepeatable: a weight or another tensor was written, or a weight or module was exchanged.
+        """
+        changed = [(weight.name, _MODIFIED) for weight in self.before.weights if weight.is_written]
+        changed += [
+            (name, "exchanged") for name, place, key, held in self.before.held if host_of(place.get(key)) is not held
+        ]
+        # Another call of the unit may have written a tensor without a change of its version.
+        changed += [
+            (name, _MODIFIED)
+            for name, tensor, version in self._unchanged
+            if tensor._version != version or name in self._volatile
+        ]
+        for name, how in changed:
+            # If all trained weights were written between two backwards, an optimizer has probably stepped those of all layers.
+            # Between forward and backward, a hook may have written the only weights of a small unit.
+            trained = [weight.is_written for weight in self.before.weights if weight.is_trained()]
+            every = how == _MODIFIED and bool(trained) and all(trained)
+            again = self._again > 1
+            by = (
+                "an optimizer has stepped it, perhaps"
+                if again
+                else "by a hook (on_before_zero_grad) or an optimizer, perhaps"
+            )
+            raise Unrepeatable(
+                f"{name!r} of {self.unit!r} has been {how} between "
+                f"{'two backwards of one graph' if again else 'forward and backward'}{f' ({by})' * every}. Each backward was to "
+                f"compute the forward again. {_OF_ALL if every and again else self._remedy}"
+            )
+
+    @contextmanager
+    def restored(self, done: Callable[[], str | None]) -> Iterator[None]:
+        """A context with the state from before the first run. The present state is restored at its end.
+
+        Args:
+            done: a result of ``_watch_outside``. Returns a text about an action that prevents a second run; None without one.
+
+        Raises:
+            Unrepeatable: state that cannot be restored was written since the first run (:meth:`check`), or ``done`` returns a
+                text after the second run.
+        """
+        self._again += 1
+        self.check()
+        tensors = self.before.tensors.values()
+        states = [*(copied.state for copied in tensors), *self.before.states]
+        now = [state.read() for state in states]
+        with preserve_version_counter(tuple(copied.tensor for copied in tensors)):
+            try:
+                put(states, (state.before for state in states))
+                yield
+            finally:  # torch ends the second run by an exception as soon as it has saved the tensors that backward needs
+                put(states, now)
+                self.refuse(done())
+
+    def unpacked(self, unpack: Callable[[Any], Any], packed: Any) -> Any:
+        """Unpacks a tensor that the forward has saved. The first call in a backward runs the forward again.
+
+        A tensor may be unpacked several times, as in plain autograd: ``len(ctx.saved_tensors)`` unpacks all. torch's checkpoint
+        unpacks it once.
+
+        Raises:
+            Unrepeatable: a tensor among the forward's arguments was written since, or the second run has saved other tensors.
+        """
+        if self.kept is not None:
+            return self.kept.unpack(packed)
+        if (task := current_graph_task()) != self._task:
+            self.read.clear()
+            self._task = task
+        if (tensor := self.read.get(packed)) is None:
+            tensor = self.read[packed] = self._unpack(unpack, packed)
+        return tensor
+
+    def _unpack(self, unpack: Callable[[Any], Any], packed: Any) -> Any:
+        before = self._again
+        try:
+            return unpack(packed)
+        except CheckpointError as error:
+            if self._again != before:  # the second run has saved tensors of other shapes or dtypes, or fewer
+                raise self.differs() from error
+            with (
+                GraphExecGroup()
+            ):  # unpacked before and freed since: in a new group torch's checkpoint runs the forward again
+                return self._unpack(unpack, packed)
+        except RuntimeError as error:
+            # Arguments are unpacked before the second run begins.
+            if self._again == before and _MODIFIED in str(error):
+                raise Unrepeatable(
+                    f"A tensor that {self.unit!r} was given has been written since its forward, which backward was to compute "
+                    f"again. Write x = x + layer(x) in place of x += layer(x). {self._remedy}"
+                ) from error
+            raise
+
+    def differs(self) -> Unrepeatable:
+        """Returns the error for a second run that has saved other values."""
+        found = f"The forward of {self.unit!r} computed other values in backward than in forward"
+        if (cause := known_cause(self._module)) is not None:
+            return Unrepeatable(f"{found}. Perhaps {explained(cause, self._units)}")
+        return Unrepeatable(
+            f"{found}. It depends on what has changed in "
+            "between (a hook, a patched function or class, a context, a global variable: parametrize.cached() has one), or on a "
+            f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy}"
+        )
+
+    def moves(self) -> Unrepeatable:
+        """Returns the error for a trial in which each run has saved other values."""
+        return Unrepeatable(
+            f"The forward of {self.unit!r} computed other values each time it ran. It changes what it depends on (an iterator, a "
+            'global counter), or uses a kernel that is not deterministic (Trainer(deterministic=True)). activations="auto" has '
+            "run it again, to find out whether it can be recomputed: start anew with "
+            'SuperpipelineStrategy(activations="offload").'
+        )
+
+    def refuse(self, done: str | None, cause: str | None = None) -> None:
+        """Raises an error about a forward if it has done anything that prevents a second run.
+
+        Args:
+            done: the forward's action, as the message names it after "The forward of …"; None if there is none.
+            cause: the reason, from :func:`known_cause`; None if the unit has no module of a known class.
+
+        Raises:
+            Unrepeatable: ``done`` is not None.
+        """
+        if done is not None and cause is not None:
+            raise Unrepeatable(
+                f"The forward of {self.unit!r} {done}, and cannot be run again: {explained(cause, self._units)}"
+            )
+        if done is not None:
+            raise Unrepeatable(f"The forward of {self.unit!r} {done}, and cannot be run again. {self._remedy}")
+
+    @property
+    def _remedy(self) -> str:
+        return (
+            'This is under activations="recompute", which "auto" may choose. Keep or offload what it saves: '
+            f'SuperpipelineStrategy(activations={{"{self.unit}": "offload", "**": "recompute"}}), or, for all layers, '
+            'activations="offload".'
+        )
+
+
+_of_thread = threading.local()
+
+
+def first_runs() -> list[FirstRun]:
+    """Returns the first runs that are running in this thread, outermost first."""
+    if not hasattr(_of_thread, "first_runs"):
+        _of_thread.first_runs = []
+    found: list[FirstRun] = _of_thread.first_runs
+    return found
+
+
+@cache
+def _watch_torchscript() -> None:
+    """Replaces ``__call__`` of TorchScript's classes, once in a process, to record calls that save tensors in first runs.
+
+    torch has no hooks for TorchScript's calls.
+    """
+    for kind in TORCHSCRIPT:
+        kind.__call__ = _watched(kind.__call__)
+
+
+def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a replacement for ``call``. It sets :attr:`FirstRun.scripted` if the call saves a tensor in a first run."""
+
+    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        hooks = top_saved_tensors_hooks() if first_runs() else None
+        if hooks is None:
+            return call(function, *args, **kwargs)
+        pack, unpack = hooks
+
+        def noted(tensor: Tensor) -> Any:
+            for first in first_runs():
+                first.scripted = function.name
+            return pack(tensor)
+
+        with saved_tensors_hooks(noted, unpack):
+            return call(function, *args, **kwargs)
+
+    return run

@@ -1,0 +1,400 @@
+"""Records the state that a forward reads, so that it can be restored: of its module, its arguments and the process."""
+
+from __future__ import annotations
+
+import contextvars
+import operator
+import random
+import sys
+import types
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np  # Lightning needs torchmetrics, which needs NumPy
+import torch
+from torch import Tensor, nn
+from torch.backends import cuda as attention
+
+from sp_lightning.core.device.layout import flat_bytes
+from sp_lightning.core.model.found import join_names
+from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.core.torch_compat.private import COMPILED_CALL, RNN_WEIGHTS, NormBase, overlaps_itself
+
+TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
+"""Forwards of modules from these packages change only buffers, and tensors that hooks set as attributes."""
+
+_SMALL = 2**20
+"""Copies of tensors of at most this many bytes are kept. A larger tensor's copy is kept only if the forward has written it."""
+
+_PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
+# Objects of these packages have no state that a forward changes, but refer to the whole run.
+_OF_THE_RUN = ("lightning", "pytorch_lightning", "sp_lightning", "torch")
+_DEEP = 3
+"""The depth to which objects are followed: a cache of keys and values has a list of objects, one for each layer, with tensors."""
+
+_CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
+# Attributes of modules that forwards do not change, and the lists of weights that nn.RNNBase rebuilds if a weight is replaced.
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"} | {"forward", COMPILED_CALL, *RNN_WEIGHTS}
+# Stands for a missing key. None would be a value, and would hide an attribute of that name.
+_ABSENT = object()
+# Methods of the base classes, because those of a subclass may have other effects.
+_FILL: dict[type, Callable[[Any, Any], None]] = {
+    OrderedDict: OrderedDict.update, dict: dict.update, list: list.extend, deque: deque.extend, set: set.update,
+}  # fmt: skip
+_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (attention.flash_sdp_enabled, attention.enable_flash_sdp),
+    (attention.mem_efficient_sdp_enabled, attention.enable_mem_efficient_sdp),
+    (attention.math_sdp_enabled, attention.enable_math_sdp),
+    (attention.cudnn_sdp_enabled, attention.enable_cudnn_sdp),
+)
+
+
+class State(NamedTuple):
+    """A value that a forward may read and change.
+
+    Attributes:
+        read: returns the value.
+        write: sets the value.
+        before: the value before the forward.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    before: Any
+
+
+class TensorCopy(NamedTuple):
+    """A tensor and a copy from before the forward.
+
+    Attributes:
+        tensor: the tensor itself.
+        before: the copy.
+        version: the tensor's version when it was copied, which counts in-place writes.
+        kept: True if the copy is kept even if the first run does not write the tensor.
+        trusted: True if every write changes the version.
+    """
+
+    tensor: Tensor
+    before: Tensor
+    version: int
+    kept: bool
+    trusted: bool
+
+    @property
+    def same_bits(self) -> bool:
+        """True if the tensor is bit-identical to the copy."""
+        with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
+            return torch.equal(flat_bytes(self.tensor), flat_bytes(self.before))
+
+    @property
+    def state(self) -> State:
+        """The tensor's value, as a state."""
+        return State(partial(_clone, self.tensor), partial(_write, self.tensor), self.before)
+
+
+class WeightState(NamedTuple):
+    """A weight before a forward, by its place among the device parameters.
+
+    This object holds no device parameter, because a reference to a device parameter keeps its layer on the device.
+
+    Attributes:
+        name: the weight's name in the unit.
+        group: the device parameters of the weight's layer.
+        position: the weight's position among these device parameters.
+        writes: the counter of the weight's writes before the forward.
+        gradient: the identity and the version of the weight's gradient before the forward; None without a gradient.
+    """
+
+    name: str
+    group: Any
+    position: int
+    writes: int
+    gradient: tuple[int, int] | None
+
+    def is_trained(self) -> bool:
+        """Returns True if the weight requires a gradient now."""
+        return bool(self.group.hosts[self.position].requires_grad)
+
+    def train(self, trained: bool) -> None:
+        """Sets ``requires_grad`` of the weight."""
+        if trained != self.is_trained():
+            self.group.all[self.position].requires_grad = trained
+
+    @property
+    def is_written(self) -> bool:
+        """True if the forward or any other code has written the weight since."""
+        return int(self.group.writes(self.position)) != self.writes
+
+    @property
+    def has_other_gradient(self) -> bool:
+        """True if the weight has another gradient now. A missing gradient does not count: background updates set it to None."""
+        return _gradient(self.group.hosts[self.position]) not in (None, self.gradient)
+
+
+class Snapshot:
+    """The state that a forward can read or change, as it is now.
+
+    Args:
+        module: the forward's module. Modules inside it are included.
+        given: the forward's arguments. The state of objects among them is recorded; of tensors among them only the version.
+
+    Attributes:
+        states: all states that can be restored, except tensors.
+        tensors: tensors by name, each with a copy.
+        weights: the weights.
+        held: for each weight and module: its name, the dict that contains it, its key in the dict, and the weight or module.
+        inputs: tensors among the arguments, with their versions.
+        outside: modules with weights outside the module's tree, each with its name. Only their own buffers are recorded.
+        context: a copy of the context variables.
+    """
+
+    def __init__(self, module: nn.Module, given: Sequence[Any]) -> None:
+        self.states: list[State] = [*_around_modules()]
+        self.tensors: dict[str, TensorCopy] = {}
+        self.weights: list[WeightState] = []
+        self.held: list[tuple[str, dict[str, Any], str, Any]] = []
+        self.outside: list[tuple[str, nn.Module]] = []
+        self.inputs = [(each, each._version) for each in given if isinstance(each, Tensor) and not each.is_inference()]
+        self._seen: set[int] = set()  # the dicts of modules and other containers, which the states keep alive
+        self.add("", module)
+        for number, value in enumerate(given):
+            if not isinstance(value, Tensor):
+                self._look(f"argument {number}", value, objects=_DEEP)
+        pyro = sys.modules.get("pyro.poutine.runtime")
+        if pyro is not None:
+            # Handlers around a forward are not active in backward. Without them the forward would draw new samples.
+            self._look("Pyro's handlers", pyro._PYRO_STACK, objects=_DEEP)
+        self.context = contextvars.copy_context()
+
+    def add(self, name: str, module: nn.Module) -> None:
+        """Records a module that the forward calls, and the modules inside it. ``name`` is a prefix of their names."""
+        for inner, child in module.named_modules():
+            self._look_at_module(join_names(name, inner), child)
+
+    def _look_at_module(self, name: str, module: nn.Module) -> None:
+        attributes, trusted = vars(module), type(module).__module__.startswith(TRUSTED)
+        if id(attributes) in self._seen:
+            return
+        self._seen.add(id(attributes))
+        self._look_at_buffers(name, module, trusted)
+        if isinstance(module, torch.jit.ScriptModule):
+            return
+        for key, parameter in module._parameters.items():
+            if is_device_parameter(parameter):
+                self._look_at_weight(join_names(name, key), module._parameters, key, parameter)
+            elif parameter is not None:  # for example a tensor of functional_call
+                self.states.append(_item_state(module._parameters, key))
+        self.held += [(join_names(name, key), module._modules, key, child) for key, child in module._modules.items()]
+        self.states.append(_dict_state(attributes, besides=_OF_MODULES))
+        for key, value in attributes.items() if not trusted else ():
+            if key not in _OF_MODULES:
+                self._look(join_names(name, key), value, objects=_DEEP - 1)
+
+    def _look_at_weight(self, name: str, place: dict[str, Any], key: str, parameter: Any) -> None:
+        group, index, host = parameter._of, parameter._index, host_of(parameter)
+        weight = WeightState(name, group, index, group.writes(index), _gradient(host))
+        self.held.append((name, place, key, host))
+        self.weights.append(weight)
+        self.states.append(_state(weight.is_trained, weight.train))
+
+    def _look_at_buffers(self, name: str, module: nn.Module, trusted: bool = False) -> None:
+        # Kernels of these modules write buffers without a change of their version. The dicts of a ScriptModule cannot be copied.
+        uncounted = isinstance(module, (NormBase, torch.jit.ScriptModule))
+        if not isinstance(module, torch.jit.ScriptModule):
+            self.states.append(_dict_state(module._buffers))
+        for key, buffer in module.named_buffers(recurse=False):
+            self._copy(join_names(name, key), buffer, trusted=trusted, uncounted=uncounted)
+
+    def _look(self, name: str, value: Any, *, objects: int) -> None:
+        """Records a value that can be changed in place, and its contents, to a depth of ``objects`` further objects."""
+        if type(value) in _PLAIN or id(value) in self._seen:
+            return
+        if isinstance(value, Tensor):
+            if value.is_leaf and not isinstance(value, nn.Parameter):
+                self._copy(name, value)
+        elif isinstance(value, nn.Module):
+            # A module outside the tree. A module with weights to which an attribute refers may contain the whole model, so only
+            # the module's own buffers are recorded. A module among the arguments is recorded whole.
+            if objects < _DEEP and any(True for _ in value.parameters()):
+                self._look_at_buffers(name, value)
+                self.outside.append((name, value))
+            else:
+                self.add(name, value)
+        elif (state := _state_of(value)) is not None or isinstance(value, tuple):
+            if state is not None:
+                self._seen.add(id(value))
+                self.states.append(state)
+            for number, item in enumerate(_items(value)):
+                self._look(f"{name}.{number}", item, objects=objects)
+        elif objects and not isinstance(value, _CODE) and type(value).__module__.partition(".")[0] not in _OF_THE_RUN:
+            self._look(name, _attributes(value), objects=objects - 1)
+
+    def _copy(self, name: str, tensor: Tensor, *, trusted: bool = False, uncounted: bool = False) -> None:
+        """Copies a tensor.
+
+        Args:
+            name: the tensor's name. A second tensor of this name is not copied.
+            tensor: the tensor.
+            trusted: True if the tensor's module is known to change the version with each write.
+            uncounted: True if kernels write the tensor without a change of its version.
+        """
+        if name not in self.tensors and _can_be_copied(tensor):
+            kept = uncounted or tensor.nbytes <= _SMALL
+            self.tensors[name] = TensorCopy(tensor, _clone(tensor), tensor._version, kept, trusted)
+
+
+def put(states: Iterable[State], values: Iterable[Any]) -> None:
+    """Sets the value of each state."""
+    for state, value in zip(states, values, strict=True):
+        state.write(value)
+
+
+def is_device_parameter(value: Any) -> bool:
+    """Returns True if a module's parameter is a device parameter of the engine."""
+    return hasattr(value, "_of")
+
+
+def host_of(value: Any) -> Any:
+    """Returns the host parameter of a device parameter, and any other value as it is."""
+    return value._of.hosts[value._index] if is_device_parameter(value) else value
+
+
+def _gradient(parameter: Tensor) -> tuple[int, int] | None:
+    # With __torch_function__, this would wait for a running update of the weight.
+    with torch.DisableTorchFunctionSubclass():
+        return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+
+
+# ---------------------------------------------------------------------- kinds of state
+
+
+def _state(read: Callable[[], Any], write: Callable[[Any], object]) -> State:
+    return State(read, write, read())
+
+
+def _around_modules() -> Iterator[State]:
+    """Yields states of the process: random numbers of Python and NumPy, enabled attention kernels, the default dtype."""
+    yield _state(random.getstate, random.setstate)
+    yield _state(np.random.get_state, np.random.set_state)
+    for enabled, enable in _KERNELS:
+        yield _state(enabled, enable)
+    yield _state(torch.get_default_dtype, torch.set_default_dtype)
+
+
+def _state_of(value: Any) -> State | None:
+    """Returns the state of a container or a random number generator; None for any other object."""
+    if isinstance(value, dict):
+        return _dict_state(value)
+    kind = next((kind for kind in _FILL if isinstance(value, kind)), None)
+    if kind is not None:
+        return _items_state(kind, value)
+    if isinstance(value, (bytearray, array)):
+        return State(lambda: value[:], partial(value.__setitem__, slice(None)), value[:])
+    if isinstance(value, np.ndarray):  # a read-only array does not change; an array on a disk is too large to copy
+        fixed = isinstance(value, np.memmap) or not value.flags.writeable
+        return None if fixed else _state(value.copy, partial(_write_array, value))
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # a SystemRandom has no state
+        return _state(value.getstate, value.setstate)
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
+        return _state(value.get_state, value.set_state)
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, np.random.BitGenerator):
+        return _state(partial(getattr, value, "state"), partial(setattr, value, "state"))
+    return None
+
+
+def _write_array(into: Any, value: Any) -> None:
+    if into.shape != value.shape:
+        into.resize(value.shape, refcheck=False)
+    into[...] = value
+
+
+def _item_state(place: dict[str, Any], key: str) -> State:
+    """Returns the state of a key in a dict. The key may be missing, now or later."""
+
+    def write(value: Any) -> None:
+        if value is _ABSENT:
+            place.pop(key, None)
+        else:
+            place[key] = value
+
+    return _state(partial(place.get, key, _ABSENT), write)
+
+
+def _items_state(kind: type, container: Any) -> State:
+    """Returns the state of a container's items. ``kind`` is its base class among the keys of ``_FILL``."""
+
+    def write(items: Any) -> None:
+        if not _same(container, items):
+            kind.clear(container)  # type: ignore[attr-defined]
+            _FILL[kind](container, items)
+
+    items = [_without_graph(item) for item in container]
+    return State(partial(list, container), write, items)
+
+
+def _dict_state(container: dict[Any, Any], besides: frozenset[str] = frozenset()) -> State:
+    """Returns the state of a dict, except the entries whose keys are in ``besides``."""
+
+    def read() -> dict[Any, Any]:
+        return {key: value for key, value in container.items() if key not in besides}
+
+    def write(items: dict[Any, Any]) -> None:
+        now = read()
+        if not (_same(now, items) and _same(now.values(), items.values())):
+            kind = OrderedDict if isinstance(container, OrderedDict) else dict
+            rest = {key: value for key, value in container.items() if key in besides}
+            kind.clear(container)  # so that the order of the keys is restored
+            kind.update(container, rest | items)
+
+    return State(read, write, {key: _without_graph(value) for key, value in read().items()})
+
+
+def _without_graph(value: Any) -> Any:
+    """Returns a value, detached from its graph if any. Otherwise each batch's graph would hold the previous batch's graph."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
+
+
+def _same(items: Any, others: Any) -> bool:
+    return len(items) == len(others) and all(map(operator.is_, items, others))
+
+
+def _items(container: Any) -> Iterable[Any]:
+    """Returns the items of a container whose items may be containers."""
+    if isinstance(container, dict):
+        return list(container.values())
+    return list(container) if isinstance(container, (tuple, list, deque, set)) else ()
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """Returns an object's own attributes. It runs no ``__getattribute__`` of the object's class."""
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except Exception:  # the object has no __dict__, or its class has a property of that name that raises
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+def _can_be_copied(tensor: Tensor) -> bool:
+    """Returns True if a tensor has memory of its own that can be restored."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_inference():
+        return False
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return False  # its memory is freed for now, as FSDP does
+    return not overlaps_itself(tensor)  # the values of an expanded tensor are in its base
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
+        return tensor.detach().clone()
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
+        tensor.copy_(value)

@@ -1,0 +1,196 @@
+"""The engine: it streams the layers of one module while steps run. **Start reading here.**
+
+The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *ring*, *window*, *master*, *cast*, *trace*, *land*. The
+user's Parameter is on the host (*host parameter*). While a step runs, modules hold another Parameter in its place (*device
+parameter*). A device parameter without memory is a *stand-in*.
+
+**Who decides what.**
+
+- The engine decides *when* a layer is copied, and to which free slot. It follows the *trace*: the order in which the last batch
+  used the layers, in forward and backward (``schedule.Trace``). The first batch uses the plan's order, reversed for
+  backward.
+- A frozen :class:`~sp_lightning.core.plan.plan.Plan` decides *what* is copied, and which ring of slots a layer uses. A
+  ``plan.window.Window`` chooses its k and k', and ``tuning.tuner`` changes them between batches.
+- :func:`sp_lightning.core.plan.update_policy.decide` decides *when* optimizers step.
+- Four parts decide *where* they step, in this order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must
+  have room for steps; ``trainer.step_place.StepPlace``, which chooses for ``"auto"``; and ``decide``, which raises an error if
+  the GPU was asked for and cannot step.
+
+- An automatic choice that fails does not end a run: ``observe.messages.degrading`` logs one line, and the next mode with the same
+  results follows. A table in ``examples/guide/limits.md`` has each case. ``tests/endurance/test_automatic_choices.py`` tests it.
+
+**One layer, forward and backward.** Each number stands as a comment beside the code line that does it::
+
+    host block ──fetch──▶ slot ──lock──▶ device parameters ──▶ forward ──release──▶ slot may be overwritten
+                  (1)           (2)             (3)               (4)         (5)
+    param.grad ◀──apply── host memory ◀──offload── gradient ◀── backward ◀──view── unpack ◀── fetched again (1) (2)
+                  (9)                     (8)                     (7)                (6)
+
+==  =========================  =======================================================================================
+    where                      what happens
+==  =========================  =======================================================================================
+1   Residency._fetch           Copies layers to slots, in one transfer. If the prefetch guessed right, it copies a layer before
+                               the layer is used.
+2   Residency.require          Locks a layer's slot. The compute stream waits for the transfer (``USE_AFTER_FETCH``). The host
+                               does not wait for it.
+3   BoundWeights.attach        Makes the device parameters, which modules hold, views of the slot.
+4   Calls.leave                Ends the use of the layers, because the module call has returned.
+5   BoundWeights.release       First copies weights that were written on the device to the host. Then makes the device parameters
+                               stand-ins again, and records when the slot may be overwritten.
+6   SavedTensors._bring        Returns a view of the layer's slot, because autograd unpacks a saved weight. If necessary, the
+                               layer is fetched first.
+7   Backward.gradient_arrived  Takes a gradient from the device parameter.
+8   Transfers.send             Copies the gradients of a layer to host memory, in one transfer.
+9   Gradients._land            Makes each gradient ``param.grad`` of its host parameter, or adds it to ``param.grad``.
+==  =========================  =======================================================================================
+
+**States.** A layer always has memory on the host. Its :class:`~sp_lightning.core.layers.states.LayerState` tells which copy
+exists on the device, and who may use the copy. ``layers/states.py`` has this diagram as a table, with the methods that make each
+transition. Every test checks the table::
+
+        ┌──────────────────────────── release, if it has left its slot ──────────────────────────────────┐
+        ▼                                                                                                │
+    ┌────────┐  fetch   ┌─────────┐  lock   ┌──────────┐  attach   ┌────────┐  rest    ┌─────────┐       │
+    │  HOST  │ ───────▶ │ FETCHED │ ──────▶ │ UNPACKED │ ────────▶ │ IN_USE │ ───────▶ │ RESTING │       │
+    └────────┘ ◀─────── └─────────┘         └──────────┘           └────────┘ ◀─────── └─────────┘       │
+        ▲       evict     ▲     ▲                │                     │       attach       │            │
+        │                 │     └─── release ────┴─────────────────────┴────────────────────┴────────────┘
+        │ evict           │ fetch (new values), drop views             │
+        │                 │                                            │ release, if a tensor
+        │            ┌────────┐                                        │ still views the slot
+        └─────────── │  HELD  │ ◀──────────────────────────────────────┘
+                     └────────┘ ──▶ UNPACKED, by lock
+
+- *lock* and *release* surround each use of a layer. Between the two, no other layer may overwrite the slot.
+- Layers are RESTING only in inference, if every layer of their ring has a slot. Then nothing is copied any more.
+- A released layer keeps its slot. It is *evicted* when another layer is fetched into the slot, when its copy is out of date, or
+  when slots are freed. Masters and tables are evicted at each release, except if a tensor still views their slot.
+- ``Prefetch.next`` chooses the slot for a prefetch, ``Slots.find`` for a fetch on demand: an empty slot, else the slot whose
+  layer is used again last. The host never waits for a slot: the upload stream does, and if all slots are in use, a fetch on
+  demand allocates another one.
+- HELD protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
+
+**The parts**, from below: a module imports only modules of the engine that are above it in this list, and the interfaces of
+capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tuner``):
+
+=======================  ============================================================================================
+``schedule``             Which layers are fetched, locked, attached and released (1) (2), and in which order. The planner's
+                         simulator runs these very classes with a simulated device that only counts time.
+``layers.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
+``layers.compiled_calls`` Gives modules that ``torch.compile`` compiles casts and whole wrapped weights during their calls.
+``layers.writes``        Copies weights to the host that user code has written on the device.
+``host_source``          A layer's bytes on the host, updated and cast, before a transfer reads them.
+``step``                 A step, from its first fetch until modules hold the host's parameters again.
+``placement``            Makes the parts that differ with several devices or a disk.
+``saved_objects``        Gives the backward of a custom ``torch.autograd.Function`` the parameters and tensors that it saved.
+``graph``                Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9). Packs each weight that
+                         autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
+``uses``                 All other requests for a layer: a use of a weight outside of module calls, a look-up of rows.
+``calls``                A module is called: its layers are locked and attached before, and released after (4).
+``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;
+                         ``clipping`` measures gradient norms during backward.
+``assembly``, ``streamer``  Build the parts. :class:`~sp_lightning.core.engine.streamer.Streamer` passes each call of
+                         ``trainer`` to one of them.
+=======================  ============================================================================================
+
+**Words in the names of functions and attributes**, here and in the other folders:
+
+===================  ==================================================================================================
+``refuse_…``         raises an error if the case is not supported; otherwise does nothing
+``against_…``        returns the reason against something as text; an empty text if nothing is against it
+``take_back…``       copies weights that user code has written on the device to the host
+``visits``           the layers that a call of a module uses; of a layer: how often it was used
+``views``, *viewed*  tensors of user code or a graph over a slot's memory. As long as such a tensor exists, the slot is not
+                     given to another layer
+*held*               an object is still referenced by user code or a graph: a view, a device parameter, a state
+*noticed*            of a use of a weight: the parameter's class runs before the operation (``__torch_function__``)
+*exposed*            of a weight: user code may write it at any time, and no version counter would show that
+``stale``            of a slot: host weights of its layer were written, or may have been, since the fetch. Tensors view the
+                     slot, so the next fetch of the layer fills the same slot again
+``outdated``         of a layer: version counters show a write on the host since the fetch
+*early*              of an update: in backward, before the optimizer's step
+===================  ==================================================================================================
+
+**Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine through two interfaces only:
+
+- device parameters through :class:`~sp_lightning.core.layers.parameter_group.EngineCallbacks`, which ``Uses`` implements;
+- residents, which need their bytes on the host, through :class:`~sp_lightning.core.layers.ring.BlockSource`, which ``HostSource``
+  implements.
+
+The capability ``activations`` gets ``Calls.rerun`` for forwards that run again. The engine imports nothing of Lightning.
+
+**Waits.** Every wait of a stream or of the host has a name in :class:`~sp_lightning.core.device.device.Wait`. The value of
+the name says what the wait guarantees. ``tests/device/test_waits.py`` leaves out each wait and shows that a run then fails.
+Three waits of the diagram:
+
+- ``FETCH_AFTER_USE``: the upload stream waits for ``slot.idle``, the event after the last kernel that read the slot, before (1).
+- ``USE_AFTER_FETCH``: compute waits for ``slot.filled``, the event after the transfer, in (2). This is the stall that k hides.
+- ``UPDATE_AFTER_FETCH``: before any code writes host weights, the host waits for the last transfer that reads them
+  (``layer.transfer``). Four methods of the core wait:
+
+  - ``HostSource.synchronize``: before optimizer steps, and before user code that may write weights.
+  - ``Updating.before_early_update``: before an update in backward.
+  - ``Uses.host_is_used``: before user code uses a captured host parameter in a step.
+  - ``WriteBack.take_back_replaced``: before weights that user code has given other memory are copied back.
+
+**Threads.** The engine's lock (``Streamer._lock``) guards the engine's data. It is not held while user code runs.
+
+====================  ===============================================================================================
+thread                runs
+====================  ===============================================================================================
+main thread           begins and ends steps; module calls, fetches, user code, optimizer steps that do not overlap
+autograd's threads    backward: hooks, (6) to (9), recomputed forwards. On the CPU this is the thread that calls backward
+background thread     updates of layers, norms of gradients (``Device.later``), one piece of work at a time
+helpers, foreign      other threads of user code: "Note: threads of a run" in ``device/own_threads.py``
+====================  ===============================================================================================
+
+**Modules hold host parameters**
+
+- between steps;
+- while an optimizer steps inside a step (``Step.hold_host``);
+- after each backward of manual optimization (``Step.pause``);
+- between forward and backward if a hook may read weights (``Step.await_backward``);
+- while a checkpoint is saved (``Step.show_host``).
+
+In the rest of a step they hold device parameters. A foreign thread finds host parameters at any time.
+
+**Who may write weights, and when.**
+
+- Between steps, user code and optimizers write host parameters. ``Step.end`` has released all layers except resting ones. In
+  training, it has marked all copies as out of date. After a step without backward, host parameters keep a role if user code
+  follows (``ParameterSwap.watch_between``), and only layers whose weights this code has used, or whose memory it holds, are
+  uploaded again. An address that is kept as a number (``data_ptr()``) is not noticed.
+- In a step, user code writes device parameters. Version counters show such writes, and (5) copies the weights back to the host.
+- In a step, user code may also have captured host parameters, for example in a list. They have a role then
+  (``_HostParameterInStep`` in ``layers/swap.py``), which notices operations on them, and version counters show writes to them.
+  Later fetches have the new values. If a weight was written on the host and on the device, (5) raises a ``RuntimeError``.
+- A write that no version counter shows (through ``.data``, a kept view, ``param.data = other``) needs
+  :class:`~sp_lightning.core.layers.write_guard.WriteGuard`. A layer has a guard only after user code has made such a write
+  possible.
+- The background thread writes host parameters while it runs an update. ``layer.update`` is set then, and a fetch of the layer
+  waits for the update (``FETCH_AFTER_UPDATE``).
+- With ``optimizer_overlap="backward"``, an update in backward writes host weights and optimizer state of a layer whose gradients
+  are complete, and whose calls need no more weights (``Backward.complete``, ``Updating.before_early_update``). It never writes a
+  slot that backward may read. A later use of the layer in the same backward raises a ``RuntimeError``.
+- The optimizer step of a layer that stays on the GPU writes the layer's slot. ``layer.kept`` is set as long as the copy in the
+  slot is the valid one.
+
+A wrong guess of the prefetch costs an upload, never a result.
+
+**Errors.** After an error every layer is in one of the six states, because each transition is completed or undone:
+
+- User code raises in forward: each module call still ends (``calls.ModuleCall``).
+
+  - If the step itself catches the error, the step continues. The next module call releases the layers of the failed call.
+  - Otherwise ``trainer`` calls ``Streamer.abort``, which releases all layers, drops gradients in flight and marks all copies as
+    out of date.
+
+- User code raises in backward: autograd ends its graph tasks, and ``Backward.failed`` ends the engine's record of them. Gradients
+  that had arrived before are in ``param.grad``, as in plain PyTorch.
+- A transfer cannot be issued (out of memory, for example): its layers are HOST again. A layer whose slot is locked or
+  viewed keeps the slot, and its next use fetches it again.
+- An update raises in the background: later updates are skipped. The next wait that may raise (the table in
+  ``updates/background.py``) raises that error, with a note that names the layer. Later ones raise it again, because only some
+  layers have the new weights.
+- The host and the device have written the same weight: copying it back raises a ``RuntimeError``. The layer is released anyway.
+"""

@@ -1,0 +1,182 @@
+"""The interface of the capability ``activations``, and its default, which keeps all activations on the device.
+
+Activations are the tensors that autograd saves in forward for backward. A *unit* is a layer, or a part of the model beside the
+layers. ``activations=`` gives each unit a mode: ``"keep"``, or one of the modes of the capability, which offload activations or
+compute them again.
+
+``registry.activations`` makes an :class:`ActivationPlan` at set-up. The streamer calls its ``make``, and the engine calls the
+:class:`Activations` that this returns.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.model.found import Found
+from sp_lightning.core.plan.choices import Mode, Modes
+
+
+class SavedActivation(Protocol):
+    """The object that a graph holds in place of a saved tensor that may be offloaded."""
+
+    def load(self) -> tuple[Tensor, int, int]:
+        """Returns the tensor on the device, its version when it was saved, and its version now."""
+
+
+@dataclass(frozen=True)
+class ActivationSetup:
+    """The parts of the engine that modes of activations use.
+
+    Attributes:
+        module: the root.
+        found: its layers and units.
+        layers: all layers.
+        layers_of: the layers that each unit uses.
+        rows: the row of each unit in timelines.
+        device: the device.
+        pin: True if host memory is page-locked.
+        device_storages: the addresses of storages that are on the device in any case, so offloading their tensors frees nothing.
+            The engine changes the set during the run.
+        rerun: returns a context for a forward that runs again in backward, for which no module is called. The arguments are the
+            layers that the forward uses, and the forward's positional arguments.
+        layer_at: returns the layer whose weights are in the device storage at an address; None if no layer has this storage.
+        given_by_nested: see :meth:`~sp_lightning.core.engine.graph.Backward.given_by_nested`.
+        log: the logger for warnings; None for Lightning's.
+    """
+
+    module: nn.Module
+    found: Found
+    layers: Sequence[StreamedLayer]
+    layers_of: Mapping[str, Sequence[StreamedLayer]]
+    rows: Mapping[str, int]
+    device: Device
+    pin: bool
+    device_storages: Set[int]
+    rerun: Callable[[Sequence[StreamedLayer], Any], AbstractContextManager[None]]
+    layer_at: Callable[[int], StreamedLayer | None]
+    given_by_nested: Callable[[], Callable[[], str | None]]
+    log: logging.Logger | None
+
+
+class Activations(Protocol):
+    """Carries out the mode of each unit while steps run. Attributes that are called may be None, which saves the call."""
+
+    @property
+    def modes(self) -> Modes:
+        """The mode of each unit now."""
+
+    @property
+    def run(self) -> Callable[[str, Any, nn.Module, Any, Any], Any] | None:
+        """Runs the call of a unit. Its arguments: the unit's name, a function, the module, and the arguments of the call.
+
+        None: each unit is called as it is.
+        """
+
+    @property
+    def store(self) -> Callable[[Tensor], SavedActivation | None] | None:
+        """Takes a tensor that autograd saves. Returns the object for the graph to hold in its place; None to keep the tensor.
+
+        None: all tensors are kept. The engine reads this attribute once before each step and each outermost module call.
+        """
+
+    @property
+    def packs(self) -> bool:
+        """True if saved tensors have to be packed even if no layer is streamed."""
+
+    @property
+    def make_room(self) -> Callable[[Sequence[StreamedLayer], Any], None] | None:
+        """Called with the layers and the arguments of a call, before the layers are used. It may offload activations.
+
+        None: no activations are offloaded at this moment.
+        """
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """Bytes that were copied to the host, and back."""
+
+    def limit_host_memory(self, nbytes: int | None) -> None:
+        """Sets how many bytes of host memory activations may take; None for no limit."""
+
+    def begin(self) -> None:
+        """Called when a training step begins."""
+
+    def install(self) -> None:
+        """Called when units are called again in a step, after :meth:`remove`."""
+
+    def remove(self) -> None:
+        """Called when a step ends, or before user code in the middle of a step that must find modules as outside of steps."""
+
+    def flush(self) -> None:
+        """Called when a step or a backward has ended: no copy is in flight afterwards."""
+
+    def check(self, *, everything: bool = False) -> None:
+        """Called when gradients arrive on the host, and with ``everything`` at the end of a backward.
+
+        Raises:
+            RuntimeError: the gradients are wrong, because a forward that ran again has computed other values.
+        """
+
+    def first_run(self) -> object | None:
+        """Returns an object that lives as long as the running forward of this thread may run again; None if it will not."""
+
+    def close(self) -> None:
+        """Frees memory at the end of the run."""
+
+
+MakeActivations = Callable[[ActivationSetup], Activations]
+
+
+class KeepAll:
+    """The default: all units keep their activations on the device, and every method returns at once."""
+
+    run = None
+    store = None
+    packs = False
+    make_room = None
+    moved_bytes = (0, 0)
+
+    def __init__(self, setup: ActivationSetup) -> None:
+        self.modes: dict[str, Mode] = dict.fromkeys(setup.found.units, "keep")
+
+    def limit_host_memory(self, nbytes: int | None) -> None: ...
+
+    def begin(self) -> None: ...
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def check(self, *, everything: bool = False) -> None: ...
+
+    def first_run(self) -> object | None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """The treatment of activations in a run, as decided at set-up.
+
+    Attributes:
+        make: makes the :class:`Activations` that carry out the modes.
+        reruns: True if forwards of units run again in backward. Then a unit is one layer, with all experts in it.
+        chooses: True if modes are chosen while the run lasts, if activations do not fit.
+        automatic: True if the option is ``"auto"``. After an out-of-memory error there is no use in suggesting it.
+        why_kept: a line to log if device memory runs out: a part that is not installed could have prevented that.
+    """
+
+    make: MakeActivations = KeepAll
+    reruns: bool = False
+    chooses: bool = False
+    automatic: bool = False
+    why_kept: str = ""

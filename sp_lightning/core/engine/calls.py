@@ -1,0 +1,319 @@
+"""Calls: a module is called. Its layers are locked and attached before, and released after.
+
+:class:`ModuleCall` surrounds the calls of one module, and :class:`Calls` carries out what each call needs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.core.device.own_threads import LateError, OwnThreads
+from sp_lightning.core.engine.activations import Activations
+from sp_lightning.core.engine.graph import Backward, SavedTensors
+from sp_lightning.core.engine.schedule import Residency
+from sp_lightning.core.engine.step import Step
+from sp_lightning.core.engine.uses import Uses
+from sp_lightning.core.layers.device_parameter import hides_stand_ins
+from sp_lightning.core.layers.layer import Kind, StreamedLayer
+from sp_lightning.core.layers.residents import Residents
+from sp_lightning.core.torch_compat.around_calls import release, surround
+from sp_lightning.core.torch_compat.modes import held, never_compiled
+from sp_lightning.core.torch_compat.private import DIFFERENTIATING, interpreter_stack, trace_only_inlined, tree_leaves
+
+Visits = Sequence[StreamedLayer]
+Run = Callable[[str, Any, nn.Module, Any, Any], Any]
+"""Runs the call of a unit; see :attr:`~sp_lightning.core.engine.activations.Activations.run`."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Calls:
+    """Begins and ends the calls of modules that use layers.
+
+    Attributes:
+        lock: the engine's lock.
+        threads: the threads that belong to the run.
+        layers: all layers.
+        uses: admits calls of other threads.
+        saved_tensors: the saved-tensor hooks.
+    """
+
+    lock: threading.RLock
+    threads: OwnThreads
+    layers: Sequence[StreamedLayer]
+    residency: Residency
+    residents: Residents
+    activations: Activations
+    step: Step
+    backward: Backward
+    saved_tensors: SavedTensors
+    uses: Uses
+
+    def __post_init__(self) -> None:
+        moving = [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS]
+        self._streams = bool(moving)  # False if the module has only residents, which need no packing
+        self._casts = any(layer.masters is not None for layer in moving)
+        self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
+        self._running = self.uses.calls
+
+    def enter(self, visits: Visits, inputs: Any) -> Visits:
+        """Locks and attaches the layers of a module before its call, and activates the saved-tensor hooks.
+
+        Outside a step the call is a short step of its own: :meth:`leave` ends it. A thread outside the run becomes a helper.
+
+        Args:
+            visits: the layers that the module uses.
+            inputs: the arguments of the call.
+
+        Returns:
+            The layers for :meth:`leave`: none for a table whose rows are looked up; also the masters if other code may read them.
+
+        Raises:
+            RuntimeError: the call is traced or transformed; or another thread makes the call, and no forward runs in which the
+                thread could be a helper.
+        """
+        if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
+            visits = ()  # the look-up itself fetches the rows that it needs
+        if torch.jit.is_tracing() or interpreter_stack():
+            self._refuse_transforms_and_traces(visits)
+        # If torch asks other code before the stand-ins, that code may read a master, which has memory only while it is attached.
+        if self._casts and hides_stand_ins(inputs):
+            visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
+        step = self.step
+        if visits and (make_room := self.activations.make_room) is not None:
+            make_room(visits, inputs)
+        with held(self.lock):
+            helps = threading.get_ident() != self.threads.main and self.threads.only_helps
+            if helps:
+                self.uses.admit(visits)
+            outside = self._outside()
+            try:
+                if outside:
+                    step.begin_outside()
+                step.activate(in_backward=bool(self.backward.tasks))
+                self.residents.group.sync_requires_grad()
+                self.residency.begin_call(visits, backward=bool(self.backward.tasks))
+            except BaseException:  # user code may catch the error, so undo everything: no call has begun
+                if outside:
+                    step.end(writes_follow=True)
+                if helps:
+                    self.threads.end()
+                raise
+            packs_any = self._streams or self.activations.packs
+            self._running.begin(self.saved_tensors.hooks if packs_any else None, helps=helps)
+            for layer in visits:
+                if layer.running_calls == 1:  # this call is the outermost one that uses the layer
+                    layer.parameters.count_references()
+        return visits
+
+    def _outside(self) -> bool:
+        """Returns True if no step, backward or module call runs."""
+        return not (self.step.running or self.backward.tasks or self._running.depth)
+
+    def leave(self, visits: Visits, output: Any) -> None:
+        """Releases the layers of a module whose call has returned or raised, and prefetches other layers.
+
+        Also adds hooks to the outputs that notice the backward of the call. Ends the short step of a call outside a step.
+
+        Raises:
+            LateError: a helper made the call, and the forward has ended before the call.
+        """
+        with held(self.lock):
+            helps = self.threads.here.depth > 0
+            if helps:
+                late = self.threads.late
+                self.threads.end()
+                if late:  # the helper's layers are released by the end of the step, which resets `running_calls`
+                    self._running.end(helps=True)
+                    if sys.exception() is None:
+                        raise LateError
+                    return
+            try:
+                if torch.is_grad_enabled() and visits:
+                    self._watch(visits, output)
+                # The frames of an exception hold the weights as long as the exception is handled. So the layers are
+                # released later. This is common: checkpoints end their recompute by an exception.
+                self.residency.end_call(visits, release=sys.exception() is None)  # (4)
+            finally:  # releasing a layer copies writes back, which may raise
+                self._running.end(helps=helps)
+                outside = self._outside()
+                if outside:
+                    self.step.end(writes_follow=True)
+            if visits and not outside:
+                self.residency.fetch_ahead()
+
+    @contextmanager
+    def rerun(self, visits: Visits, inputs: Any) -> Iterator[None]:
+        """A context for a forward that runs again in backward, for which no module is called.
+
+        Args:
+            visits: the layers that the forward uses.
+            inputs: its positional arguments.
+        """
+        self.backward.join()
+        entered = self.enter(visits, inputs)
+        try:
+            yield
+        finally:
+            self.leave(entered, None)
+
+    def _watch(self, visits: Visits, output: Any) -> None:
+        """Adds a hook to the outputs of a module call. Autograd calls the hook when the backward of the call begins."""
+        pre_backward = self.backward.awaited(self._pre_backward, tuple(visits))
+        for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(pre_backward)
+
+    def _pre_backward(self, visits: Visits, gradient: Tensor) -> None:
+        """Releases layers whose backward is over, and issues the transfer of their gradients.
+
+        Hook on the outputs of a module call: the backward of the module's layers, ``visits``, begins. So the backward of later
+        layers is over.
+        """
+        with held(self.lock):
+            self.backward.join()
+            self.step.activate(in_backward=True)
+            self.residency.pre_backward(visits)
+        self.backward.make_room(visits)
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """A context for the user code of a step. Saved tensors are packed in it, so that the graph holds no slot.
+
+        Afterwards no call of this thread counts as running.
+        """
+        with self.saved_tensors.hooks() if self._streams else nullcontext():
+            try:
+                yield
+            finally:
+                self._running.reset()  # Ctrl-C may have interrupted the end of a call
+
+    def _refuse_transforms_and_traces(self, visits: Visits) -> None:
+        """Raises a RuntimeError if the call is traced (``torch.jit``) or differentiated by ``torch.func``."""
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                "torch.jit.trace was called during a run: a trace would hold memory through which other layers pass. Trace the "
+                "module before or after the run; in loggers, TensorBoardLogger(log_graph=False)."
+            )
+        stack = interpreter_stack()
+        if stack and self._first is not None and any(level.key() in DIFFERENTIATING for level in stack):
+            name = (visits[0] if visits else self._first).name
+            raise RuntimeError(
+                f"torch.func.grad (or vjp, jacrev, jvp) reached the streamed layer {name!r}: these transforms keep weights "
+                f"where they cannot be streamed. Use torch.autograd.grad(..., create_graph=True), or keep the layer on "
+                f"the device: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
+            )
+
+
+class ModuleCall:
+    """Begins and ends each call of one module: before its pre-hooks and after its hooks.
+
+    Args:
+        calls: carries out what a call needs.
+        module: the module.
+        visits: the layers that the module uses.
+        in_evaluation: the layers that the module uses in evaluation; None if they are ``visits``.
+        unit: the name of the module as a unit of activations; None if it is not a unit.
+        run: runs the calls of units; None if units are called like other modules.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        module: nn.Module,
+        visits: Visits,
+        in_evaluation: Visits | None = None,
+        unit: str | None = None,
+        run: Run | None = None,
+    ) -> None:
+        self._calls = calls
+        self._module = module
+        self._visits = visits
+        self._in_evaluation = in_evaluation
+        self._unit = unit
+        self._run = run
+        self._rows = next((layer.rows for layer in visits if layer.rows.watches_calls), None)
+        surround(module, self)
+
+    def remove(self) -> None:
+        """Leaves the module's calls alone from now on."""
+        release(self._module, self)
+
+    @trace_only_inlined
+    def __call__(self, call: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        visits = self._begin(args, kwargs)
+        output = None
+        try:
+            if self._unit is None or self._run is None:
+                output = call(module, *args, **kwargs)
+            else:
+                output = self._run(self._unit, call, module, args, kwargs)
+            return output
+        finally:  # also after Ctrl-C
+            self._end(visits, output)
+
+    @never_compiled  # transfers cannot be part of a compiled graph
+    def _begin(self, args: Any, kwargs: Any) -> Visits:
+        """Calls :meth:`Calls.enter`. Layers that choose rows by the call's arguments (experts) get the arguments first."""
+        if self._in_evaluation is not None and not self._module.training:
+            return self._calls.enter(self._in_evaluation, args)
+        if self._rows is None:
+            return self._calls.enter(self._visits, args)
+        self._rows.begin_call(self._module, args, kwargs)
+        try:
+            return self._calls.enter(self._visits, (args, kwargs))
+        except BaseException:
+            self._rows.end_call()
+            raise
+
+    @never_compiled
+    def _end(self, visits: Visits, output: Any) -> None:
+        if self._rows is not None:
+            self._rows.end_call()
+        self._calls.leave(visits, output)
+
+
+def listen(
+    calls: Calls,
+    visits: Mapping[nn.Module, tuple[StreamedLayer, ...]],
+    units: Mapping[str, nn.Module] | None = None,
+    run: Run | None = None,
+) -> list[ModuleCall]:
+    """Begins and ends the calls of modules, until the returned objects are removed.
+
+    Args:
+        calls: carries out what a call needs.
+        visits: by module, the layers that the module uses.
+        units: by name, the modules whose calls ``run`` runs.
+        run: runs the calls of units; None if units are called like other modules.
+    """
+    unit_of = {module: name for name, module in (units or {}).items()}
+    return [
+        ModuleCall(calls, module, used, _in_evaluation(module, visits), unit_of.get(module), run)
+        for module, used in visits.items()
+    ]
+
+
+def _in_evaluation(module: nn.Module, visits: Mapping[nn.Module, tuple[StreamedLayer, ...]]) -> Visits | None:
+    """Returns the layers that a module uses in evaluation; None if they are the same as in training.
+
+    In evaluation torch's encoders read weights without calling their modules. ``nn.TransformerEncoderLayer`` reads the weights
+    of all its submodules if the weights have no ``__torch_function__``. ``nn.TransformerEncoder`` reads the weights of its first
+    layer to choose its path.
+    """
+    read: nn.Module
+    if isinstance(module, nn.TransformerEncoder) and len(module.layers):
+        read = module.layers[0]
+    elif isinstance(module, nn.TransformerEncoderLayer):
+        read = module
+    else:
+        return None
+    used = {layer for child in (module, *read.modules()) for layer in visits.get(child, ())}
+    return None if used == set(visits[module]) else tuple(sorted(used, key=lambda layer: layer.index))

@@ -1,0 +1,175 @@
+"""Clips gradients for steps that are divided into layers: norms are computed during backward, and updates multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
+
+from sp_lightning.core.device.device import Stream
+from sp_lightning.core.engine.updating import Updating
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.layers.narrow_gradient import Change, Factor, Norms, change, stored, unwidened
+from sp_lightning.core.torch_compat.private import accumulation_hooks
+
+Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
+"""For each parameter the gradient that was measured, its version then, and its norm."""
+
+
+class Clipping:
+    """Clips an optimizer's gradients as Lightning's precision plugins do. Results are bit-identical to torch's functions.
+
+    Args:
+        optimizer: the optimizer whose gradients are clipped.
+        engine: the engine, which has the layers of these gradients.
+        norms: makes an object that computes norms with the bits of a GPU; None for the bits of the CPU.
+
+    Attributes:
+        pending: the change by which the updates clip gradients; None if they do not clip.
+        at_once: True if gradients are clipped by this class, layer by layer, and not in the updates.
+        like_gpu: True if norms have the bits of a GPU.
+    """
+
+    def __init__(self, optimizer: Optimizer, engine: Updating, norms: Callable[[], Norms] | None = None) -> None:
+        self._optimizer = optimizer
+        self._on_gpu = engine.stepper.steps_all  # norms are computed where layers are stepped
+        self._engine = engine
+        self._measured: Measured = {}
+        self.like_gpu = norms is not None
+        self._make_norms = norms or Norms
+        self._norms = self._make_norms()  # used by the background thread only
+        self.pending: Change | None = None
+        self.at_once = False
+
+    def by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips by the norm of all gradients together. Computes norms that are not known yet."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
+        measured, self._measured = self._measured, {}
+        if any(map(accumulation_hooks, parameters)):  # a hook may have written a gradient after its norm was measured
+            measured = {}
+        if self._on_gpu:
+            total = get_total_norm(self._norms_on_device(parameters))
+        elif parameters and all(self._norms.replaces_torch(unwidened(stored(each))) for each in parameters):
+            total = self._norms.total(self._all_norms(parameters, measured))
+        else:
+            of_host = Norms()
+            # get_total_norm computes the norm of each tensor. A norm in place of a gradient is unchanged, because it is a scalar.
+            total = of_host.total([self._norm_or_gradient(measured, each, of_host) for each in parameters])
+        coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
+        if self._on_gpu:
+            self._engine.stepper.synchronize_norms()
+        # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
+        self._clip(Factor(coefficient) if coefficient != 1 else None)
+
+    def by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clips each element of the gradients to at most ``clip_val`` and at least ``-clip_val``."""
+        self._clip(by_value(clip_val))
+
+    def _clip(self, by: Change | None) -> None:
+        """Sets the change by which the updates clip; with :attr:`at_once`, clips now."""
+        self.pending = by
+        if self.at_once:
+            self.finish()
+
+    def _norms_on_device(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Returns the norms of gradients, and sparse gradients unchanged: the step raises an error for sparse gradients."""
+        gradients = [gradient for parameter in parameters if (gradient := stored(parameter)) is not None]
+        dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
+        norms = iter(self._engine.stepper.norms(dense))
+        return [next(norms) if gradient.layout is torch.strided else gradient for gradient in gradients]
+
+    def _all_norms(self, parameters: Sequence[nn.Parameter], measured: Measured) -> list[Tensor]:
+        """Returns the norms of gradients: known norms, norms that the GPU computes, and norms that :class:`Norms` computes."""
+        norms, unknown, found = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor](), self._make_norms()
+        for parameter in parameters:
+            gradient = stored(parameter)
+            assert gradient is not None
+            if (gpu_norm := self._norm_on_gpu(gradient)) is not None:
+                norms[parameter] = gpu_norm
+                continue
+            if (norm := _known_norm(measured, parameter, gradient)) is not None:
+                norms[parameter] = norm
+            elif self._in_memory(parameter):  # now, because the next gradient may take the memory of this one
+                norms[parameter] = found.of([gradient])[0]
+            else:  # later, all of them with one call
+                unknown[parameter] = gradient
+        norms |= zip(unknown, found.of([*unknown.values()]), strict=True)
+        return [norms[parameter] for parameter in parameters]
+
+    def _norm_on_gpu(self, gradient: Tensor) -> Tensor | None:
+        """Returns the norm of a gradient that waits on the GPU for a layer's step; None if it is on the host."""
+        if getattr(gradient, "computed", None) is None:  # an attribute of narrow gradients
+            return None
+        return self._engine.stepper.norms([gradient])[0]
+
+    def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
+        """Returns the gradient, or its norm: if the norm is known, or the gradient is narrow, on the GPU, or may leave memory."""
+        gradient = stored(parameter)
+        assert gradient is not None
+        if (gpu_norm := self._norm_on_gpu(gradient)) is not None:
+            return gpu_norm.cpu()
+        if (norm := _known_norm(measured, parameter, gradient)) is not None:
+            return norm
+        stays_readable = unwidened(gradient) is gradient and not self._in_memory(parameter)
+        return gradient if stays_readable else norms.of([gradient])[0]
+
+    def _in_memory(self, parameter: nn.Parameter) -> bool:
+        """Loads a gradient into host memory. Returns True if the next layer's gradients may take its place in memory."""
+        layer = self._engine.layer_of(parameter)
+        return layer is not None and layer.use_gradients()
+
+    def measure(self, layer: StreamedLayer) -> None:
+        """Computes the norms of a layer's gradients during backward, in the background thread if possible.
+
+        Leaves out a layer with a sparse gradient, and a layer with a gradient whose norm would depend on the number of threads
+        (:attr:`Norms.dtypes`): a float16 gradient, for example, if norms have the bits of the CPU.
+        """
+        if layer.own_slot is not None:  # its gradients wait on the GPU, which computes their norms (`_norm_on_gpu`)
+            return
+        parameters = [parameter for member in layer.family for parameter in member.block.parameters]
+        gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
+        if any(g.layout is not torch.strided or g.dtype not in self._norms.dtypes for _, g in gradients):
+            return
+
+        measured, device = self._measured, self._engine.device
+
+        def work(by: Stream | None, norms: Norms) -> None:
+            if measured is self._measured:  # otherwise the step has continued without these norms
+                device.access([unwidened(gradient) for _, gradient in gradients], by, write=False)
+                found = norms.of([gradient for _, gradient in gradients])
+                for (parameter, gradient), norm in zip(gradients, found, strict=True):
+                    measured[parameter] = gradient, gradient._version, norm
+
+        if layer.use_gradients():
+            work(None, self._make_norms())  # in the background, the gradients might have left memory
+        else:
+            device.later(partial(work, Stream.UPDATE, self._norms))
+
+    def finish(self) -> None:
+        """Clips gradients if no update does it: the step was not divided, or the gradient scaler has skipped it."""
+        clip, self.pending = self.pending, None
+        if clip is not None:
+            for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
+                if not change(parameter, clip) and parameter.grad is not None:
+                    self._in_memory(parameter)  # loads the gradient
+                    clip(parameter.grad)
+
+    def end(self) -> None:
+        """Called when the step is over. Clips gradients that are not clipped yet, and forgets all norms."""
+        self._measured, self._norms = {}, self._make_norms()
+        self.finish()
+
+
+def _known_norm(measured: Measured, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    """Returns the norm that was measured during backward; None if there is none, or the gradient was written since."""
+    known, version, norm = measured.get(parameter, (None, None, gradient))
+    return norm if known is gradient and version == gradient._version else None
+
+
+def by_value(clip_val: float) -> Change:
+    """Returns a change that clips each element, as ``torch.nn.utils.clip_grad_value_`` does."""
+    return lambda gradient: gradient.clamp_(-clip_val, clip_val)

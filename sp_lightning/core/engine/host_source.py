@@ -1,0 +1,163 @@
+"""The host store as the source of uploads: waits for updates, refreshes casts, and adopts memory of user code.
+
+To *adopt* memory is to copy the values of ``other`` into the layer's block after ``param.data = other``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sp_lightning.core.device.device import Device, Wait
+from sp_lightning.core.layers.layer import AllRows, Kind, StreamedLayer
+from sp_lightning.core.layers.ring import BlockSource, Slots, Staged
+from sp_lightning.core.layers.writes import keep_saved
+from sp_lightning.core.store.block import HostBlock
+from sp_lightning.core.store.block_memory import BlockMemory
+from sp_lightning.core.updates.background import BackgroundUpdates
+
+
+class HostSource(BlockSource):
+    """The source of one device. The caller holds the engine's lock.
+
+    Args:
+        layers: all layers.
+        slots: the slots, whose uploads read the host's memory.
+        updates: the updates that may be in flight.
+        device: records reads and writes.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[StreamedLayer],
+        slots: Slots,
+        updates: BackgroundUpdates,
+        device: Device,
+    ) -> None:
+        self._layers = layers
+        self._slots = slots
+        self._updates = updates
+        self._device = device
+
+    def ready(self, layer: StreamedLayer) -> bool:
+        """Returns True if an upload need not wait for the layer's update.
+
+        This is the case if no update is in flight, or if the update has ended and its results are on the host, or on the device.
+        """
+        update = layer.owner.update
+        if update is None:
+            return True
+        return update.done() and (bool(layer.step_results) or self._device.has_happened(layer.owner.landed))
+
+    def wait(self, layer: StreamedLayer) -> Any:
+        """Waits for the layer's update and, if necessary, for the download of its results, so that an upload may follow.
+
+        If an upload can copy the results on the device, the host does not wait for the download. Otherwise it waits: if the
+        upload stream waited instead, the uploads of other layers would be delayed.
+
+        Returns:
+            The event after which the host has the results; None if the host already has them.
+        """
+        landed = self._updates.wait_until_issued(layer)
+        if landed is None or (layer.step_results and self._fetches_as_updated(layer)):
+            return landed
+        self._updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
+        return None
+
+    def stage(self, layer: StreamedLayer) -> Staged:
+        """Returns the bytes of the layer's block, after adopting memory and casting the present masters if necessary.
+
+        Raises:
+            OSError: the memory of a block could not be read or written. The weights then count as torn.
+        """
+        landed = self.wait(layer)
+        if landed is not None:  # the upload follows the update on the device, and the host has nothing to do
+            return layer.block.weights, landed
+        for member in layer.family:
+            if displaced := member.block.displaced:
+                self._adopt(member, displaced)
+        outdated = not layer.casts.current
+        if outdated:  # the last transfer may still read the casts that `refresh` overwrites
+            self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
+        try:
+            for member in layer.family if outdated else (layer,):  # casting reads the masters' memory, too
+                member.block.memory.use()
+        except OSError as error:
+            self._updates.torn = f"memory of the host store could not be read or written: {error!r}"
+            raise
+        if outdated:
+            layer.casts.refresh()
+        return layer.block.weights, None
+
+    def _fetches_as_updated(self, layer: StreamedLayer) -> bool:
+        """Returns True if an upload of the whole layer can copy its update's results on the device, without the host.
+
+        Otherwise :meth:`stage` waits until the host has the results, because the host has to read or change them first.
+        """
+        slot, blocks = layer.slot, [member.block for member in layer.family]
+        return (
+            type(layer.rows) is AllRows  # rows are taken from host memory
+            and layer.casts.current  # otherwise the host casts again
+            and (slot is None or not slot.stale)  # otherwise tensors view the slot, and user code may write it
+            and (layer.guard is None or not (layer.guard.views or layer.guard.digests is not None))  # the same
+            and all(type(block.memory).use is BlockMemory.use for block in blocks)  # otherwise read from a disk first
+            and not any(block.displaced or block.retyped for block in blocks)  # user code has set param.data
+        )
+
+    def synchronize(self) -> None:
+        """Waits until no upload reads the host's weights any more, because the next code may write the weights."""
+        self._slots.synchronize(Wait.UPDATE_AFTER_FETCH)
+        for layer in self._layers:
+            if layer.kind is Kind.RESIDENTS:
+                self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
+            # An optimizer, a hook or a callback may write the layer now. If an update is in flight, or only the GPU has the
+            # layer's values, such code waits first.
+            if layer.owner.update is None and not layer.owner.kept:
+                self._device.access(layer.block.weights, None, write=True)
+
+    def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
+        """Marks copies of these layers as out of date, because their weights may have been written on the host."""
+        for layer in layers:
+            layer.invalidate()
+            # User code that writes weights waits for updates and downloads first. So a layer was not written if its update is in
+            # flight, or if only the device has its values.
+            if layer.owner.update is None and not layer.owner.kept:
+                layer.casts.invalidate()
+
+    def _adopt(self, layer: StreamedLayer, displaced: Sequence[int]) -> None:
+        """Adopts memory that user code has given to some of the layer's parameters. ``displaced``: their indices."""
+        block = layer.block
+        self._refuse_tied(block, displaced)
+        self.synchronize()  # `reabsorb` overwrites memory that uploads may read
+        layer.leave_slot()  # views of the slot keep the old values, as views of the old memory do
+        for index in displaced:
+            keep_saved(layer, index)  # before the block gets the new values
+            layer.parameters.unversioned_writes[index] += 1
+        block.reabsorb()
+        layer.parameters.adopted()
+        if layer.owner is not layer:
+            layer.owner.casts.invalidate()  # the masters have new values in the same memory
+
+    def _refuse_tied(self, block: HostBlock, displaced: Sequence[int]) -> None:
+        """Raises a RuntimeError if a displaced parameter has the memory of another parameter, in any layer.
+
+        On plain Lightning both would be one weight from then on. Copying the values into the block would make them two.
+        """
+        with torch.DisableTorchFunctionSubclass():  # must not wait for updates: they do not change addresses
+            given = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
+            for other in self._layers:
+                for span, parameter in zip(other.block.planned.spans, other.block.parameters, strict=True):
+                    # Parameters without elements have the address 0.
+                    if parameter.numel() and (name := given.get(parameter.data_ptr())) not in (None, span.name):
+                        raise RuntimeError(tied(name, span.name))
+
+
+def tied(name: str, other: str) -> str:
+    """Returns the error message for a parameter that got another parameter's memory."""
+    return (
+        f"Parameter {name!r} was given the memory of {other!r} (param.data = other.data); moving them would part them "
+        f"silently. Tie them by sharing one object (module_b.weight = module_a.weight), or give it a copy: "
+        f"param.data = other.data.clone()."
+    )

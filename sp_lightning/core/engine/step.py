@@ -1,0 +1,344 @@
+"""A step: from the first fetch of a layer until modules hold the host's parameters again."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.device.own_threads import OwnThreads
+from sp_lightning.core.engine.activations import Activations
+from sp_lightning.core.engine.host_source import HostSource
+from sp_lightning.core.engine.schedule import Residency
+from sp_lightning.core.layers.layer import Kind, StreamedLayer
+from sp_lightning.core.layers.residents import Residents
+from sp_lightning.core.layers.swap import ParameterSwap
+from sp_lightning.core.layers.write_guard import drop_if_empty
+from sp_lightning.core.layers.writes import WriteBack
+from sp_lightning.core.updates.background import BackgroundUpdates
+
+
+class StepKind(enum.Enum):
+    """The operations that a step is expected to run."""
+
+    INFERENCE = enum.auto()
+    """It has no backward."""
+    AUTOMATIC = enum.auto()
+    """It computes a loss. Lightning calls backward and the optimizer."""
+    MANUAL = enum.auto()
+    """User code calls backward, reads gradients and writes weights within the step (manual optimization)."""
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Step:
+    """The running step, or the last one.
+
+    Attributes:
+        layers: all layers.
+        threads: the threads that belong to the run.
+        running: True if a step runs.
+        kind: the kind of the running step, or of the last one.
+        ends_with_backward: True if the step ends when a backward ends.
+        shared: True if other threads use weights in the step, too.
+        uploaded_again: the layers whose copies were out of date when the step began, because user code may have written them
+            since the last step; None if all copies were.
+        expected: the phase for which :meth:`prefetch_for` has fetched the first layers; None if they are not fetched, or out of
+            date.
+    """
+
+    device: Device
+    layers: Sequence[StreamedLayer]
+    threads: OwnThreads
+    residency: Residency
+    residents: Residents
+    source: HostSource
+    swap: ParameterSwap
+    writes: WriteBack
+    activations: Activations
+    updates: BackgroundUpdates
+
+    def __post_init__(self) -> None:
+        self.expected: str | None = None
+        # True if modules hold host parameters in the middle of a step, where user code may write them.
+        self._holds_host = False
+        self._stepping = False  # True if `_holds_host` is set because an optimizer steps inside a step or a call
+        self.uploaded_again: list[StreamedLayer] | None = None
+        self.running = False
+        self.kind = StepKind.INFERENCE
+        self.ends_with_backward = False
+        self.shared = False
+
+    @property
+    def training(self) -> bool:
+        """True if the step is expected to run a backward."""
+        return self.kind is not StepKind.INFERENCE
+
+    # ------------------------------------------------------------------ it begins
+
+    def begin(self, phase: str, kind: StepKind, *, quiet: bool) -> None:
+        """Begins a step: puts device parameters into the modules and fetches the first layers.
+
+        Args:
+            phase: the name of the trace, for example ``train``.
+            kind: the kind of the step.
+            quiet: True if no code can have written weights since the last step or :meth:`prefetch_for`.
+        """
+        self.writes.refuses = True
+        self.uploaded_again = self._invalidate_written(quiet)
+        training = kind is not StepKind.INFERENCE
+        # Layers do not rest if there is a timeline, which records the beginning and the end of each use.
+        self.residency.let_rest(not (training or self.device.timelines))
+        if self.expected != phase:
+            self.residency.prefetch.start(phase, training=training)
+        # If copies do not stay valid, the first layers of the next batch would be prefetched in vain.
+        self.residency.prefetch.trace.cyclic = self.uploaded_again == [] and not training
+        self.expected = None
+        self.running = True
+        self.kind = kind
+        self.threads.main = threading.get_ident()
+        self.ends_with_backward = False
+        self.residency.slots.idle_since = None
+        for layer in self.layers:
+            layer.visits = 0
+            layer.rows.begin_step(training=training)
+        if training:
+            self.activations.begin()
+        self.activate()
+        self.residency.fetch_ahead()
+
+    def prefetch_for(self, phase: str, *, training: bool) -> None:
+        """Fetches the first layers of the next step, of ``phase``. The caller ensures that no code writes weights before it.
+
+        First uploads residents, because the forward waits for them at its beginning, and uploads end in the order in which they
+        were issued. If an update of the residents is under way, they are uploaded when the step begins.
+        """
+        self._invalidate_written(True)
+        if self.source.ready(self.residents.layer):
+            self.residents.refresh()
+        self.residency.prefetch.start(phase, training=training)
+        self.expected = phase
+        self.residency.fetch_ahead()
+
+    def begin_outside(self) -> None:
+        """Prepares for a module call outside any step. Copies of weights that any code may have written are out of date."""
+        self._invalidate_written(False)
+        self.residency.prefetch.start("outside", training=False)
+
+    def activate(self, *, in_backward: bool = False) -> None:
+        """Puts device parameters into the modules, if they hold host parameters. Uploads residents that are out of date.
+
+        Called when a step begins or continues, before each module call, and when backward begins. If modules hold device
+        parameters and the residents are current, there is nothing to do.
+
+        Args:
+            in_backward: True if this is called in backward, where operations on host parameters run on the host.
+        """
+        if self._holds_host:  # user code or an optimizer may have written weights while modules held host parameters
+            self._holds_host = False
+            self.invalidate_unused()  # used layers are renewed below, after the swap
+            self.residents.invalidate()
+        held_host = not self.swap.on_device
+        if held_host:
+            self.swap.to_device()
+        self.residents.refresh()
+        if held_host:
+            self.swap.watch_captured(not in_backward or self.swap.captured_used)
+            self.residency.renew_used()  # calls that still run continue with the values that the host has now
+
+    @property
+    def admits(self) -> bool:
+        """True if the forward of a step runs, so that other threads of user code may compute with weights as well."""
+        return self.running and not (self.ends_with_backward or self._holds_host)
+
+    def share(self, shared: bool) -> None:
+        """Sets whether several threads use weights. If so, each use is noticed, so that no weight in use is released."""
+        self.shared = shared
+        self.residency.let_rest(False)
+        for layer in self.layers:
+            if layer.kind is not Kind.RESIDENTS:  # residents are never released
+                layer.parameters.share(shared)
+
+    # ------------------------------------------------------------------ weights may be written
+
+    def _invalidate_written(self, quiet: bool) -> list[StreamedLayer] | None:
+        """Marks copies on the device as out of date whose host weights may have been written since the last step.
+
+        Args:
+            quiet: True if no code can have written weights meanwhile.
+
+        Returns:
+            The layers whose copies are out of date; None if these are all, because uses of host weights were not noticed
+            (:meth:`ParameterSwap.watch_between`).
+        """
+        noticed, touched = quiet or self.swap.between, self.swap.take_touched()
+        if not noticed or touched:
+            self.invalidate(touched if noticed else None)
+        return list(touched) if noticed else None
+
+    def invalidate(self, layers: Collection[StreamedLayer] | None = None, *, goes_on: bool = True) -> None:
+        """Marks copies on the device as out of date, because the host's weights may have been written.
+
+        Args:
+            layers: the layers, with their masters; None for all.
+            goes_on: True if code of the running step follows, so that modules hold device parameters again. False if an
+                optimizer's step has ended that another optimizer's step had called: the outer step still writes weights.
+        """
+        self.residency.release_unpinned()
+        self.invalidate_unused(layers)
+        if layers is None or self.residents.layer in layers:
+            self.residents.invalidate()
+        self.expected = None  # the layers that were prefetched for the next step are out of date
+        if self.swap.on_device and self.residency.used:  # a running call has the old weights
+            self.residency.renew_used()
+            self.residents.refresh()
+        if goes_on and (self._stepping or (self.running and self.kind is StepKind.MANUAL)):
+            self._holds_host = self._stepping = False
+            self.activate()  # this step goes on after the optimizer's step
+
+    def invalidate_unused(self, layers: Collection[StreamedLayer] | None = None) -> None:
+        """Marks the copies of layers that are not in use as out of date. ``layers``: None for all.
+
+        First releases resting layers, and copies writes through views of slots to the host. Views that user code still holds
+        then get the host's present weights.
+        """
+        if layers is None:
+            self.residency.let_rest(False)
+        else:
+            self.residency.release_resting(layers)
+        used = self.residency.used
+        self.writes.take_back_late(self.residency.slots.all)
+        among = self.layers if layers is None else layers
+        self.source.invalidate([layer for layer in among if layer.kind is not Kind.RESIDENTS and layer not in used])
+        self.residency.renew_views()
+
+    def allow_writes(self) -> None:
+        """Prepares for user code that may write weights between steps: no transfer reads them, and all copies are out of date.
+
+        Does nothing while a step runs.
+        """
+        if not self.running:
+            self.invalidate()
+            self.source.synchronize()
+
+    def pause(self) -> None:
+        """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
+        self.take_back_writes()
+        self.swap.to_host()
+        self.swap.watch_captured(True)  # the graph of a backward may be kept
+        self.invalidate_unused()
+        self.residents.invalidate()
+
+    def hold_host(self) -> None:
+        """Puts host parameters into the modules while an optimizer steps inside a step, because the optimizer may read them."""
+        self.threads.end_forward()
+        # After a backward of a manual step, modules hold host parameters already (`pause`).
+        if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
+            self.swap.to_host()
+            self._holds_host = self._stepping = True
+        self.swap.watch_captured(False)
+
+    def compute_on_host(self, on_host: bool) -> None:
+        """Sets whether operations on host parameters run on the host. In backward they do, because gradients are added there.
+
+        Exception: if user code has computed with a host parameter in a step of this run, they run on the device, because hooks
+        and checkpoints may compute with the parameter again.
+        """
+        self.swap.watch_captured(self.running and (not on_host or self.swap.captured_used))
+
+    def await_backward(self, *, seen: bool) -> None:
+        """Makes the step end with the next backward, because user code has returned a loss (automatic optimization).
+
+        Args:
+            seen: True if user code may read weights and the last step's gradients before that backward. Modules then hold host
+                parameters until the backward, because only host parameters have the gradients.
+        """
+        self.ends_with_backward = True
+        self.threads.end_forward()
+        if seen:
+            self.take_back_writes()
+            self.swap.to_host()
+            self.source.synchronize()  # user code may also write the weights
+            self._holds_host = True
+
+    def resume(self) -> None:
+        """Puts device parameters into the modules again after :meth:`hold_host` or :meth:`await_backward`."""
+        if self._holds_host and (self.running or self._stepping):
+            self.activate()
+
+    def show_host(self) -> None:
+        """Makes the modules as they are outside a step, until :meth:`go_on`. It may be called in the middle of a step."""
+        self.threads.end_forward()
+        self.take_back_writes()
+        self.swap.to_host()
+        self.activations.remove()
+
+    def go_on(self, *, on_device: bool) -> None:
+        """Continues a step after :meth:`show_host`. ``on_device``: True if modules held device parameters before."""
+        if self.running and self.training:
+            self.activations.install()
+        if self.running and on_device:
+            self.activate()
+        self.allow_writes()  # user code follows (on_save_checkpoint)
+
+    def take_back_writes(self, *, rests: bool = False) -> None:
+        """Copies every weight that was written on the device back to the host. Releases the layers that no running call uses.
+
+        Args:
+            rests: True if layers that rest and were not written may continue to rest.
+        """
+        self.residency.release_unpinned()  # a release copies the layer's writes back
+        self.residency.let_rest(rests and self.residency.rests)
+        for layer in self.residency.used if self.swap.on_device else ():  # a call of its module is running
+            self.writes.take_back(layer)
+        self.writes.take_back_all()
+        self.residents.take_back_writes()
+        for layer in self.layers:
+            if layer.kind is Kind.RESIDENTS or layer in self.residency.used:
+                continue
+            # No tensor is left through which user code could write.
+            if layer.guard is not None and not layer.guard.views:
+                layer.guard.exposed.clear()
+                drop_if_empty(layer)
+
+    # ------------------------------------------------------------------ it ends
+
+    def end(self, *, writes_follow: bool = False, failed: bool = False) -> None:
+        """Ends the step: puts the host's parameters back into the modules.
+
+        Args:
+            writes_follow: True if user code may write weights next. Then this waits for all transfers that read them. After
+                a step without backward, the first use of a weight waits instead, and only used layers are uploaded again.
+            failed: True after an error.
+
+        Raises:
+            RuntimeError: a weight was written both on the host and on the device.
+        """
+        # After an error, a weight that was written on the host and on the device raises no second error. Until the next step.
+        self.writes.refuses = not failed
+        self.running = self._stepping = False
+        self.threads.end_forward()
+        for layer in self.layers:
+            layer.running_calls = 0  # a call that an error or Ctrl-C has interrupted would keep its layer in use
+        try:
+            self.take_back_writes(rests=True)
+        finally:  # copying writes back may raise
+            self._restore_modules()
+            if writes_follow and self.training:
+                self.source.synchronize()
+            elif writes_follow:
+                self.swap.watch_between()
+
+    def _restore_modules(self) -> None:
+        """Puts the host's parameters back, removes what the step has added to modules, and frees memory of the step."""
+        self.swap.to_host()
+        self.swap.watch_captured(False)
+        self.activations.remove()
+        self.activations.flush()
+        if self.training:
+            self.swap.take_touched()
+            self.invalidate()  # from now on, hooks and optimizers may write weights through .data, which no version shows
+        self.residency.slots.give_back_extra()
+        if self.shared:
+            self.share(False)

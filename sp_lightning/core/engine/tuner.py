@@ -1,0 +1,57 @@
+"""The interface by which a run's window and modes of activations change between batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.plan.choices import Overlap
+from sp_lightning.core.plan.window import Window
+
+
+class BaseTuner:
+    """Keeps the first plan, and makes room after the device has run out of memory.
+
+    :class:`sp_lightning.capabilities.tuning.tuner.Tuner` overrides it: it measures batches and chooses. No step may run
+    during a call.
+
+    Args:
+        window: the window that the user asked for, and the windows that fit.
+        streamer: the engine.
+
+    Attributes:
+        remark: a sentence for the user about the choice, before the first batch; empty if there is none.
+    """
+
+    remark = ""
+
+    def __init__(self, window: Window, streamer: Streamer) -> None:
+        self.window = window
+        self.streamer = streamer
+
+    def batch_starts(self, batch: Any, overlap: Overlap) -> None:
+        """Called before each batch of the loop that the run is for (not of a validation within training).
+
+        Args:
+            batch: the batch.
+            overlap: the phase that optimizer steps overlap with.
+        """
+
+    def expect_more(self) -> None:
+        """Called when the next batch may take more memory than earlier batches, because more weights are trained."""
+
+    def stop_timing(self) -> None:
+        """Called when other code follows the measured batch, for example validation."""
+
+    def shrink(self) -> None:
+        """Takes the smallest window after the device has run out of memory, and lets fewer layers stay on the GPU.
+
+        A k and k' that the user gave stay as they are; a number of layers that stay is reduced nevertheless. If
+        :attr:`Window.auto` is False, for example because the user gave all three, this does nothing.
+        """
+        if self.window.auto:
+            plan = self.streamer.plan
+            self.window.let_fewer_stay(plan)
+            smallest = self.window.smallest()
+            if smallest.slot_bytes < plan.slot_bytes:
+                self.streamer.resize(smallest)

@@ -1,0 +1,199 @@
+"""Updating: the engine as an optimizer's step sees it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.core.device.device import Device, Wait
+from sp_lightning.core.engine.graph import Backward
+from sp_lightning.core.engine.host_source import HostSource
+from sp_lightning.core.engine.schedule import Residency
+from sp_lightning.core.engine.step import Step
+from sp_lightning.core.engine.turns import Turns
+from sp_lightning.core.layers.device_parameter import Untouched
+from sp_lightning.core.layers.freed_gradient import forget, free
+from sp_lightning.core.layers.gradients import GradientSink
+from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.core.layers.write_guard import drop_if_empty
+from sp_lightning.core.layers.writes import WriteBack
+from sp_lightning.core.torch_compat.modes import held
+from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.updates.layer_stepper import LayerStepper
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Updating:
+    """The engine's side of updates, which :class:`~sp_lightning.core.engine.layerwise.LayerwiseStep` calls.
+
+    Attributes:
+        lock: the engine's lock.
+        layers: all layers.
+        turns: which process may change the weights, and when.
+        backward: calls its ``layer_done`` in the announced backward, for each layer whose gradients are all in ``param.grad``.
+            Before that, its ``may_update`` returns True if ``layer_done`` would begin an update of the layer. With several
+            devices, all ranks agree on the result.
+        several: True if there are several devices.
+        step_seconds: seconds of optimizers' steps on the CPU while the GPU had nothing to do.
+    """
+
+    lock: threading.RLock
+    device: Device
+    layers: Sequence[StreamedLayer]
+    residency: Residency
+    source: HostSource
+    writes: WriteBack
+    gradients: GradientSink
+    updates: BackgroundUpdates
+    step: Step
+    backward: Backward
+    turns: Turns
+
+    def __post_init__(self) -> None:
+        self.step_seconds = 0.0
+        self.several = self.turns.several
+        self._place_of = {
+            id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)
+        }
+
+    @property
+    def stepper(self) -> LayerStepper:
+        """Steps layers on the GPU."""
+        return self.updates.stepper
+
+    def step_on_host(self) -> None:
+        """Makes the CPU step all layers, except those that stay on the GPU. Called before the first step."""
+        self.stepper.steps_all = self.gradients.keep_for_step = False
+
+    def staying(self, layer: StreamedLayer) -> bool:
+        """Prepares the next step of a layer that stays on the GPU. Returns True if the step may write the layer's slot.
+
+        If True, no other code uses the slot, and the layer's copy is marked as out of date. If False, for example because user
+        code holds a view of the slot, the layer is landed.
+        """
+        if layer.own_slot is None:
+            return False
+        with held(self.lock):
+            if not layer.can_stay or self.is_viewed(layer):
+                self.updates.land(layer)
+                return False
+            layer.invalidate()  # the step is about to change the values in the slot
+        return True
+
+    def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
+        """Returns the layer that a host parameter is updated with; None if the module does not have the parameter."""
+        place = self._place_of.get(id(parameter))
+        return None if place is None else place[0].owner
+
+    def order(self) -> Iterator[StreamedLayer]:
+        """Returns all layers: residents and tables first, then the others in the order in which the next forward needs them."""
+        residents = [layer for layer in self.layers if layer.kind is Kind.RESIDENTS]
+        tables = [layer for layer in self.layers if layer.kind is Kind.TABLE]
+        return iter(dict.fromkeys((*residents, *tables, *self.residency.prefetch.order("train"), *self.layers)))
+
+    def before(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
+        """Prepares an optimizer's step: nothing reads the host's weights while the step writes them.
+
+        Writes on the device are copied to the host. Outside of backward, modules hold host parameters afterwards.
+
+        Args:
+            deferred: True if updates may run meanwhile, because the step only submits updates, or has submitted some.
+            parameters: the host parameters that the step writes. Their writes are counted here, because a fused step does not
+                change versions.
+        """
+        if not deferred:
+            self.updates.wait_for_all()
+        with self.lock:
+            self.step.take_back_writes()
+            if not self.backward.tasks:  # in backward, where hooks may step each weight, modules keep device parameters
+                self.step.hold_host()
+            self.source.synchronize()
+            with Untouched():  # reading `grad` would wait for a running update of the parameter
+                for parameter in parameters:
+                    place = self._place_of.get(id(parameter))
+                    if place is not None and parameter.grad is not None:
+                        layer, index = place
+                        layer.parameters.unversioned_writes[index] += 1
+
+    def resume(self) -> None:
+        """Puts device parameters into the modules again, for a closure that an optimizer calls within its own step."""
+        with self.lock:
+            self.step.resume()
+
+    def before_early_update(self, layer: StreamedLayer) -> None:
+        """Prepares the update of a layer and its masters in the middle of backward.
+
+        Weights that user code has written on the device are copied to the host. Later uses of the layer in this backward are
+        errors.
+        """
+        layer.updated_early = True
+        self.notice_uses(layer)
+        for member in layer.family:
+            # A prefetch of the layer may be in flight, although no call has used it.
+            self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
+            viewed = _viewed(member)
+            if viewed is not None or member.parameters.is_exposed:
+                with held(self.lock):
+                    self.writes.take_back(member)
+                    if viewed is not None:
+                        self.writes.take_digests(viewed)  # detects later writes of user code through its view
+                # Otherwise the layer's release would copy the device's values to the host, and overwrite the update.
+                if member.guard is not None:
+                    member.guard.exposed.clear()
+                    member.guard.replaced = {}
+                    drop_if_empty(member)
+
+    def notice_uses(self, layer: StreamedLayer) -> None:
+        """Notices, from now on, each use of the weights of a layer, or its masters, by user code."""
+        for member in layer.family:
+            if member.state.attached:
+                member.parameters.notice_uses(True)
+
+    def step_of(self, optimizer: Optimizer) -> str:
+        """Returns the name of an optimizer's step, with its first parameter, which distinguishes optimizers."""
+        first: Any = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        host = getattr(first, "host", first)  # a device parameter has this attribute
+        place = self._place_of.get(id(host))
+        name = "" if place is None else f" of {place[0].spans[place[1]].name!r} and others"
+        return f"a step of {type(optimizer).__name__}{name}"
+
+    def gather(self, optimizer: Optimizer) -> None:
+        """Called before an optimizer updates its first layer. With several devices it waits for all of them."""
+        self.turns.gather(partial(self.step_of, optimizer))
+
+    def is_viewed(self, layer: StreamedLayer) -> bool:
+        """Returns True if user code holds memory of a weight of the layer or its masters, on the host or the device."""
+        return any(
+            member.block.is_viewed or (member.guard is not None and member.guard.digests is not None) or _viewed(member)
+            for member in layer.family
+        )
+
+    def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
+        """Frees the gradients of these parameters of a layer after their update, and the memory of the layer's gradients."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                free(parameter)
+        self.gradients.freed(layer)
+        for member in layer.family:
+            member.block.gradients.release()
+
+    def forget_freed(self) -> None:
+        """Makes freed gradients None from now on, as after ``zero_grad``."""
+        for layer in self.layers:
+            for parameter in layer.block.parameters:
+                forget(parameter)
+
+
+def _viewed(layer: StreamedLayer) -> Slot | None:
+    """Returns the layer's slot if user code has taken a view of it in this step and may keep it."""
+    slot = layer.slot
+    own = len(layer.parameters.all) if layer.state.attached else 0
+    if slot is None or (layer.guard is not None and layer.guard.digests is not None):  # views of earlier steps
+        return None
+    return slot if slot.lease.in_use_beside(own) else None

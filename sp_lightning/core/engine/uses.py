@@ -1,0 +1,366 @@
+"""Uses: all requests for a layer outside of module calls, at the moment when its weights are needed:
+
+- an operation computes with a stand-in (:meth:`Uses.operation_on`, called by the stand-in's class),
+- a batch looks up rows of a table (:meth:`Uses.reading_rows`),
+- user code reads or writes weights on the host, or gives them other memory.
+
+A wrong guess of the prefetch costs a fetch and never a result.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, OwnThreads
+from sp_lightning.core.engine.activations import Activations
+from sp_lightning.core.engine.graph import Backward, RunningCalls, packs
+from sp_lightning.core.engine.host_source import HostSource, tied
+from sp_lightning.core.engine.schedule import Residency
+from sp_lightning.core.engine.step import Step
+from sp_lightning.core.layers.device_parameter import DeviceParameter
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.layers.residents import Residents
+from sp_lightning.core.layers.ring import Staged
+from sp_lightning.core.layers.swap import ParameterSwap
+from sp_lightning.core.layers.writes import WriteBack
+from sp_lightning.core.torch_compat.modes import held
+from sp_lightning.core.torch_compat.patched import elsewhere, scope
+from sp_lightning.core.updates.background import BackgroundUpdates
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Uses:
+    """Fetches and attaches layers on request. It is the ``EngineCallbacks`` of device parameters.
+
+    Attributes:
+        lock: the engine's lock.
+        threads: the threads that belong to the run.
+        fast_paths: the modules of torch that leave a fast path in evaluation if uses of their weights are noticed.
+        calls: the calls of modules that are running.
+    """
+
+    lock: threading.RLock
+    threads: OwnThreads
+    device: Device
+    residency: Residency
+    residents: Residents
+    source: HostSource
+    swap: ParameterSwap
+    writes: WriteBack
+    activations: Activations
+    updates: BackgroundUpdates
+    step: Step
+    backward: Backward
+    fast_paths: Sequence[nn.Module]
+
+    def __post_init__(self) -> None:
+        self.gradient_arrived = self.backward.gradient_arrived  # called for each gradient
+        self.gradients_complete = self.backward.complete
+        self.calls = RunningCalls()
+        self._scope = scope.get()
+        self._closed = False
+
+    # ------------------------------------------------------------------ weights are used outside module calls
+
+    def saves_raw(self) -> bool:
+        """Returns True if autograd would now save tensors as they are: the engine's saved-tensor hooks are not active."""
+        return torch.is_grad_enabled() and not packs()
+
+    def refuse_over(self, name: str) -> None:
+        """Raises an error for the use of a device parameter if the run is over.
+
+        Raises:
+            RuntimeError: the run is over.
+        """
+        if self._closed:
+            raise RuntimeError(
+                f"{name!r} was taken within a step of a run that is over, and is used now: it has no memory any more. Take "
+                f"it from its module: dict(module.named_parameters())[{name!r}]."
+            )
+
+    @contextmanager
+    def operation_on(self, parameters: Sequence[DeviceParameter], *, casts: bool = False) -> Iterator[None]:
+        """A context for one operation on device parameters, in which their layers are attached.
+
+        Args:
+            parameters: the parameters.
+            casts: True if the parameters are masters, and the operation uses their casts.
+
+        Raises:
+            RuntimeError: the run is over, or the running backward has updated a layer already.
+            LateError: this thread was a helper of a forward that has ended.
+        """
+        self.refuse_over(parameters[0]._of.spans[parameters[0]._index].name)
+        wanted: set[StreamedLayer] = {parameter._of.layer for parameter in parameters}
+        residents = self.residents.layer in wanted
+        layers = sorted(wanted - {self.residents.layer}, key=lambda layer: layer.index)
+        if casts:  # the casts are in the slots of the masters' owners
+            layers = [masters.owner for masters in layers]
+        with held(self.lock):
+            self.threads.refuse_late()
+            for layer in layers:
+                layer.refuse_updated()
+                layer.rows.need(None)  # all rows
+            self.residency.begin_call(layers, backward=bool(self.backward.tasks))
+        try:
+            if residents:
+                with held(self.lock):
+                    self.residents.refresh()
+                    self.residents.group.notice_uses(False)  # they are on the device, so the operation may use them
+            for layer in layers if torch.is_grad_enabled() else ():
+                layer.rows.read_whole()
+            if self.backward.tasks:
+                self.backward.make_room(layers)
+            yield
+        finally:
+            with held(self.lock):
+                if not self.threads.late:  # otherwise the end of the step releases the layers
+                    self._end_operation(layers, residents=residents)
+
+    def _end_operation(self, layers: Sequence[StreamedLayer], *, residents: bool) -> None:
+        """Ends :meth:`operation_on`: copies written residents to the host, and prefetches.
+
+        If the next operation has to be noticed, layers without a running call are released. Otherwise they stay locked for it.
+
+        Args:
+            layers: the layers of the operation.
+            residents: True if the operation also used residents.
+        """
+        self.residency.end_call(layers, release=False)
+        if residents and not self.swap.on_device:
+            self.residents.take_back_writes()
+            self.residents.group.notice_uses(True)
+        if self.saves_raw() or not self.swap.on_device:
+            # Afterwards the parameters are stand-ins, so the next operation is noticed. This is necessary if autograd would save
+            # the weights' memory itself, or if modules hold host parameters, which user code may write.
+            self.residency.release_unpinned()
+        self.residency.fetch_ahead()
+
+    @contextmanager
+    def reading_rows(self, layer: StreamedLayer) -> Iterator[Staged | None]:
+        """A context in which a table's weight on the host is current and is not written.
+
+        Yields the weight's bytes, from which rows are gathered. If the whole weight is on the device, yields None, because user
+        code may have written the weight on the device.
+
+        Raises:
+            RuntimeError: the running backward has already updated the table.
+        """
+        with held(self.lock):
+            layer.refuse_updated()
+            layer.parameters.sync_requires_grad()
+            staged = None
+            if layer.slot is None:
+                self.residency.release_exchanged(layer)
+                staged = self.source.stage(layer)
+            yield staged
+
+    # ------------------------------------------------------------------ weights are written through .data
+
+    def take_back_writes(self, layer: StreamedLayer) -> None:
+        """Waits for a layer's update, and copies weights to the host that were written on the device, or may have been."""
+        with held(self.lock):
+            self.updates.wait(layer, Wait.READ_AFTER_UPDATE)
+            self.writes.take_back(layer)
+
+    def host_is_used(self, layer: StreamedLayer) -> None:
+        """Prepares for user code that reads or writes host weights of a layer.
+
+        Copies weights that were written on the device to the host, and waits for transfers that read the host weights.
+        """
+        with held(self.lock):
+            if self.swap.on_device and layer.parameters.written():
+                self.step.take_back_writes()
+            # Residents are always attached, so their next use would not be noticed otherwise.
+            if layer is self.residents.layer:
+                self.residents.group.notice_uses(True)
+            self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
+
+    def host_was_used(self, layer: StreamedLayer, *, viewed: bool) -> None:
+        """Uploads host weights that user code has written, if the layer is in use on the device, or its slot is viewed.
+
+        Args:
+            layer: the layer.
+            viewed: True if user code has made a view of a host weight, through which it may write the weight later.
+        """
+        with held(self.lock):
+            if layer is self.residents.layer:
+                if self.swap.on_device or self.calls.depth:
+                    self.residents.refresh()
+                return
+            if viewed and layer in self.residency.used:
+                self._refuse_shown(layer)
+            for member in layer.owner.family:
+                if not member.outdated:
+                    continue
+                if member in self.residency.used:
+                    self.residency.renew(member)
+                # If a host parameter was given other memory, views of the slot keep the old values, so they are not renewed.
+                elif member.guard is not None and member.guard.views and not member.block.displaced:
+                    member.invalidate()
+                    self.residency.renew_views()
+
+    def host_is_shown(self, layer: StreamedLayer) -> None:
+        """Prepares for user code that gets the host's memory of a weight. No version shows its writes to that memory.
+
+        The copy on the device is marked as out of date.
+
+        Raises:
+            RuntimeError: see :meth:`_refuse_shown`.
+        """
+        self.host_is_used(layer)
+        with held(self.lock):
+            if layer is self.residents.layer:
+                self.residents.distrust()
+            elif layer in self.residency.used and layer.running_calls:
+                self._refuse_shown(layer)
+            else:
+                self.residency.release_unpinned()
+                self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
+
+    def _refuse_shown(self, layer: StreamedLayer) -> None:
+        """Refuses to give out the host's memory of a layer in use, because the call would miss a write to that memory.
+
+        Raises:
+            RuntimeError: modules hold host parameters: user code has called backward in the layer's call.
+        """
+        # If modules hold device parameters, another thread gets the memory, and only reads it.
+        if not self.swap.on_device:
+            raise RuntimeError(
+                f"A weight of {layer.name!r} was read through .data, .detach() or a view after a backward inside a call of this "
+                "layer. The call continues with the copy on the GPU, and would miss a write to that memory. Write the weight "
+                "itself (with torch.no_grad(): weight.sub_(…)), or write it after the call."
+            )
+
+    def device_is_used(self, layer: StreamedLayer) -> None:
+        """Uploads a layer in use again if modules hold host parameters, and user code has written them."""
+        with held(self.lock):
+            if layer.outdated and layer in self.residency.used and not self.swap.on_device:
+                self.residency.renew(layer)
+
+    def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
+        """Prepares ``param.data = value``: graphs that saved views of the weight keep its old values.
+
+        Raises:
+            RuntimeError: the value is in the memory of another parameter, or has other strides.
+        """
+        with held(self.lock):
+            self._refuse_tying(layer, index, value)
+            self.writes.replace(layer, index, value, self.activations.first_run())
+
+    def _refuse_tying(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
+        """Raises a RuntimeError if a value that a weight is about to get is in the device memory of another weight."""
+        other = self.layer_at(value.untyped_storage().data_ptr())
+        if other is not None:
+            at = other.parameters.at(int(value.storage_offset()) * value.element_size())
+            if at is not None and (other, at) != (layer, index):
+                raise RuntimeError(tied(layer.planned.spans[index].name, other.planned.spans[at].name))
+
+    def layer_at(self, address: int) -> StreamedLayer | None:
+        """Returns the layer whose weights are in the device storage at an address; None if no layer has this storage."""
+        slot = self.residency.slots.by_address.get(address)
+        if slot is not None:
+            return slot.layer
+        return self.residents.layer if address == self.residents.address else None
+
+    # ------------------------------------------------------------------ threads, hooks, refusals
+
+    def close(self) -> None:
+        """Called at the end of the run. Later uses of device parameters raise an error."""
+        self._closed = True
+
+    def at_host(self) -> bool:
+        """Returns True if this thread gets host parameters: no step, call or backward runs, or the thread is outside the run.
+
+        False after the run, so that a use of a device parameter raises an error (:meth:`refuse_over`).
+        """
+        return self.backward.at_host() or not (self._closed or self.threads.own)
+
+    @contextmanager
+    def helping(self) -> Iterator[bool]:
+        """A context for one operation of a thread outside the run that computes with weights for a graph, or writes them.
+
+        Yields True if the thread takes part in the running forward. Otherwise yields False, and the operation gets host
+        parameters.
+
+        Raises:
+            LateError: the thread was admitted as a helper, and the forward has ended before the operation.
+            RuntimeError: see :meth:`_share`.
+        """
+        helps = False
+        # If several runs take turns, this run may hold its lock while it waits for its turn. So a thread of the other
+        # run (``elsewhere``), whose turn it is, must not wait for the lock.
+        if not elsewhere(self._scope):
+            with held(self.lock):
+                helps = self._may_help()
+                if helps:
+                    self._share()
+                    self.threads.begin()
+        if not helps:
+            yield False
+            return
+        try:
+            yield True
+            self.threads.refuse_late()
+        finally:
+            self.threads.end()
+
+    def admit(self, visits: Sequence[StreamedLayer]) -> None:
+        """Admits this thread as a helper in the running forward. The thread is outside the run and calls a module.
+
+        Every use of a weight is noticed from then on; see :meth:`_share`.
+
+        Args:
+            visits: the layers of the module; the error names the first one.
+
+        Raises:
+            RuntimeError: no forward runs, or the thread was a helper of a forward that has ended.
+        """
+        self.threads.refuse_late()
+        if not (self.threads.here.depth or self._may_help()):
+            raise RuntimeError(CALLED_ELSEWHERE.format(name=repr(visits[0].name) if visits else "A module"))
+        self._share()
+        self.threads.begin()
+
+    def _may_help(self) -> bool:
+        """Returns True if a thread outside the run may become a helper now: a forward runs, and no backward."""
+        return (self.step.admits or self.calls.depth > 0) and not self.backward.tasks
+
+    def _share(self) -> None:
+        """Notices every use of a weight until the step ends, because a second thread uses weights.
+
+        Raises:
+            RuntimeError: a module of torch in evaluation would leave its fast path, because uses of its weights are noticed.
+        """
+        if not self.step.shared:
+            if any(not module.training for module in self.fast_paths):
+                raise RuntimeError(LEAVES_FAST_PATH)
+            # Uses of attached layers were not noticed so far. Another thread may still use such a layer. So the layers in use
+            # are locked until the step ends.
+            for layer in self.residency.used:
+                layer.running_calls += 1
+            self.step.share(True)
+
+    def copied(self, layer: StreamedLayer, index: int) -> Tensor | None:
+        """Copies a weight that may have been written on the device, for a thread that only reads it.
+
+        Returns:
+            The copy, an inference tensor, so that writing it raises an error; None if the host's weight has the present values.
+        """
+        group = layer.parameters
+        if not group.written():
+            return None
+        with held(self.lock):
+            if not layer.state.attached:
+                return None
+            value = layer.rows.completed(index, group.value(index), self.residency.slots.by_address)
+            self.device.access(value, Stream.COMPUTE, write=False)
+            with torch.inference_mode():
+                return value.clone()

@@ -1,0 +1,78 @@
+"""Freed gradients: reading ``param.grad`` is an error if the engine has freed the gradient during backward.
+
+If no hook of the user could read a layer's gradients before they are set to None, ``optimizer_overlap="backward"`` frees them
+after the layer's update, to save memory. On plain Lightning ``param.grad`` is still a tensor at that time. So code that reads
+``param.grad`` nevertheless gets an error instead of None.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sp_lightning.core.layers.roles import ParameterRole, leave, take
+from sp_lightning.core.torch_compat.private import subclasses_are_asked
+
+_tensor_grad: Any = Tensor.grad
+
+_SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_grad, Optimizer.zero_grad))
+"""Functions of torch that read ``param.grad`` only to reset it."""
+
+
+class _HasFreedGradient(ParameterRole):
+    """A host parameter whose gradient was freed after its update."""
+
+    rank = 4
+
+    @property
+    def grad(self) -> Tensor | None:
+        """None for the engine, for updates and for torch's ``zero_grad``.
+
+        Raises:
+            RuntimeError: user code reads the attribute.
+        """
+        if subclasses_are_asked() and _is_users(sys._getframe(1)):
+            raise RuntimeError(
+                f"param.grad was read of a parameter of shape {tuple(self.shape)} after the optimizer's step. "
+                'optimizer_overlap="backward" has freed it, because no hook of the module or of a callback runs there. Read it '
+                'in on_train_batch_end, or leave optimizer_overlap out: "auto" keeps gradients.'
+            )
+        return None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _tensor_grad.__set__(self, value)
+        leave(self, _HasFreedGradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        leave(self, _HasFreedGradient)
+
+
+def resets_gradients(frame: FrameType) -> bool:
+    """Returns True if ``frame``, which reads a gradient, is torch's ``zero_grad``, which then only sets the gradient to None."""
+    return frame.f_code in _SET_TO_NONE and bool(frame.f_locals.get("set_to_none", False))
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Returns True if ``frame``, which reads a gradient, is of user code: not of this package, and not torch's ``zero_grad``."""
+    # The property `grad` of another role of the parameter may have called this one.
+    while frame.f_code.co_name == "grad" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code not in _SET_TO_NONE and not frame.f_globals.get("__name__", "").startswith("sp_lightning.")
+
+
+def free(parameter: nn.Parameter) -> None:
+    """Frees a parameter's gradient. Reading ``param.grad`` is an error until :func:`forget`, or until another gradient is set."""
+    parameter.grad = None
+    take(parameter, _HasFreedGradient)
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Makes a freed gradient None from now on, as after ``zero_grad``."""
+    leave(parameter, _HasFreedGradient)

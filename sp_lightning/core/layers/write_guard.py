@@ -1,0 +1,102 @@
+"""Write guard: records that user code may write a layer's weights in a way that no version counter shows.
+
+Torch counts in-place writes of a tensor (``tensor._version``), so the engine detects them by comparing two lists of numbers. This
+is enough for nearly all code, and then ``layer.guard`` is None. If user code has one of the following, the guard records it, and
+:mod:`~sp_lightning.core.layers.writes` copies weights accordingly:
+
+=========================  ==============  ==================================================================================
+user code has              recorded in     treatment
+=========================  ==============  ==================================================================================
+a weight's ``.data``       ``exposed``     At the layer's release the weight is downloaded, and written to the host if it differs.
+a view that outlives the   ``views``       The slot is only overwritten by the same layer (HELD). The view's values are copied to
+layer's use                                the host before such a fetch, at the layer's next release, and at the end of the step.
+a view that outlives the   ``digests``     The view and the host's weight are one memory on plain Lightning. Here they are two,
+step                                       and each may be written at any time. So both are compared with earlier digests, and
+                                           the written one is copied to the other. If both were written, an error is raised.
+other memory for a weight  ``replaced``    User code has set ``param.data = other`` and holds ``other``. The weight stays in
+                                           that memory in its layer's next uses. Before each use the memory is copied to the host.
+a weight of another dtype  ``retyped``     The slot has no place for the weight. The weight has device memory of its own, to which
+                                           each use copies the host's values.
+=========================  ==============  ==================================================================================
+
+``viewed`` has the weights for which the slot may have other values than the host. For a weight outside ``viewed``, new memory
+with the slot's values need not be copied.
+
+:func:`guard_of` makes a guard when user code has the first of these, and :func:`drop_if_empty` removes the guard when it records
+nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class WriteGuard:
+    """Records possible writes to one layer that no version counter shows. Weights are given by their index in the layer.
+
+    Attributes:
+        exposed: weights that user code may write at any time without a change of their version.
+        viewed: weights for which the slot may have other values than the host.
+        replaced: the other memory of weights (``param.data = other``), which user code holds as well.
+        retyped: the memory of weights that were given another dtype.
+        views: True if tensors that were made in an earlier use view the layer's slot.
+        digests: the :class:`~sp_lightning.core.layers.writes.ViewDigests` with which views that outlive their step, and the
+            host's weights, are compared. None if there is no such view, and within the step in which the views were made.
+    """
+
+    __slots__ = ("digests", "exposed", "replaced", "retyped", "viewed", "views")
+
+    def __init__(self) -> None:
+        self.exposed: set[int] = set()
+        self.viewed: set[int] = set()
+        self.replaced: dict[int, Tensor] = {}
+        self.retyped: dict[int, Tensor] = {}
+        self.views = False
+        self.digests: Any = None
+
+    def expose(self, indices: Iterable[int]) -> None:
+        """Called when user code gets memory of these weights in the slot."""
+        indices = tuple(indices)
+        self.exposed.update(indices)
+        self.viewed.update(indices)
+
+    def replace(self, replaced: dict[int, Tensor]) -> None:
+        """Records the other memory of weights that user code holds now. Weights outside ``replaced`` are exposed no longer."""
+        self.replaced = replaced
+        self.exposed.intersection_update(replaced)
+
+    def leave_slot(self) -> None:
+        """Called when the layer leaves its slot. Views of the slot do not show the layer's weights any more."""
+        self.views = False
+        self.digests = None
+
+    def drop_views(self) -> None:
+        """Called when only the layer's own tensors view the slot, and the host has all writes."""
+        self.leave_slot()
+        self.exposed.intersection_update(self.replaced)
+        self.viewed.clear()
+
+
+class Guarded(Protocol):
+    """A :class:`~sp_lightning.core.layers.layer.StreamedLayer`."""
+
+    guard: WriteGuard | None
+
+
+def guard_of(layer: Guarded) -> WriteGuard:
+    """Returns the layer's guard. Makes one if the layer has none."""
+    if layer.guard is None:
+        layer.guard = WriteGuard()
+    return layer.guard
+
+
+def drop_if_empty(layer: Guarded) -> None:
+    """Removes the layer's guard if it records nothing any more, so that uses of the layer need no more time."""
+    guard = layer.guard
+    if guard is not None and not (
+        guard.exposed or guard.viewed or guard.replaced or guard.retyped or guard.views or guard.digests is not None
+    ):
+        layer.guard = None

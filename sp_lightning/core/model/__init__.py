@@ -1,0 +1,13 @@
+"""Finds the layers of a module: weights that are uploaded together, weights that stay on the device, and each parameter's places.
+
+- ``find`` takes a module and the user's choices, and returns a :class:`~sp_lightning.core.model.found.Found`. It does not change
+  the module and copies nothing.
+- ``blocks`` recognises repeated blocks and lists of experts. ``patterns`` resolves ``layers=`` and ``keep_on_gpu=``. ``checks``
+  raises errors for unsupported modules, and writes the notes of the plan.
+- ``compile`` compiles the repeated blocks of a model (``sp_lightning.compile_blocks``).
+- ``rows`` is the interface for layers of which single rows are uploaded. The capability ``experts`` implements it.
+- ``wrapped`` takes tensor subclasses apart into plain tensors and rebuilds them. ``without_values`` gives values to tensors
+  on the meta device, and ``weight_files`` reads these values from files.
+
+Files in this folder may import ``torch_compat`` and ``device``.
+"""

@@ -1,0 +1,298 @@
+"""Finds modules and parameters that cannot be streamed: raises errors for them, or writes notes for the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import FunctionType, MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+
+from sp_lightning.core.model.blocks import has_blocks
+from sp_lightning.core.model.found import Layer, OverlappingPair, Unit, join_names, tensor_bytes
+from sp_lightning.core.model.wrapped import parts
+from sp_lightning.core.torch_compat.private import (
+    FakeTensor,
+    forward_pre_hooks,
+    is_compiled,
+    is_traceable_wrapper_subclass,
+)
+
+
+def refuse_cuda_graphs(module: nn.Module) -> None:
+    """Checks that no module is compiled with CUDA graphs.
+
+    A CUDA graph is recorded for weights at fixed addresses. torch would record a new graph for each slot that a layer uses.
+
+    Raises:
+        ValueError: a module with weights is compiled with CUDA graphs.
+    """
+    for name, child in module.named_modules():
+        if _is_compiled_with(child, "triton.cudagraphs"):
+            raise ValueError(
+                f"{name or type(child).__name__!r} is compiled with CUDA graphs, as by torch.compile(mode="
+                '"reduce-overhead") or (mode="max-autotune"): they hold the addresses of weights, and streamed weights '
+                'change theirs. Compile it without them: torch.compile(mode="max-autotune-no-cudagraphs"), or no mode.'
+            )
+
+
+def tunes_products(module: nn.Module) -> bool:
+    """Returns True if a module is compiled with the compiler's own kernels for matrix products (``mode="max-autotune…"``).
+
+    These kernels may write a weight's gradient in float32 without rounding it to 16 bits. With an uploaded cast in the place of
+    the weight, the gradient would be rounded. So the weights of such modules are not uploaded as casts.
+    """
+    return _is_compiled_with(module, "max_autotune", "max_autotune_gemm")
+
+
+def _is_compiled_with(module: nn.Module, *options: str) -> bool:
+    """Returns True if a module with weights, or a function in one of its attributes, is compiled with one of these options."""
+    if not any(True for _ in module.parameters()):
+        return False
+    functions = [value for value in vars(module).values() if isinstance(value, (FunctionType, MethodType))]
+    for compiled in (module, *functions):
+        # Compiled modules and compiled functions have this method. It returns None if the backend has no options.
+        config = getattr(compiled, "get_compiler_config", None)
+        chosen = config() if config is not None else None
+        if chosen and any(chosen.get(option) for option in options):
+            return True
+    return False
+
+
+def modules_moved_whole(module: nn.Module, residents: set[nn.Parameter]) -> dict[nn.Module, str]:
+    """Returns the modules that cannot be streamed and are moved to the device whole, with their names.
+
+    These are ScriptModules, because they accept neither hooks nor other parameters, and modules with tensor subclasses whose
+    memory torch cannot see. Modules inside a returned module are not returned.
+
+    Args:
+        module: the root.
+        residents: the parameters that ``keep_on_gpu=`` chose.
+
+    Raises:
+        ValueError: a parameter is of an unsupported tensor subclass, and ``keep_on_gpu=`` does not name it; or the weights of a
+            module are not parameters (transformers' MXFP4 experts).
+    """
+    whole: dict[nn.Module, str] = {}
+    inside: set[nn.Module] = set()
+    for name, child in module.named_modules():
+        if child in inside:
+            continue
+        if type(child).__name__ == "Mxfp4GptOssExperts":
+            raise ValueError(
+                f"{name!r} keeps its experts for transformers' MXFP4 kernels, outside of torch's parameters, so they cannot be "
+                "streamed. Load the model by sp_lightning.load_mxfp4(model, folder), which leaves them packed, or by "
+                "from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))."
+            )
+        script = isinstance(child, torch.jit.ScriptModule)
+        foreign = {key: p for key, p in child._parameters.items() if p is not None and _is_foreign(p)}
+        for key, parameter in foreign.items():
+            if not script and parameter not in residents:
+                kind, full = type(parameter).__name__, join_names(name, key)
+                raise ValueError(
+                    f"Parameter {full!r} is of class {kind}, a tensor subclass that cannot be streamed: expected one that "
+                    f"consists of plain tensors (__tensor_flatten__) and is frozen. "
+                    f"{_how_to_stream(parameter)} Or keep it on the GPU: SuperpipelineStrategy(keep_on_gpu=[{full!r}])."
+                )
+        if script or foreign:
+            whole[child] = name
+            inside.update(child.modules())
+    return whole
+
+
+def _is_foreign(parameter: nn.Parameter) -> bool:
+    """Returns True if a parameter is of a tensor subclass that cannot be streamed."""
+    # A subclass without its own `__torch_dispatch__` has ordinary memory. A FakeTensor stands for a plain tensor (`plan`).
+    if type(parameter).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(parameter, FakeTensor):
+        return False
+    return _how_to_stream(parameter) != ""
+
+
+def _how_to_stream(parameter: nn.Parameter) -> str:
+    """Returns what the user must change before a tensor subclass can be streamed; empty if it can be streamed."""
+    if not is_traceable_wrapper_subclass(parameter):
+        return "Exchange it for a plain parameter."
+    if parameter.requires_grad:
+        return "Freeze it (requires_grad_(False)) and train adapters."
+    # The command ``plan`` builds models without memory, in which plain tensors are FakeTensors.
+    if any(
+        type(part) not in (Tensor, FakeTensor) or part.layout is not torch.strided for _, part in parts("", parameter)
+    ):
+        return "Exchange it for a plain parameter."
+    return ""
+
+
+def overlapping_pairs(module: nn.Module, whole: Mapping[nn.Module, str]) -> tuple[OverlappingPair, ...]:
+    """Returns the pairs of frozen parameters that share memory.
+
+    Args:
+        module: the root.
+        whole: the modules that are moved whole. Their parameters are not compared.
+
+    Raises:
+        ValueError: a parameter of a pair is trained, or a parameter is sparse.
+    """
+    excluded = {parameter for child in whole for parameter in child.parameters()}
+    spans: list[tuple[int, int, str, Tensor]] = []  # first address, end (exclusive), name, tensor
+    for name, parameter in module.named_parameters():
+        if parameter in excluded:
+            continue
+        if parameter.layout is not torch.strided:
+            raise ValueError(
+                f"Parameter {name!r} has layout {parameter.layout}; only strided (dense) parameters can be streamed. "
+                f"Make it dense: parameter.to_dense()."
+            )
+        for part_name, part in parts(name, parameter):
+            if part.numel() and not isinstance(part, FakeTensor):
+                start = part.data_ptr()
+                spans.append((start, start + _extent(part), part_name, part))
+    spans.sort(key=lambda span: span[:3])
+    pairs = []
+    farthest = (0, 0, "", Tensor())  # the span with the highest end so far
+    for span in spans:  # by address: a span overlaps an earlier span if it begins before that span ends
+        if span[0] < farthest[1]:
+            pairs.append(OverlappingPair((farthest[2], span[2]), (farthest[3], span[3])))
+            pairs[-1].refuse_trained()
+        farthest = max(farthest, span, key=lambda each: each[1])
+    return tuple(pairs)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Returns the bytes from a tensor's first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+# ---------------------------------------------------------------------- notes and advice
+
+# A shorter list of single modules cannot be divided into two groups of at least two.
+_LEAST_TO_GROUP = 4
+# Below this share of the parameter bytes, a note states how little is streamed.
+_MOSTLY = 0.95
+# Above this share of the parameter bytes, a note states that buffers stay on the device.
+_MANY_BUFFERS = 1 / 10
+
+
+def notes_on(
+    module: nn.Module,
+    whole: Mapping[nn.Module, str],
+    units: Sequence[Unit],
+    streaming: Iterable[Layer],
+) -> tuple[str, ...]:
+    """Returns the notes on a model for the plan.
+
+    Args:
+        module: the root.
+        whole: the modules that are moved whole, with their names.
+        units: all units.
+        streaming: the layers and the tables.
+    """
+    return (
+        *_notes_on_whole(whole), *_notes_on_units(units), *_note_on_share(module, streaming), *_note_on_buffers(module)
+    )  # fmt: skip
+
+
+def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], others: Collection[nn.Parameter]) -> str:
+    """Returns the reason why nothing is streamed, as a clause; empty if something is streamed.
+
+    Args:
+        whole: the modules that are moved whole, with their names.
+        streaming: the layers and the tables.
+        others: the parameters outside of the modules in ``whole``.
+    """
+    if streaming:
+        return ""
+    if not whole:
+        return f"nothing is streamed: {'all weights are resident' if others else 'there are no weights'}"
+    reasons = [_why_whole(module, name) for module, name in list(whole.items())[:2]]
+    if len(whole) > len(reasons):
+        reasons.append("…")
+    rest = ", and the other weights are resident" if others else ""
+    return f"nothing can be streamed: {' and '.join(reasons)}{rest}"
+
+
+def _notes_on_whole(whole: Mapping[nn.Module, str]) -> list[str]:
+    """Returns a note on each module that is moved whole."""
+    notes = []
+    for module, name in whole.items():
+        trained = any(p.requires_grad for p in module.parameters())
+        also = "; so do its gradients and its optimizer's state" if trained else ""
+        notes.append(f"{_why_whole(module, name)}: it stays on the GPU whole{also}.")
+    return notes
+
+
+def _why_whole(module: nn.Module, name: str) -> str:
+    """Returns the reason why a module is moved whole, as a clause."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return f"{name!r} is a ScriptModule"
+    return f"{name!r} has parameters of a class that cannot be streamed"
+
+
+def _notes_on_units(units: Sequence[Unit]) -> list[str]:
+    """Returns notes on compiled blocks, experts and wrapped parameters."""
+    modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
+    compiled = [name for name, module in modules if is_compiled(module) and has_blocks(module)]
+    notes = [
+        f"{name!r} is compiled as a whole and is uploaded as one layer. Compile its layers instead."
+        for name in compiled
+    ]
+    experts = sum(unit.expert and not unit.rows for unit in units)
+    if experts:
+        notes.append(f"{experts} experts are layers of their own: each is uploaded only if tokens are routed to it.")
+    kinds = {type(p).__name__ for unit in units for _, p in unit.parameters if is_traceable_wrapper_subclass(p)}
+    return notes + [f"parameters of class {kind} are uploaded as packed bytes." for kind in sorted(kinds)]
+
+
+def _note_on_share(module: nn.Module, streaming: Iterable[Layer]) -> list[str]:
+    """Returns a note if a considerable part of the weights is not streamed."""
+    total = sum(map(tensor_bytes, module.parameters()))
+    streamed = sum(layer.nbytes for layer in streaming)
+    if not total or streamed >= _MOSTLY * total:
+        return []
+    return [f"only {streamed / total:.0%} of the parameter bytes are streamed; the rest is resident."]
+
+
+def _note_on_buffers(module: nn.Module) -> list[str]:
+    """Returns a note if buffers have a considerable share of the model's bytes."""
+    sizes = {name: tensor_bytes(buffer) for name, buffer in module.named_buffers()}
+    total = sum(sizes.values())
+    if not total or total <= _MANY_BUFFERS * sum(map(tensor_bytes, module.parameters())):
+        return []
+    name = max(sizes, key=lambda name: sizes[name])
+    hooks = (hook for child in module.modules() for hook in forward_pre_hooks(child).values())
+    remedy = ""
+    if any(isinstance(hook, BasePruningMethod) for hook in hooks):
+        remedy = (
+            " Masks of torch.nn.utils.prune are among them. Before prediction, make the pruning permanent: "
+            "torch.nn.utils.prune.remove(module, name)."
+        )
+    return [f"{len(sizes)} buffers of {total / 2**20:.1f} MiB stay on the GPU, the largest is {name!r}.{remedy}"]
+
+
+def advice_to_group(streamed: Sequence[Unit], above: Mapping[nn.Module, str]) -> str:
+    """Returns advice to group layers if all layers are modules without children; otherwise an empty text.
+
+    With such layers, autograd saves most activations between the layers, where they cannot be offloaded or recomputed.
+
+    Args:
+        streamed: the units that are layers.
+        above: the modules above these units in the tree, with their names.
+    """
+    bare = {unit.module for unit in streamed}
+    if len(bare) < _LEAST_TO_GROUP or any(each is None or next(each.children(), None) is not None for each in bare):
+        return ""
+    said = f"all {len(bare)} layers are bare modules, between which most of what backward needs is saved. "
+    counts = {each: len(bare.intersection(each.children())) for each in above if type(each) is nn.Sequential}
+    longest = max(counts, key=counts.__getitem__, default=None)
+    if longest is None or counts[longest] < _LEAST_TO_GROUP:
+        return f"{said}Group every few of them, with what is computed between them, in a module: such modules become the layers."
+    name, length = above[longest], len([*longest.children()])
+    # About √n groups of √n layers: then the inputs of all groups, and the activations of one group, together take least memory.
+    step = -(-length // max(2, math.isqrt(counts[longest])))
+    path = join_names("model", name)
+    return (
+        f"{said}Group them: {path} = nn.Sequential(*({path}[i : i + {step}] for i in range(0, {length}, {step}))), and name "
+        f'the groups: SuperpipelineStrategy(layers=["{join_names(name, "*")}"], activations="recompute").'
+    )

@@ -1,0 +1,200 @@
+"""Notes on errors that other code raises: how this package is involved, and a remedy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from sp_lightning.core.plan.choices import Modes
+from sp_lightning.core.plan.plan import Plan
+from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.core.plan.window import FREE_THE_GPU
+
+LOG = logging.getLogger("lightning.pytorch.superpipeline")
+_SAID: set[str] = set()
+"""The lines that this process has logged with :func:`say_once`."""
+
+TRANSFORMS = (
+    "torch.func.grad (or vjp, jacrev, hessian) was called inside a step: it does not support saved-tensor hooks, which "
+    "streamed layers need. Use torch.autograd.grad(..., create_graph=True), or keep every layer on the GPU: "
+    'SuperpipelineStrategy(keep_on_gpu=["**"], activations="keep").'
+)
+
+TRACES = (
+    "torch.func.linearize (or make_fx) was called inside a step: it traces a function, and a trace cannot contain a weight of a "
+    "streamed module. Use torch.func.jvp in place of linearize; trace copy.deepcopy(module), or the module after the run."
+)
+
+HIDDEN_READ = (
+    "The memory of the weight {name!r} was read while the weight is not on the GPU. Superpipeline cannot detect reads in a "
+    "torch.func transform (vmap, jvp …), a TorchScript function or a C++ extension. Pass weight.clone() instead, or keep the "
+    "weight on the GPU: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
+)
+
+KEPT_VIEW = (
+    "Superpipeline: code keeps a view of a weight beyond the step in which it was taken (.data, .detach(), weight[0]). The view "
+    "and the weight have separate memory between steps: a write to one of them reaches the other when the next step begins, and "
+    "never after the run. All values are compared in each step. Keep the parameter, or view.clone()."
+)
+KEPT_MEMORY = (
+    "Superpipeline: a weight was given memory that other code holds, too (param.data = other). Its values were copied: later "
+    "writes to `other` do not change the weight. Write the weight: param.data.copy_(other)."
+)
+HIDDEN_ON_GPU = (
+    "The memory of the weight {name!r} was read while the weight stays on the GPU (gpu_layers). Superpipeline cannot detect "
+    "reads in torch.tensor(weight), x.set_(weight), a TorchScript function or a C++ extension. Pass weight.detach().clone() "
+    "instead."
+)
+
+BEING_UPDATED = (
+    "A checkpoint was saved in another thread than trainer.fit's while a step updates weights: some weights would be those of "
+    "the next step. Save it in a callback, or try again."
+)
+
+ON_THE_HOST = (
+    "Superpipeline keeps gradients on the CPU, and weights between two steps. Copy one of the tensors to the other's device: "
+    "param.grad.to(param.device) inside training_step, buffer.to(param.device) in a hook between two steps. In backward (a "
+    "checkpoint or your own autograd function), take weights from their modules: a list from before the step has the host "
+    "weights."
+)
+
+_GPU = {
+    "too old": "torch {torch} needs a driver for CUDA {cuda}. Update the driver (nvidia-smi names it), or install a torch "
+    "for an older CUDA: https://pytorch.org/get-started/previous-versions.",
+    "out of memory": f"Other programs hold the GPU's memory. {FREE_THE_GPU}",
+    "not compiled with CUDA": "torch {torch} has no CUDA. Install one that has: https://pytorch.org/get-started/locally.",
+    "": "Does this list a GPU: nvidia-smi? If it does not, install its driver. In a container, start it with --gpus all. Is "
+    "CUDA_VISIBLE_DEVICES empty? Unset it.",
+}
+"""The next step if a GPU cannot be used, by a sign in torch's error."""
+
+_SIGNS = {
+    "don't yet support saved tensor hooks": TRANSFORMS,
+    "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode": TRACES,
+}
+
+
+def in_our_words(error: BaseException) -> str | None:
+    """Returns the message that replaces an error of torch's which this package causes; None for other errors."""
+    text = str(error) if isinstance(error, (RuntimeError, TypeError)) else ""
+    return next((message for sign, message in _SIGNS.items() if sign in text), None)
+
+
+def about_gpu(error: BaseException) -> str | None:
+    """Returns the next step if torch's first call of a GPU has raised this error; None for other errors."""
+    if not any(name in str(error) for name in ("CUDA", "NVIDIA")):
+        return None
+    text = str(error).replace("driver version is insufficient", "driver is too old")
+    step = next(step for sign, step in _GPU.items() if sign in text)
+    return step.format(torch=torch.__version__, cuda=torch.version.cuda)
+
+
+def note(error: BaseException, mixed: str | None, file: str | None) -> None:
+    """Adds notes to an error, each at most once.
+
+    Args:
+        error: any error. One about tensors on two devices gets a note about :data:`ON_THE_HOST`, though the user's own code may
+            have mixed them.
+        mixed: why only some layers have the weights of the last step; None or empty if all layers have weights of the same step.
+        file: the path of the last checkpoint; None if none was saved.
+    """
+    notes = []
+    if isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error):
+        notes.append(ON_THE_HOST)
+    if mixed:
+        notes.append(not_whole(mixed, file))
+    for text in notes:
+        if text not in getattr(error, "__notes__", ()):
+            error.add_note(text)
+
+
+def not_whole(mixed: str, file: str | None) -> str:
+    """Returns the message for weights of which only some were updated, with the remedy: the last checkpoint, if any."""
+    remedy = (
+        f"Go on from the last checkpoint: trainer.fit(model, ckpt_path={file!r})."
+        if file
+        else "Go on from the last checkpoint, or with a new model: this trainer has saved none."
+    )
+    return f"These weights are not those of any whole step, and are not saved: {mixed}. {remedy}"
+
+
+def less_host_memory(overlap: str = "backward") -> str:
+    """Returns the advice for too little host memory.
+
+    Args:
+        overlap: the option ``optimizer_overlap``. The advice suggests ``"backward"``, if the option has another value.
+    """
+    advice = (
+        'Use less: Trainer(precision="bf16-true") (small updates are lost), an optimizer with less state, frozen layers, or '
+        "adapters (superpipeline plan --lora 16 estimates them)."
+    )
+    if overlap == "backward":
+        return advice
+    early = (
+        'SuperpipelineStrategy(optimizer_overlap="backward") frees gradients in backward, if no code reads them later.'
+    )
+    return f"{advice} {early}"
+
+
+def after_out_of_memory(plan: Plan, smaller: Plan, freed: Modes, *, balanced: bool) -> str:
+    """Returns the advice after the device has run out of memory.
+
+    Args:
+        plan: the plan of the step.
+        smaller: the plan after the window was shrunk; ``plan`` itself if it could not be shrunk.
+        freed: the activation modes that were chosen to use less memory; empty if the modes did not change.
+        balanced: True if ``"auto"`` chooses the modes of activations already.
+    """
+    found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
+    window = f"k={smaller.k}, k_prime={smaller.k_prime}"
+    less = human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)
+    if freed:
+        freeing = "recompute" if "recompute" in freed.values() else "offload"
+        more = f", and there would be {less} more" if smaller is not plan else ""
+        return f'{found}. With SuperpipelineStrategy({window}, activations="{freeing}") activations take less{more}.'
+    if smaller is not plan:
+        return f"{found}. With SuperpipelineStrategy({window}) there would be {less} more."
+    if plan.k > 1 or plan.k_prime > 1:
+        return f'{found}. Use less: SuperpipelineStrategy(k={max(1, plan.k // 2)}, k_prime=1), or k="auto".'
+    return (
+        f"{found}, which is the least: weights and gradients take {human_bytes(plan.peak_device_bytes)}, the rest are "
+        "activations. Use a smaller batch" + ("." if balanced else ', or SuperpipelineStrategy(activations="auto").')
+    )
+
+
+def say_once(log: logging.Logger, line: str, said: set[str] | None = None) -> None:
+    """Logs a line if it was not logged before.
+
+    Args:
+        log: the logger.
+        line: the line.
+        said: the lines that were logged before, to which ``line`` is added; None for those of all trainers in this process.
+    """
+    said = _SAID if said is None else said
+    # A line that the logger drops does not count as logged.
+    if line not in said and log.isEnabledFor(logging.INFO):
+        said.add(line)
+        log.info(line)
+
+
+@contextmanager
+def degrading(log: logging.Logger, what: str, instead: str) -> Iterator[None]:
+    """A context for work of an automatic choice. If the work fails, one line is logged, and the code after the context goes on.
+
+    Plain Lightning would train, and the user has asked for nothing, so a lack of memory, a refused page lock, a compiler or a
+    kernel that fails must not end the run. The caller goes on with the next mode that has the same results. The work must not
+    have written weights, state, or anything else that results depend on. Only errors of Python's class Exception are caught.
+
+    Args:
+        log: the logger.
+        what: the choice, as the subject of the sentence that is logged.
+        instead: what the run does instead, as a sentence without a period.
+    """
+    try:
+        yield
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        log.warning("Superpipeline: %s failed (%s: %s). %s.", what, type(error).__name__, first, instead)

@@ -1,0 +1,211 @@
+"""The counters of a run, its metrics, and the lines in the log that explain them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from sp_lightning.core.device.host_kernels import host_kernels
+from sp_lightning.core.plan.plan import Plan
+from sp_lightning.core.plan.units import human_bytes
+
+_SMALL_SHARE = 0.05
+_SHORT = 1.0
+""":func:`bottleneck` reports no wait below this share of the time, or below these seconds."""
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since set-up.
+
+    Attributes:
+        fetched_layers: the number of layer uploads.
+        fetched_bytes: bytes of layers' weights uploaded to the device, rows of embeddings included. Uploads of residents do not
+            count, although residents are uploaded again after each optimizer step.
+        offloaded_gradient_bytes: bytes of gradients offloaded to the host.
+        transfers: the number of transfers; each uploads a group of layers.
+        demand_fetches: how often a layer was fetched because it was needed at once, without a prefetch. Compute stalls on each.
+        host_waits: how often the host waited for compute and so could not run ahead: for the indices of rows, for gradients
+            whose size depends on computed values, and for weights that were written on the device.
+        extra_slots: the number of slots beyond the plan, allocated because all slots of a ring were in use or viewed.
+        peak_device_bytes: the peak of bytes that weights and gradients took on the device.
+        peak_allocated_bytes: the peak of bytes that torch had allocated on the device. ``torch.cuda.max_memory_allocated()``
+            may be less, because the choice of a window or of activation modes resets it. 0 on the CPU.
+        offloaded_activation_bytes, uploaded_activation_bytes: bytes of activations offloaded to the host, and uploaded again.
+        stall_seconds: seconds that compute stalled on uploads.
+        gradient_stall_seconds: seconds that compute stalled on gradient offloading.
+        update_stall_seconds: seconds that the host waited for updates in the background.
+        activation_stall_seconds: seconds that compute stalled on activations that were offloaded or uploaded.
+        step_seconds: seconds of optimizer steps on the host during which the device waited; 0 if the model computes on the host.
+        expert_hits: the number of requested stacked experts that were on the device when the call of their layer began. They
+            were cached or prefetched, so a hit may have been uploaded as well.
+        expert_misses: the number of requested stacked experts that had to be uploaded when the call of their layer began.
+        expert_bytes: bytes of stacked experts uploaded to the device, prefetched or not; the effect of the cache shows in this
+            number. ``fetched_bytes`` includes them.
+        compiled_graphs: the number of graphs that ``torch.compile`` made in the process.
+        step_upload_bytes, step_download_bytes: bytes of weights, gradients and state that were uploaded for steps on the GPU, and
+            downloaded after them.
+    """
+
+    fetched_layers: int
+    fetched_bytes: int
+    offloaded_gradient_bytes: int
+    transfers: int
+    demand_fetches: int
+    host_waits: int
+    extra_slots: int
+    peak_device_bytes: int
+    offloaded_activation_bytes: int
+    uploaded_activation_bytes: int
+    stall_seconds: float
+    gradient_stall_seconds: float
+    update_stall_seconds: float
+    activation_stall_seconds: float
+    step_seconds: float
+    expert_hits: int = 0
+    expert_misses: int = 0
+    expert_bytes: int = 0
+    compiled_graphs: int = 0
+    peak_allocated_bytes: int = 0
+    step_upload_bytes: int = 0
+    step_download_bytes: int = 0
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds of all stalls and waits together."""
+        return sum(_waits(self).values())
+
+
+DEFAULT_METRICS = ("waited", "window")
+"""The metrics that are logged by default."""
+
+METRICS = (*DEFAULT_METRICS, "tokens_per_second", "fetch_gbps", "device_bytes", *(each.name for each in fields(Stats)))
+"""The names of all metrics."""
+
+
+def metrics_of(stats: Stats, before: Stats | None, seconds: float, tokens: int | None, plan: Plan) -> dict[str, float]:
+    """Returns the metrics of an interval, by name.
+
+    Args:
+        stats: the counters at the end of the interval.
+        before: the counters at the begin of the interval; None if the interval began at set-up.
+        seconds: the length of the interval.
+        tokens: the number of tokens trained in the interval; None if it is unknown.
+        plan: the plan of the run.
+
+    Returns:
+        The counters, and:
+
+        - ``waited``: the share of the time that was spent waiting,
+        - ``window``: k,
+        - ``tokens_per_second``, if the number of tokens is known,
+        - ``fetch_gbps``: uploads in 10⁹ bytes per second,
+        - ``device_bytes``: the planned peak of device memory.
+    """
+    seconds = max(seconds, 1e-9)
+    waited = stats.waited_seconds - (before.waited_seconds if before else 0.0)
+    fetched = stats.fetched_bytes - (before.fetched_bytes if before else 0)
+    found = {name: float(value) for name, value in vars(stats).items()}
+    found |= {
+        "waited": min(waited / seconds, 1.0),
+        "window": float(plan.k),
+        "device_bytes": float(plan.peak_device_bytes),
+    }
+    found["fetch_gbps"] = fetched / seconds / 1e9
+    return found if tokens is None else {**found, "tokens_per_second": tokens / seconds}
+
+
+def state_line(
+    step: int, metrics: dict[str, float], host: tuple[int, int] | None, device: tuple[int, int] | None
+) -> str:
+    """Returns the status line of a running fit.
+
+    Args:
+        step: the number of steps.
+        metrics: the result of :func:`metrics_of`.
+        host, device: bytes in use, and in total; None if they are unknown.
+    """
+    parts = [f"idle {metrics['waited']:.0%}"]
+    if "tokens_per_second" in metrics:
+        parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")
+    for name, memory in (("host", host), ("device", device)):
+        if memory is not None:
+            parts.append(f"{name} {human_bytes(memory[0])} of {human_bytes(memory[1])}")
+    return f"Superpipeline: step {step}: {', '.join(parts)}."
+
+
+def counters_line(stats: Stats) -> str:
+    """Returns the counters as one sentence."""
+    activations = steps = ""
+    if stats.offloaded_activation_bytes:
+        activations = f"{human_bytes(stats.offloaded_activation_bytes)} of activations offloaded; "
+    if stats.step_upload_bytes:
+        up, down = human_bytes(stats.step_upload_bytes), human_bytes(stats.step_download_bytes)
+        steps = f"{up} uploaded for steps on the GPU, {down} downloaded; "
+    host_waits = f"; the CPU waited for the GPU {stats.host_waits} times" if stats.host_waits else ""
+    parts = ", ".join(f"{seconds:.2f} s for {WAITED[what]}" for what, seconds in _waits(stats).items() if seconds)
+    causes = f" ({parts})" if parts else ""
+    return (
+        f"Superpipeline: {stats.fetched_layers} layers uploaded ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
+        f"transfers, {stats.demand_fetches} on demand, {stats.extra_slots} extra slots; "
+        f"{human_bytes(stats.offloaded_gradient_bytes)} of gradients offloaded; {activations}{steps}"
+        f"peak of weights and gradients {human_bytes(stats.peak_device_bytes)}; "
+        f"waited {stats.waited_seconds:.2f} s{causes}{host_waits}."
+    )
+
+
+def _waits(stats: Stats) -> dict[str, float]:
+    """Returns the parts of :attr:`Stats.waited_seconds`, by cause."""
+    return {
+        "fetches": stats.stall_seconds,
+        "gradient offloading": stats.gradient_stall_seconds,
+        "updates": stats.update_stall_seconds,
+        "activations": stats.activation_stall_seconds,
+        "optimizers' steps": stats.step_seconds,
+    }
+
+
+def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
+    """Returns a sentence about the longest wait of a run and an option against it; empty if the run waited little.
+
+    Args:
+        stats: the run's counters.
+        seconds: the duration of the run.
+        plan: the plan of the run.
+    """
+    what, most = max(_waits(stats).items(), key=lambda each: each[1])
+    share = min(most / max(seconds, 1e-9), 1.0)
+    if share < _SMALL_SHARE or most < _SHORT:
+        return ""
+    more = ""
+    if what == "updates" and any(layer.casts for layer in plan.trained) and (package := host_kernels().missing):
+        more = f" `pip install {package}` makes optimizer steps faster."
+    return f"Superpipeline: waited {share:.0%} of {seconds:.1f} s for {WAITED[what]}. {remedy(what, plan)}.{more}"
+
+
+WAITED = {
+    "fetches": "uploads", "gradient offloading": "gradient offloading", "updates": "optimizer steps", "the host": "Python",
+    "several things at once": "several things at once", "sums of gradients": "gradient sums",
+    "the disk": "the disk", "activations": "activations",
+    "optimizers' steps": "optimizer steps",
+}  # fmt: skip
+"""The causes of waits, by their keys, as messages name them."""
+
+
+def remedy(what: str, plan: Plan) -> str:
+    """Returns advice against one cause of waits, a key of :data:`WAITED`: a sentence without its full stop."""
+    if plan.stack_bytes:
+        more = "a larger gpu_memory, in which experts stay for the next batches, or "
+    else:
+        more = "" if plan.k >= len(plan.layers) else "a larger k or gpu_memory, or "
+    fewer_steps = "Use a larger batch or accumulate_grad_batches"
+    return {
+        "fetches": f"Use {more}more tokens or images per batch",
+        "gradient offloading": "Use a larger k_prime",
+        "updates": fewer_steps,
+        "the host": "Use larger layers (layers=), or more tokens or images per batch",
+        "several things at once": "Use more tokens or images per batch",
+        "sums of gradients": "Use more tokens or images per batch",
+        "the disk": "Use more CPU memory, or more tokens or images per batch",
+        "activations": "Recompute some of them, or use a larger gpu_memory",
+        "optimizers' steps": f'{fewer_steps}. Adam, AdamW, SGD and Adagrad of torch can overlap (optimizer_overlap="forward")',
+    }[what]

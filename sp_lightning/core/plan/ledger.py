@@ -1,0 +1,348 @@
+"""The host's side of the plan: memory use, and the memory traffic of an optimizer step.
+
+If the optimizer steps on the host, the bandwidth of host memory limits training, as PCIe does. So the ledger lists each pass over
+host memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sp_lightning.core.model.wrapped import parts
+from sp_lightning.core.plan.plan import Plan
+from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.core.torch_compat.patched import state_of
+from sp_lightning.core.torch_compat.private import tree_leaves
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over host memory in a step.
+
+    Attributes:
+        what: the purpose of the pass.
+        read, written: the bytes that the pass reads and writes, for all parameters together.
+    """
+
+    what: str
+    read: int
+    written: int
+
+
+ON_DEVICE = "steps on the GPU"
+"""The pass that uploads and offloads weights, gradients and state for steps on the GPU. It replaces the pass of updates."""
+_TRANSFERS = ("fetch", "gradients", ON_DEVICE)
+_OF_BATCHES = ("casts", "accumulation")
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Host memory of a node while training. All sizes are in bytes.
+
+    Attributes:
+        parameters: the number of weights (elements), frozen ones included.
+        weights: bytes of all parameters, and of the casts that are uploaded in place of masters. Parameters that stay in the
+            user's files do not count.
+        gradients: bytes of ``param.grad``, and of staging memory for gradients that are accumulated. Gradients that stay on the
+            device do not count.
+        state: bytes of the optimizers' tensors; None if unknown before the first step.
+        passes: the passes of one step with all its micro-batches: an upper bound if the optimizer runs fused. Other optimizers
+            pass over the memory more often.
+        ranks: the number of processes of the node, each with a device, that share the memory.
+        on_disk: bytes of the state that are on a disk and not in memory.
+        staging: bytes of the memory buffers for transfers from and to the disk.
+        disk_traffic: bytes read from and written to the disk per step, on average, without the first step; 0 before the second.
+        weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk.
+        fused: True if the step runs fused.
+        staying: bytes of weights and state of layers that stay on the device. They are in host memory until the first step, and
+            while a checkpoint is written.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    state: int | None
+    passes: tuple[Pass, ...]
+    ranks: int = 1
+    on_disk: int = 0
+    staging: int = 0
+    disk_traffic: float = 0.0
+    weights_on_disk: int = 0
+    gradients_on_disk: int = 0
+    fused: bool = True
+    staying: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Peak bytes of host memory, while a checkpoint is written; without the optimizers' state if that is unknown."""
+        return self.weights + self.gradients + (self.state or 0) - self.on_disk + self.staging
+
+    @property
+    def stepping_bytes(self) -> int:
+        """Bytes of host memory while batches are trained, from the first step on."""
+        return self.nbytes - self.staying
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """Bytes that a step uploads to the device, and bytes that it offloads."""
+        moved = [each for each in self.passes if each.what in _TRANSFERS]
+        return sum(each.read for each in moved), sum(each.written for each in moved)
+
+    @property
+    def traffic(self) -> int:
+        """Bytes read and written by all passes of a step."""
+        return sum(each.read + each.written for each in self.passes)
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that the CPU reads and writes in a step: all passes except transfers."""
+        return sum(each.read + each.written for each in self.passes if each.what not in _TRANSFERS)
+
+    @property
+    def batch_bytes(self) -> int:
+        """The part of :attr:`update_bytes` that occurs in micro-batches, for all micro-batches of a step together."""
+        return sum(each.read + each.written for each in self.passes if each.what in _OF_BATCHES)
+
+    def __str__(self) -> str:
+        """Returns a line about memory and a line about traffic per parameter by pass; a third line if a disk is used."""
+        count = max(self.parameters, 1)
+        state = "optimizer state unknown before its first step"
+        if self.state is not None:
+            state = f"{human_bytes(self.state - self.on_disk)} optimizer state"
+        if self.staging:
+            state += f", {human_bytes(self.staging)} disk buffers"
+        passes = ", ".join(f"{each.what} {each.read / count:.3g}/{each.written / count:.3g}" for each in self.passes)
+        read = sum(each.read for each in self.passes) / count
+        written = sum(each.written for each in self.passes) / count
+        step = "fused optimizer step, at most" if self.fused else "optimizer step, which does not run fused, more than"
+        of = f" of the node's {self.ranks} devices together" if self.ranks > 1 else ""
+        stays = ""
+        if self.staying:
+            less = f"{human_bytes(self.stepping_bytes)}, {self.stepping_bytes / count:.3g} bytes per parameter"
+            stays = f" While batches are trained, {human_bytes(self.staying)} of that are in GPU memory alone: {less} remain."
+        return (
+            f"Superpipeline: CPU memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
+            f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those in flight, "
+            f"{state}).{stays}\n"
+            f"Superpipeline: CPU memory traffic per parameter and {step}: {read:.3g} bytes read and {written:.3g} "
+            f"written (read/written by {passes})." + self._of_disk(count)
+        )
+
+    def _of_disk(self, count: int) -> str:
+        """Returns the third line of :meth:`__str__`; empty without a disk."""
+        on_disk = {
+            "trained weights": self.weights_on_disk, "gradients": self.gradients_on_disk, "the optimizer state": self.on_disk,
+        }  # fmt: skip
+        if not any(on_disk.values()):
+            return ""
+        so_far = f" ({self.disk_traffic / count:.3g} on average so far)" if self.disk_traffic else ""
+        what = " and ".join(f"{human_bytes(nbytes)} of {name}" for name, nbytes in on_disk.items() if nbytes)
+        return (
+            f"\nSuperpipeline: {what} are on a disk and pass through {human_bytes(self.staging)} of memory; bytes read and "
+            f"written per parameter in each step except the first: {2 * sum(on_disk.values()) / count:.3g} at least{so_far}."
+        )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The properties of a run's optimizer steps that :func:`make_ledger` needs.
+
+    Attributes:
+        early: True if layers are updated in backward and their gradients freed after that.
+        accumulate: the number of micro-batches of a step.
+        clips: how gradients are clipped: ``"norm"``, ``"value"``, or None if they are not.
+        scales: True if gradients are unscaled.
+        pieces: True if layers are updated piece by piece, so that the data of one pass is in the caches for the next.
+        narrow: True if gradients of casts keep the cast's dtype until the update.
+        on_device: True if layers are stepped on the device. Then only transfers read and write host memory.
+    """
+
+    early: bool
+    accumulate: int
+    clips: str | None
+    scales: bool
+    pieces: bool = False
+    narrow: bool = False
+    on_device: bool = False
+
+
+def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: Steps) -> Ledger:
+    """Counts the host memory and its traffic for a run with the layers of a plan and the state of some optimizers.
+
+    Args:
+        plan: the layers.
+        optimizers: the optimizers of the run; empty if only weights and gradients are to be counted.
+        steps: the properties of the run's optimizer steps.
+    """
+    once = steps.accumulate == 1
+    # Sums of gradients, over micro-batches or devices, are not narrow.
+    steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)
+    state = _state_bytes(optimizers)
+    offloaded_state = _offloaded_state(plan, state or 0)
+    passes = _passes(plan, offloaded_state, steps)
+    layers = (*plan.trained, *plan.masters)
+    weights = sum(layer.nbytes for layer in layers)
+    return Ledger(
+        parameters=sum(math.prod(span.shape) for layer in layers for span in layer.spans),
+        weights=weights,
+        gradients=_gradient_bytes(plan, steps),
+        state=state,
+        passes=tuple(each for each in passes if each.read or each.written),
+        ranks=plan.ranks,
+        staying=weights + (state or 0) - _offloaded_weights(plan) - offloaded_state,
+    )
+
+
+def _offloaded_weights(plan: Plan) -> int:
+    """Returns the bytes of weights, casts and masters of layers that do not stay on the device."""
+    return sum(layer.nbytes for layer in (*plan.offloaded, *plan.offloaded_masters))
+
+
+def _offloaded_state(plan: Plan, state: int) -> int:
+    """Returns the bytes of optimizer state of layers that do not stay on the device, estimated by their share of gradients."""
+    if not plan.stay:
+        return state
+    everything = sum(layer.gradient_bytes for layer in plan.trained)
+    return state * sum(layer.gradient_bytes for layer in plan.offloaded) // max(everything, 1)
+
+
+def _gradient_bytes(plan: Plan, steps: Steps) -> int:
+    """Returns the host memory of gradients, in flight or complete. Gradients of layers that stay on the device need none."""
+    layers, sums, narrow = plan.offloaded, steps.accumulate > 1, steps.narrow
+    # Gradients are staged if they are accumulated or widened: the gradients of k' + 1 transfers in flight, and of one completed
+    # transfer.
+    staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
+    # Gradients of several devices are summed before they are offloaded, in the parameters' dtypes: no staging.
+    staged = (plan.k_prime + 2) * max(staging) * plan.alone
+    kept = [layer.gradient_bytes - narrow * layer.narrow_bytes for layer in layers]  # until the update
+    if not steps.early:
+        return sum(kept) + staged
+    if steps.on_device:  # gradients of layers are never offloaded
+        return plan.residents.gradient_bytes + staged
+    # The gradients of k' + 1 transfers in flight, of one completed transfer, and of one layer that is being updated.
+    return min(sum(kept), plan.residents.gradient_bytes + (plan.k_prime + 3) * max(kept)) + staged
+
+
+def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
+    """Returns all passes of a step. Layers that stay on the device have none.
+
+    Args:
+        plan: the layers.
+        state: bytes of the state of layers that do not stay on the device.
+        steps: the properties of the steps.
+    """
+    layers = plan.offloaded
+    accumulate, more = steps.accumulate, steps.accumulate - 1
+    clips, scales, pieces, narrow = steps.clips, steps.scales, steps.pieces, steps.narrow
+    masters = sum(each.nbytes for each in plan.offloaded_masters)
+    casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
+    # The bytes that each device uploads in a forward. Tables do not count: only some of their rows are uploaded.
+    fetched = [layer for index, layer in enumerate(plan.layers) if index not in plan.stay]
+    uploaded = sum(layer.nbytes for layer in (*fetched, plan.residents))
+    gradients = sum(layer.gradient_bytes for layer in layers)
+    # Gradients of casts, in the casts' dtype. They are half as large as the masters' gradients.
+    halves = sum(layer.narrow_bytes for layer in layers)
+    kept = gradients - halves * narrow
+    narrow_offloaded = halves * plan.alone
+    widened = narrow_offloaded * (not narrow)
+    wide = kept - halves * narrow  # without narrow gradients, which other passes unscale and clip
+    clipped = wide * (clips is not None)
+    offloaded = gradients
+    if steps.early and steps.on_device:
+        offloaded = kept = plan.residents.gradient_bytes
+        narrow_offloaded = widened = 0
+    # A weight is as large as its gradient, so ``gradients`` also counts the weights that an update reads and writes.
+    update = Pass("update", gradients + kept + state, gradients + state)
+    casts_of_device = 0  # casts that are offloaded after steps on the device
+    if steps.on_device:
+        casts_of_device = sum(cast.nbytes for layer in layers for cast in layer.casts if layer.gradient_bytes)
+        update = Pass(ON_DEVICE, gradients + kept + state, gradients + state + casts_of_device)
+    written_casts = accumulate * casts - casts_of_device
+    return [
+        Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), written_casts),
+        Pass("fetch", 2 * accumulate * plan.ranks * uploaded, 0),
+        Pass("gradients", 0, accumulate * (offloaded - narrow_offloaded)),
+        Pass("widening", widened, 2 * widened),
+        # Several devices upload the accumulated gradients, and add to them on the device.
+        Pass("accumulation", more * gradients * (2 if plan.alone else plan.ranks), more * gradients * plan.alone),
+        Pass("unscaling", kept * scales, wide * scales),
+        Pass("norm", kept * (clips == "norm"), 0),
+        Pass("clipping", clipped * (not pieces), clipped),
+        update,
+    ]
+
+
+def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
+    """Returns the bytes of the optimizers' state; None if an optimizer has no state yet and its class does not tell the size."""
+    total = 0
+    for optimizer in optimizers:
+        groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in optimizer.param_groups]
+        bits = FEW_BITS.get((type(optimizer).__module__, type(optimizer).__qualname__))
+        if bits is not None:
+            total += sum(_few_bits(p, group, optimizer, bits) for group, trained in groups for p in trained)
+        elif has_known_state(optimizer):
+            for group, trained in groups:
+                total += state_tensors(optimizer, group) * sum(p.numel() * p.element_size() for p in trained)
+        else:
+            leaves = tree_leaves(dict(state_of(optimizer)))
+            state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
+            if not state:
+                return None
+            total += sum(each.nbytes for each in state if each.layout is torch.strided)
+    return total
+
+
+def _few_bits(parameter: torch.Tensor, group: dict[str, Any], optimizer: Any, bits: int) -> int:
+    """Returns the bytes of torchao's Adam state for a parameter: codes, a scale per block, a table for 4 and 8 bits."""
+    size, numel, block = parameter.element_size(), parameter.numel(), optimizer.block_size
+    if numel >= 4096 and numel % block == 0:  # torchao quantises no other state
+        table = 4 * 2**bits * (not type(optimizer).__qualname__.endswith("Fp8"))
+        each = numel * bits // 8 + 4 * numel // block + table
+    else:
+        each = numel * size
+    return (2 + bool(group["amsgrad"])) * each + 4  # and the number of steps
+
+
+FEW_BITS = {
+    ("torchao.optim.adam", f"{kind}{suffix}"): bits
+    for kind in ("Adam", "AdamW")
+    for suffix, bits in (("8bit", 8), ("4bit", 4), ("Fp8", 8))
+}
+"""The bits per element in the state of torchao's optimizers. The keys are names, because torchao may not be installed."""
+
+
+def _adam(group: dict[str, Any]) -> int:
+    return 2 + bool(group["amsgrad"])
+
+
+# The number of state tensors of a parameter's size, given the parameter's group.
+_TENSORS: dict[type, Any] = {
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
+    torch.optim.Adagrad: lambda group: 1,
+    torch.optim.RMSprop: lambda group: 1 + bool(group["momentum"]) + bool(group["centered"]),
+    torch.optim.NAdam: lambda group: 2,
+    torch.optim.RAdam: lambda group: 2,
+    torch.optim.Adamax: lambda group: 2,
+    torch.optim.Adadelta: lambda group: 2,
+    torch.optim.Muon: lambda group: 1,
+}
+
+
+def has_known_state(optimizer: Any) -> bool:
+    """Returns True for torch's optimizers that step each parameter by itself and have state tensors of the parameter's size.
+
+    A subclass of such an optimizer may have other state, so only the exact classes count.
+    """
+    return type(optimizer) in _TENSORS
+
+
+def state_tensors(optimizer: Any, group: dict[str, Any]) -> int:
+    """Returns the number of state tensors per parameter of a group (see :func:`has_known_state`)."""
+    return int(_TENSORS[type(optimizer)](group))

@@ -1,0 +1,502 @@
+"""Makes a frozen :class:`Plan` from sizes and options. The engine executes it.
+
+The plan bounds the device memory of weights and gradients::
+
+    slots of every ring  +  (k' + 1) · largest layer's gradients  +  resident parameters and their gradients
+
+Modules that are moved whole instead of streamed, and all buffers, count as resident. Layers that stay on the device, optimizer
+steps on the device and a cache of experts need more memory (:attr:`Plan.peak_device_bytes`).
+
+On several devices, an offloaded gradient takes more memory: for the parts that are sent to other devices and received from them,
+and for the rank's own part of the sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from sp_lightning.core.device.layout import ALIGNMENT, Span, aligned, lay_out, total_bytes
+from sp_lightning.core.model.found import Found, Layer
+from sp_lightning.core.plan.choices import Count, Share
+from sp_lightning.core.plan.rings import Ring, choose_rings_apart
+from sp_lightning.core.plan.units import in_gib
+from sp_lightning.core.plan.update_policy import UpdatePolicy
+
+_LONGEST = 12
+"""The most lines of layers in :meth:`Plan.table`."""
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """One layer's layout in memory.
+
+    Attributes:
+        name: the layer's name, as in :class:`~sp_lightning.core.model.found.Layer`.
+        nbytes: bytes of an upload with alignment: the size of the layer's block in the host store, and of its part of a slot.
+        gradient_bytes: bytes of the gradients of its trainable parameters, including those of its masters.
+        ring: the index in :attr:`Plan.rings` of its ring.
+        spans: the place of each parameter.
+        casts: the place of each cast, behind the parameters.
+        masters: the index in :attr:`Plan.moving` of its master weights, from which the casts are made.
+        narrow_bytes: bytes of its casts' gradients in the casts' dtype.
+        rows: the number of experts in its stacks if single experts are uploaded; otherwise 0.
+    """
+
+    name: str
+    nbytes: int
+    gradient_bytes: int
+    ring: int
+    spans: tuple[Span, ...]
+    casts: tuple[Span, ...] = ()
+    masters: int | None = None
+    narrow_bytes: int = 0
+    rows: int = 0
+
+    @property
+    def stacks(self) -> tuple[int, ...]:
+        """The indices of the stacks among its spans."""
+        return tuple(
+            i for i, span in enumerate(self.spans) if self.rows and len(span.shape) == 3 and span.shape[0] == self.rows
+        )
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one expert."""
+        return sum(self.spans[index].nbytes // self.rows for index in self.stacks)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The layout and the numbers of a run. All sizes are in bytes.
+
+    Attributes:
+        k, k_prime: the number of layers that are usable on the device at once, and the number of further layers that may be
+            uploaded meanwhile, which is also the largest number of layers per transfer.
+        layers: the layers, in the order of the module tree.
+        rings: the rings of layers, by ascending size of their slots; then the rings of stacked experts, if they have their own;
+            then those of layers that stay; then a ring without slots for the masters, and one for the tables.
+        residents: the parameters that stay on the device during a batch, as one more layer without a slot.
+        order: the indices of the layers in the order in which a forward is expected to use them. The index of a layer that owns a
+            tied weight occurs several times.
+        notes: remarks for the user about the model.
+        masters: the float32 parameters whose casts are uploaded instead, as further layers. They have no slots, and are uploaded
+            on demand.
+        tables: embeddings of which only rows are uploaded, as further layers without slots.
+        experts: the indices of the layers that are used only by tokens routed to them.
+        plain: bytes of the weights and of the gradients on the device in plain training, without optimizer state.
+        ranks, nodes: the number of devices of a node, each with its own slots, and the number of nodes. All sum their gradients.
+        cache_bytes: bytes of device memory for a cache of experts.
+        staying: bytes of modules that are moved whole and of buffers, and bytes of these modules' gradients. Layers that stay
+            (``stay``) are not included.
+        nothing: why nothing is streamed; empty if layers are streamed.
+        steps_on_device: True if layers are stepped on the device.
+        stay: the indices of the layers that stay on the device, with their gradients and their optimizer state.
+        training: True if batches are trained. Otherwise gradients and optimizer steps take no memory.
+        updates: where, when and how layers are updated; None outside of training. Comparisons ignore it.
+    """
+
+    k: int
+    k_prime: int
+    layers: tuple[PlannedLayer, ...]
+    rings: tuple[Ring, ...]
+    residents: PlannedLayer
+    order: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+    masters: tuple[PlannedLayer, ...] = ()
+    tables: tuple[PlannedLayer, ...] = ()
+    experts: frozenset[int] = frozenset()
+    plain: tuple[int, int] = (0, 0)
+    ranks: int = 1
+    cache_bytes: int = 0
+    nodes: int = 1
+    staying: tuple[int, int] = (0, 0)
+    nothing: str = ""
+    steps_on_device: bool = False
+    stay: frozenset[int] = frozenset()
+    training: bool = True
+    updates: UpdatePolicy | None = field(default=None, compare=False)
+
+    @property
+    def alone(self) -> bool:
+        """True if one device trains alone, so that gradients are not summed."""
+        return self.ranks * self.nodes == 1
+
+    @property
+    def moving(self) -> tuple[PlannedLayer, ...]:
+        """All layers with an index: the layers, and the further layers that are uploaded on demand (masters and tables)."""
+        return (*self.layers, *self.masters, *self.tables)
+
+    @property
+    def never_evicted(self) -> frozenset[int]:
+        """The indices of the layers that are never evicted, because their ring has a slot for each of its layers."""
+        sharing = Counter(layer.ring for layer in self.layers)
+        fits = {ring for ring, layers in sharing.items() if layers <= self.rings[ring].slots}
+        # Without layers that are uploaded by rows: their slots do not have all rows, and are filled again.
+        return frozenset(i for i, layer in enumerate(self.layers) if layer.ring in fits and not layer.rows)
+
+    @property
+    def kept_between_batches(self) -> frozenset[int]:
+        """The indices of the layers that keep their slots between batches of inference, in rings with fewer slots than layers.
+
+        They are spread evenly over the order of a forward. So some of them compute between two layers that are uploaded, and the
+        uploads never pause. Each ring has two slots for its other layers: one layer is uploaded while another one is used. One
+        slot suffices if at least three of four layers keep theirs. Rings with experts and with layers that are uploaded by rows
+        keep no layers, because the batch decides which of them are used.
+        """
+        kept = set[int]()
+        order = dict.fromkeys(self.order)
+        for index, ring in enumerate(self.rings):
+            layers = [layer for layer in order if self.layers[layer].ring == index]
+            count = len(layers)
+            if ring.slots >= count or any(layer in self.experts or self.layers[layer].rows for layer in layers):
+                continue
+            moving = count - ring.slots + 1
+            moving = min(moving + (4 * moving > count), count)
+            kept |= {*layers} - {layers[at * count // moving] for at in range(moving)}
+        return frozenset(kept)
+
+    @property
+    def trained(self) -> tuple[PlannedLayer, ...]:
+        """The layers that can be trained: layers, tables and residents. Masters are left out: they are updated with a layer."""
+        return (*self.layers, *self.tables, self.residents)
+
+    @property
+    def offloaded(self) -> tuple[PlannedLayer, ...]:
+        """The entries of :attr:`trained` that are in host memory between updates: all except layers that stay on the device."""
+        layers = [layer for index, layer in enumerate(self.layers) if index not in self.stay]
+        return (*layers, *self.tables, self.residents)
+
+    @property
+    def offloaded_masters(self) -> tuple[PlannedLayer, ...]:
+        """The entries of :attr:`masters` whose layers do not stay on the device."""
+        staying = {self.layers[index].masters for index in self.stay}
+        return tuple(each for at, each in enumerate(self.masters, len(self.layers)) if at not in staying)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of all slots."""
+        return sum(ring.slots * ring.nbytes for ring in self.rings)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Device memory of the resident parameters, of modules that are moved whole, and of buffers."""
+        return self.residents.nbytes + self.staying[0]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Device memory of gradients: of layers in flight, of residents, and of modules that are moved whole.
+
+        The gradients of layers that stay count in :attr:`staying_bytes`.
+        """
+        if not self.training:
+            return 0
+        if not self.alone:
+            return self._reduced_bytes + self.staying[1]
+        largest = max((layer.gradient_bytes for layer in self.layers), default=0)
+        # While autograd computes gradients of experts, some gradients of the block around them may be on the device.
+        in_flight = min(self.k_prime + 1 + bool(self.experts), len(self.layers)) * largest
+        trained = (layer for layer in self.layers if layer.gradient_bytes)
+        # A cast's gradient is on the device twice for a short time: autograd's own is copied, or converted to float32 for a hook.
+        twice = max((cast.nbytes for layer in trained for cast in layer.casts), default=0)
+        return in_flight + twice + self.residents.gradient_bytes + self.staying[1]
+
+    @property
+    def _reduced_bytes(self) -> int:
+        """Device memory of gradients on several devices, except of modules that are moved whole.
+
+        It includes the buffers of :class:`~sp_lightning.experimental.ranks.reduced_gradients.ReducedGradients`.
+        """
+        residents = self.residents.gradient_bytes
+        # Each layer is offloaded once. By then a table's gradient is dense, like a layer's.
+        sizes = sorted((each.gradient_bytes for each in (*self.layers, *self.tables)), reverse=True)[: self.k_prime + 1]
+        parts = [aligned(-(-nbytes // self.ranks)) for nbytes in (*sizes, residents)]
+        # While a rank sums its own part of a layer, the sum needs memory, too; for half precision also in float32.
+        adding = 3 * max(parts)
+        each = 2 * self.ranks + 1
+        if self.nodes > 1:
+            # The parts of other nodes, and the sum of a part; for half precision the sum in float32 and the rounded sum.
+            half = any(span.dtype.itemsize == 2 for layer in (*self.layers, self.residents) for span in layer.spans)
+            parts = [part + ALIGNMENT * self.nodes for part in parts]
+            each += 5 if half else 2
+        return sum(sizes) + residents + sum(each * part for part in parts) + adding
+
+    @property
+    def step_slots(self) -> int:
+        """The number of slots for steps on the GPU, each of the largest layer's size.
+
+        The uploads of one layer should overlap with the step of another layer. Two layers of at most half the largest layer's
+        size fit into one slot. So a second slot is needed only if larger layers have most of the bytes.
+        """
+        sizes = [layer.gradient_bytes for layer in self.trained]
+        large = sum(size for size in sizes if 2 * size > max(sizes))
+        return 2 if 2 * large > sum(sizes) else 1
+
+    @property
+    def update_bytes(self) -> int:
+        """Device memory of steps: slots for weights, wide gradients and Adam's state; Adam's root; casts of three layers."""
+        if not self.steps_on_device or not self.training:
+            return self.staying_bytes
+        largest = max(each.gradient_bytes for each in self.trained)
+        narrow = max(each.narrow_bytes for each in self.trained)
+        return (self.step_slots * 4 + 1) * largest + 3 * narrow + self.staying_bytes
+
+    @property
+    def staying_bytes(self) -> int:
+        """Device memory of layers that stay, without their slots: gradients, Adam's state, the masters of casts, and steps.
+
+        The step of a layer makes two tensors for each weight, in the weight's dtype: the gradient, widened or clipped, and the
+        root of Adam's ``foreach`` step. The allocator keeps their memory for steps, which have a stream of their own.
+        """
+        layers = [self.layers[index] for index in self.stay]
+        total = 2 * max((layer.gradient_bytes for layer in layers), default=0)
+        for layer in layers:
+            masters = 0 if layer.masters is None else self.moving[layer.masters].nbytes
+            total += 3 * layer.gradient_bytes - layer.narrow_bytes + masters
+        return total
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """The peak device memory of weights, gradients and optimizer steps."""
+        return self.slot_bytes + self.resident_bytes + self.gradient_bytes + self.cache_bytes + self.update_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The part of :attr:`peak_device_bytes` that is allocated in addition to the module's memory if the device is the CPU."""
+        return self.peak_device_bytes - self.staying[0]
+
+    @property
+    def stack_bytes(self) -> int:
+        """Bytes of all stacked experts that are uploaded one by one."""
+        return sum(layer.rows * layer.row_bytes for layer in self.layers if layer.rows)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of weights and, in training, of gradients, without optimizer state.
+
+        Weights of layers that stay on the device count: they are in host memory until the first step, and while a checkpoint is
+        written. Their gradients never are.
+        """
+        blocks = sum(layer.nbytes for layer in self.trained) + sum(masters.nbytes for masters in self.masters)
+        return blocks + sum(layer.gradient_bytes for layer in self.offloaded) * self.training
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self, *, state: int | None = None) -> str:
+        """Returns the plan as text: a line for each layer, without the middle ones if there are many, and the totals.
+
+        Args:
+            state: bytes of the optimizer's state. If it is None (unknown), the text lacks the memory use of plain training.
+        """
+        width = max([len(layer.name) for layer in self.layers] + [24])
+        shown = [f"  {layer.name:<{width}} {in_gib(layer.nbytes):>10}" for layer in self.layers]
+        if len(shown) > _LONGEST:
+            half = _LONGEST // 2
+            shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
+        slots = " + ".join(f"{r.slots} × {in_gib(r.nbytes)}" for r in self.rings if r.slots) or "none"
+        what = "weights and gradients" if self.training else "weights"
+        plain = self._plain(state)
+        stay, kept = self.staying[0], self.cache_bytes
+        moved_whole = f"of them {in_gib(stay)} of buffers and modules that are moved whole" if stay else ""
+        steps = self.update_bytes - self.staying_bytes
+        stays = f"{len(self.stay)} of {len(self.layers)}: gradients, optimizer state, float32 weights, steps; beside their slots"
+        of_stacks = f"{kept / self.stack_bytes:.0%} of {in_gib(self.stack_bytes)}" if kept else ""
+        totals = {
+            "slots": (self.slot_bytes, slots),
+            "resident": (self.resident_bytes, moved_whole),
+            **({"experts kept": (kept, of_stacks)} if kept else {}),
+            **({"gradients in flight": (self.gradient_bytes, "")} if self.training else {}),
+            **({"steps on the GPU": (steps, "")} if self.training and self.steps_on_device else {}),
+            **({"layers that stay": (self.staying_bytes, stays)} if self.stay else {}),
+            "peak on the GPU": (self.peak_device_bytes, f"{what}; plain {plain}" if plain else what),
+            "host": (self.host_bytes, what),
+        }
+        return "\n".join(
+            [
+                self._heading(),
+                *shown,
+                *(f"  {name:<{width}} {in_gib(n):>10}   {more}".rstrip() for name, (n, more) in totals.items()),
+                *([] if self.updates is None else [f"  updates: {self.updates}"]),
+                *(f"  note: {note}" for note in self.notes),
+            ]
+        )
+
+    def _lower(self, verb: str) -> str:
+        """Returns the beginning of an advice for less memory: ``"lower k, or "``; empty if k is 1 already."""
+        return f"{verb} k, or " if self.k > 1 else ""
+
+    def sentence(self, *, state: int | None = None, on_cpu: bool = False) -> str:
+        """Returns the plan in one line: layers, window, and device memory compared to plain Lightning.
+
+        The arguments are those of :meth:`table`. ``on_cpu``: True if the model computes on the CPU, so that the memory is what a
+        GPU would need.
+        """
+        peak, what = self.peak_device_bytes, "weights"
+        if self.training:
+            what = "weights, gradients and steps" if self.steps_on_device else "weights and gradients"
+            if self.stay:
+                what += f" (with the optimizer state of the {len(self.stay)} that stay)"
+        plain = self._plain(state)
+        whose = "a GPU's" if on_cpu else "GPU"
+        saves = f"take {in_gib(peak)} of {whose} memory"
+        if plain:
+            saves += f", plain Lightning {plain}"
+        if self.nothing:
+            return f"{self._heading()}. {what.capitalize()} {saves}."
+        everything = self.host_bytes + self.staying[0] + self.staying[1] * self.training  # as if nothing were streamed
+        if not self.stay and peak >= everything:
+            saves += f"; {self._lower('a lower')}smaller layers{',' * (self.k > 1)} would take less"
+        return f"{self._heading()}: {what} {saves}."
+
+    def _heading(self) -> str:
+        """Returns the beginning of :meth:`table` and :meth:`sentence`."""
+        if self.nothing:
+            return f"Superpipeline: {self.nothing}"
+        plural = "" if len(self.layers) == 1 else "s"
+        return f"Superpipeline: {len(self.layers)} layer{plural}, k = {self.k}, k' = {self.k_prime}"
+
+    def _plain(self, state: int | None) -> str:
+        """Returns the device memory of plain Lightning as text; empty if it is unknown."""
+        weights, gradients = self.plain
+        if not self.training:
+            return in_gib(weights)
+        return "" if state is None else f"{in_gib(weights + gradients + state)} with optimizer state"
+
+
+def make_plan(
+    found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True, stay: int = 0,
+    contents: Mapping[str, Any] | None = None,
+) -> Plan:  # fmt: skip
+    """Returns the plan that gives every layer its place in memory and its ring.
+
+    Args:
+        found: the model's layers.
+        k: the number of layers that are usable on the device at once, at least 1.
+        k_prime: the number of further layers that may be uploaded meanwhile, at least 1.
+        ranks, nodes: the number of devices of a node, and the number of nodes. All devices sum their gradients.
+        training: True if batches are trained. Otherwise gradients take no memory, few stacked experts are uploaded, and k and k'
+            count the other layers.
+        stay: the number of layers that stay on the device with their optimizer state. These are the layers that a forward uses
+            first, because the forward waits for their updates first.
+        contents: :func:`plan_contents` of ``found``, if it is known.
+    """
+    contents = contents or plan_contents(found)
+    layers, masters, tables = contents["layers"], contents["masters"], contents["tables"]
+    sizes = [layer.nbytes for layer in layers]
+    together = {used for used in found.visits.values() if len(used) > 1}
+    by_rows = [index for index, layer in enumerate(layers) if layer.rows and not training]
+    may_stay = [
+        index for index in dict.fromkeys(contents["order"]) if not layers[index].rows and index not in found.experts
+    ]
+    staying = frozenset(may_stay[:stay])
+    rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, by_rows, staying)
+    # Masters and tables have rings without slots. Such a ring only tells the size of a slot that is allocated on demand.
+    without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
+    placed: dict[str, Any] = {
+        "layers": tuple(replace(layer, ring=ring) for layer, ring in zip(layers, ring_of, strict=True)),
+        "masters": tuple(replace(each, ring=len(rings)) for each in masters),
+        "tables": tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
+    }
+    plan = Plan(
+        k=k, k_prime=k_prime, rings=(*rings, *without_slots), ranks=ranks, nodes=nodes, stay=staying, training=training,
+        **{**contents, **placed},
+    )  # fmt: skip
+    if plan.host_bytes and not plan.stay and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
+        remedy = "nothing is streamed." if plan.nothing else f"{plan._lower('lower')}choose smaller layers."
+        saves_nothing = f"this takes no less GPU memory than all weights and gradients: {remedy}"
+        return replace(plan, notes=(*plan.notes, saves_nothing))
+    return plan
+
+
+def plan_contents(found: Found) -> dict[str, Any]:
+    """Returns the fields of a :class:`Plan` that do not depend on the window. Layers, masters and tables have no rings yet."""
+    with_casts = [index for index, layer in enumerate(found.layers) if layer.lowered]
+    masters_of = {layer: len(found.layers) + index for index, layer in enumerate(with_casts)}
+    return {
+        "layers": [
+            _planned(layer, ring=-1, autocast=found.autocast, masters=masters_of.get(index))
+            for index, layer in enumerate(found.layers)
+        ],
+        "masters": [_planned(layer, ring=-1) for layer in found.masters],
+        "tables": [_planned(layer, ring=-1) for layer in found.tables],
+        "residents": _planned(found.residents, ring=-1),
+        "order": _order(found), "notes": (*found.notes, *_wire_notes(found)), "experts": found.experts,
+        "plain": found.plain_bytes, "staying": found.staying, "nothing": found.nothing,
+    }  # fmt: skip
+
+
+def cap_remarks(k: Count, k_prime: Count, plan: Plan, gpu_layers: Share = 0) -> list[str]:
+    """Returns sentences for the user whose k, k' or gpu_layers is above the number of layers, or of other layers."""
+    count, remarks = len(plan.layers), list[str]()
+    if plan.nothing:
+        return remarks
+    if k != "auto" and k > count:
+        remarks.append(f"k={k} is capped at {count}, the number of layers: all are on the GPU at once.")
+    if isinstance(gpu_layers, int) and gpu_layers > len(plan.stay) and plan.training:
+        remarks.append(
+            f"gpu_layers={gpu_layers} is capped at {len(plan.stay)}: of {count} layers, no more can stay on the GPU."
+        )
+    rest = count - plan.k
+    if k_prime != "auto" and k_prime > max(rest, 1):
+        remarks.append(
+            f"k_prime={k_prime} is more than the {rest} layers beyond k={plan.k}: each layer has its own slot."
+        )
+    return remarks
+
+
+def schedule(plan: Plan, *, training: bool) -> Iterator[int]:
+    """Yields the layers in the expected order of their calls: forward, then backward. The first batch shows the real order.
+
+    Experts are left out, because routing decides which experts are used.
+    """
+    order = [layer for layer in plan.order if layer not in plan.experts]
+    yield from order
+    if training:
+        yield from reversed(order)
+
+
+def _order(found: Found) -> tuple[int, ...]:
+    """Returns the layers in the order in which a forward is expected to use them.
+
+    Layers without a module are first: a single parameter is not in ``found.visits``.
+    """
+    used = [layer for visits in found.visits.values() for layer in visits]
+    without_module = [layer for layer in range(len(found.layers)) if layer not in used]
+    return (*without_module, *used)
+
+
+def _planned(
+    layer: Layer, *, ring: int, autocast: torch.dtype | None = None, masters: int | None = None
+) -> PlannedLayer:
+    """Lays out one layer's weights, and behind them its casts, if there are any.
+
+    Args:
+        layer: the layer.
+        ring: the index of its ring.
+        autocast: the dtype of its casts.
+        masters: the index of its master weights; None if it has none.
+    """
+    spans = lay_out(layer.parameters)
+    casts = lay_out(layer.lowered, begin=total_bytes(spans), dtype=autocast)
+    trained = [named for named in (*layer.parameters, *layer.lowered) if named[1].requires_grad]
+    gradients = total_bytes(lay_out(trained))
+    narrow = sum(cast.nbytes for cast, (_, p) in zip(casts, layer.lowered, strict=True) if p.requires_grad)
+    nbytes = total_bytes(casts or spans)
+    return PlannedLayer(layer.name, nbytes, gradients, ring, spans, casts, masters, narrow, layer.rows)
+
+
+def _wire_notes(found: Found) -> tuple[str, ...]:
+    """Returns a note for the user on the share of bytes that are uploaded as casts; empty if there are none."""
+    lowered = sum(masters.nbytes for masters in found.masters)
+    if not lowered:
+        return ()
+    share = lowered / sum(layer.nbytes for layer in found.layers)
+    dtype = str(found.autocast).removeprefix("torch.")
+    return (
+        f"{share:.0%} of the layers' bytes are uploaded as {dtype}, as autocast would cast them; float32 stays on the CPU.",
+    )

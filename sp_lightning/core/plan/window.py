@@ -1,0 +1,303 @@
+"""Which plans fit the budget of GPU memory.
+
+:class:`Window` makes the plan for the first batches, with the smallest window. A tuner (``sp_lightning.core.engine.tuner``) may
+measure the memory that batches use beside weights. After that :class:`Window` also tells which larger plans fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from sp_lightning.core.device.device import Device
+from sp_lightning.core.model.found import Found
+from sp_lightning.core.plan.choices import Count, OptimizerOn, Share
+from sp_lightning.core.plan.plan import Plan, make_plan
+from sp_lightning.core.plan.units import as_option, enough_bytes, human_bytes
+
+FREE_THE_GPU = "List them: nvidia-smi. End them, or choose another GPU: CUDA_VISIBLE_DEVICES=1."
+"""The next step if other programs fill a GPU."""
+
+# This share of the free memory is left to the rounding of allocators and to libraries.
+_MARGIN = 1 / 16
+# k and k' if nothing limits memory (on the CPU): the smallest window in which transfers overlap with computation.
+_WITHOUT_LIMIT = (2, 1)
+
+
+def about_others(held: int, total: int) -> str:
+    """Returns the next step if other programs hold these bytes of a GPU's memory."""
+    return f"Other programs hold {human_bytes(held)} of the GPU's {human_bytes(total)}. {FREE_THE_GPU}"
+
+
+class Window:
+    """The plans that fit: k, k' and the layers that stay on the GPU.
+
+    Two numbers of bytes decide which plans fit: the budget, and the memory use of everything except weights (activations,
+    gradients, workspaces, buffers). A tuner measures this memory use while the first batches run with the smallest window.
+
+    Args:
+        k, k_prime: numbers, or "auto".
+        budget: bytes of device memory (int), or a share of the memory that is free at set-up (float). None means all free
+            memory, less a margin if k or k' is "auto".
+        ranks, nodes: the number of devices of a node, and of nodes, that sum their gradients.
+        training: True if the batches are trained.
+        optimizer_on: where optimizers step. With ``"auto"``, plans have room for steps on the device if the budget allows it.
+        stay: the number of layers that stay on the device with their optimizer state, or their share of all layers. With
+            ``"auto"``, as many layers as fit after the memory use of everything else was measured.
+
+    Attributes:
+        k, k_prime: as given.
+        budget: as given. Takes effect with :meth:`begin`.
+        steps_on_device: True if plans have room for optimizer steps on the device.
+        may_stay: True if results do not depend on how many layers stay, so that ``"auto"`` may choose their number.
+    """
+
+    def __init__(
+        self,
+        k: Count,
+        k_prime: Count,
+        budget: int | float | None,
+        *,
+        ranks: int = 1,
+        nodes: int = 1,
+        training: bool = True,
+        optimizer_on: OptimizerOn = "cpu",
+        stay: Share = 0,
+    ) -> None:
+        self.k = k
+        self.k_prime = k_prime
+        self.budget = budget
+        self._margin = _MARGIN if "auto" in (k, k_prime) else 0  # only chosen windows fill the memory
+        self._training = training
+        self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
+        self.steps_on_device = optimizer_on != "cpu" and training and ranks * nodes == 1
+        self._may_step_on_cpu = optimizer_on == "auto"
+        self._stay: int | float = 0 if stay == "auto" or not training or ranks * nodes > 1 else stay
+        self._chooses_stay = stay == "auto" and training and ranks * nodes == 1
+        self._most_stay: int | None = None  # the most layers that may stay; None if there is no such limit
+        self.may_stay = False
+        self._found: Found
+        self.room: int | None = None
+        """Bytes of the budget; None if nothing limits device memory."""
+        self.free: int | None = None
+        """Bytes of device memory that were free at set-up. :meth:`lower_budget` may lower the number. None on the CPU."""
+        self.rest = 0
+        """The measured peak of everything except weights, in bytes. Gradients in flight are included."""
+        self.rest_gradients = 0
+        """The most bytes of ``rest`` that are gradients."""
+
+    @property
+    def auto(self) -> bool:
+        """True if k, k' or the number of layers that stay is chosen, and a budget limits the choice."""
+        return (
+            ("auto" in (self.k, self.k_prime) or self._chooses_stay)
+            and self.room is not None
+            and not self._found.nothing
+        )
+
+    def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
+        """Returns the plan for the first batches: the smallest window. Sets the budget by the device's free memory.
+
+        With ``optimizer_on="auto"``, this also decides whether plans have room for steps on the device.
+
+        Args:
+            found: the model's layers.
+            device: the device, before anything is allocated on it.
+            find: finds the layers that other patterns name, for the advice in an error message.
+
+        Raises:
+            ValueError: the plan does not fit the budget, or the budget is a share and the device has no memory of its own.
+        """
+        free, budget = device.free_bytes(), self.budget
+        self._found, self.free = found, free
+        self.rest = self.rest_gradients = 0
+        if isinstance(budget, int):
+            self.room = budget if free is None else min(budget, free)
+        elif free is not None:
+            self.room = int(free * (1 - self._margin if budget is None else budget))
+        elif budget is not None:
+            raise ValueError(
+                f"gpu_memory={as_option(budget)} is a share of the device's free memory, and {device.device} has no memory of "
+                'its own. Give a size: SuperpipelineStrategy(gpu_memory="1GiB").'
+            )
+        smallest = _WITHOUT_LIMIT if self.room is None else (1, 1)
+        plan = self.plan(*smallest)
+        if self._may_step_on_cpu and (device.computes_on_host or self._is_too_large(plan)):
+            self.steps_on_device = False
+            plan = self.plan(*smallest)
+        if self.room is not None and self._is_too_large(plan):
+            raise ValueError(self._too_large(plan, self.room, device, find))
+        return plan
+
+    def lower_budget(self, there: int | None = None) -> None:
+        """Lowers the budget, if there is one, because it was too large.
+
+        Args:
+            there: bytes that torch has allocated or could allocate: the new upper bound. None lowers the budget by 1/16.
+        """
+        if there is not None and self.free is not None:
+            self.free = min(self.free, there)
+        if self.room is None:
+            return
+        if there is None:
+            self.room -= self.room // 16
+        else:
+            share = 1 - self._margin if self.budget is None else 1
+            self.room = min(self.room, int(there * share))
+
+    @property
+    def filled_room(self) -> int | None:
+        """Bytes of the budget if kept activations may fill it, even if k and k' are numbers."""
+        # No limit; or the user's limit, which may be filled; or a limit that leaves a margin already.
+        if self.room is None or self.budget is not None or self._margin:
+            return self.room
+        return int(self.room * (1 - _MARGIN))
+
+    def fill(self) -> None:
+        """From now on activations fill the memory that k and k' leave free. The measured memory use is dropped."""
+        self.room, self._margin = self.filled_room, self._margin or _MARGIN
+        self.rest = self.rest_gradients = 0
+
+    def needs(self, plan: Plan) -> int:
+        """Returns the bytes of device memory that a plan uses, and that everything else uses, as measured."""
+        gradients = max(0, plan.gradient_bytes - self.rest_gradients)
+        moving = plan.slot_bytes + plan.update_bytes + gradients
+        return moving + plan.resident_bytes + plan.cache_bytes + self.rest
+
+    def fits(self, plan: Plan, more: int = 0) -> bool:
+        """Returns True if :meth:`needs` of a plan and ``more`` bytes stay within the budget."""
+        return self.room is None or self.needs(plan) + more <= self.room
+
+    def with_experts(self, plan: Plan) -> Plan:
+        """Returns the plan with a cache for stacked experts that fills the budget."""
+        if self.room is None or not plan.stack_bytes:
+            return plan
+        most = max(0, min(self.room - self.needs(replace(plan, cache_bytes=0)), plan.stack_bytes))
+        return replace(plan, cache_bytes=most)
+
+    def with_staying(self, plan: Plan) -> Plan:
+        """Returns the plan with as many staying layers as the budget allows if their number is chosen; else the same plan."""
+        return self.filled_with_staying(plan) if self._chooses_stay and self.may_stay else plan
+
+    def filled_with_staying(self, plan: Plan) -> Plan:
+        """Returns the plan with as many staying layers as the budget allows."""
+        most = self.count if self._most_stay is None else min(self.count, self._most_stay)
+        plans = (self._make(self._found, k=plan.k, k_prime=plan.k_prime, stay=count) for count in range(1, most + 1))
+        for larger in (replace(each, cache_bytes=plan.cache_bytes) for each in plans):
+            if not self.fits(larger):
+                break
+            plan = larger
+        return plan
+
+    def let_fewer_stay(self, plan: Plan) -> None:
+        """From now on at most half as many layers stay as in a plan for which the device had too little memory."""
+        self._most_stay = len(plan.stay) // 2
+
+    def let_none_stay(self) -> None:
+        """From now on no layer stays by choice, for example because user code reads weights in each step."""
+        self._most_stay = 0
+
+    def again(self, plan: Plan, found: Found) -> Plan:
+        """Returns the same plan after other weights have become trainable."""
+        again = self._make(found, k=plan.k, k_prime=plan.k_prime, stay=len(plan.stay))
+        return replace(again, cache_bytes=plan.cache_bytes)
+
+    def smallest(self) -> Plan:
+        """Returns the smallest plan, for use after the device has run out of memory."""
+        return self.plan(1, 1)
+
+    @property
+    def count(self) -> int:
+        """The number of layers, at least 1: the largest k."""
+        return max(len(self._found.layers), 1)
+
+    def _make(self, found: Found, *, k: int, k_prime: int, stay: int | None = None) -> Plan:
+        """Makes a plan.
+
+        Args:
+            found: the layers.
+            k, k_prime: the window.
+            stay: the number of layers that stay; None for the user's number, at most the number for which the device had memory.
+        """
+        if stay is None:
+            stay = self._stay if isinstance(self._stay, int) else round(self._stay * len(found.layers))
+            stay = stay if self._most_stay is None else min(stay, self._most_stay)
+        plan = make_plan(found, k=k, k_prime=k_prime, stay=stay, **self._options)
+        return replace(plan, steps_on_device=self.steps_on_device)
+
+    def plan(self, k: int, k_prime: int) -> Plan:
+        """Returns the plan with this window. If the user gave a number for ``k`` or ``k_prime``, that number is used instead."""
+        return self._make(
+            self._found,
+            k=k if self.k == "auto" else min(self.k, self.count),
+            k_prime=k_prime if self.k_prime == "auto" else self.k_prime,
+        )
+
+    # ------------------------------------------------------------------ plans that do not fit
+
+    def _is_too_large(self, plan: Plan) -> bool:
+        return self.room is not None and plan.peak_device_bytes > self.room
+
+    def _too_large(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> str:
+        """Returns the error message for a plan that does not fit: needed memory, free memory and a remedy."""
+        smallest = self._make(self._found, k=1, k_prime=1)
+        staying = plan.resident_bytes + (plan.residents.gradient_bytes + plan.staying[1]) * self._training
+        if not plan.layers or staying > room:
+            whole = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in self._found.aside[:3])
+            remedy = (
+                f"What stays on the GPU takes {_bytes(staying)} of that{f', with {whole}' if whole else ''}. Leave names "
+                "out of keep_on_gpu=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
+                "it as much memory."
+            )
+        elif plan.stay and self._make(self._found, k=1, k_prime=1, stay=0).peak_device_bytes <= room:
+            remedy = (
+                f"The {len(plan.stay)} layers that stay take {_bytes(plan.staying_bytes)} of that beside their slots, for "
+                "gradients and optimizer state: lower gpu_layers, or give it as much memory."
+            )
+        elif plan.steps_on_device and plan.peak_device_bytes - plan.update_bytes <= room:
+            remedy = (
+                f"The two slots in which layers are stepped take {_bytes(plan.update_bytes - plan.staying_bytes)} of that: leave "
+                'optimizer_on="gpu" out, or give it as much memory.'
+            )
+        elif smallest.peak_device_bytes <= room:
+            remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
+        else:
+            remedy = self._smaller_layers(plan, smallest, room, find)
+        free = f"{_bytes(room)} are free on {device.device}"
+        available = (
+            free if self.budget is None else f"with gpu_memory={as_option(self.budget)} there are {_bytes(room)}"
+        )
+        if (others := device.held_by_others()) is not None:
+            remedy += f" {about_others(*others)}"
+        what = "Weights and gradients need" if self._training else "Weights need"
+        return (
+            f"{what} {_bytes(plan.peak_device_bytes)} with k={plan.k} and k_prime={plan.k_prime}, and {available}. The least is "
+            f"{human_bytes(smallest.peak_device_bytes)}, with k=1 and k_prime=1. {remedy}"
+        )
+
+    def _smaller_layers(
+        self, plan: Plan, smallest: Plan, room: int, find: Callable[[Sequence[str]], Found] | None
+    ) -> str:
+        """Returns a remedy that fits: splitting the largest layer and the layers like it, with a larger limit if necessary."""
+        largest = max(plan.layers, key=lambda layer: layer.nbytes)
+        said = f"The largest layer, {largest.name!r}, takes {_bytes(largest.nbytes)}. "
+        alike = ".".join("*" if part.isdecimal() else part for part in largest.name.split("."))
+        with suppress(ValueError):  # the pattern matches no module, or the modules that it matches overlap
+            cut = self._make(find([f"{alike}.*"]), k=1, k_prime=1).peak_device_bytes if find is not None else None
+            if cut is not None and cut < smallest.peak_device_bytes:
+                if cut > room and self.budget is None:
+                    said += f"Even its parts (layers=) need {human_bytes(cut)}. "
+                    return f'{said}Use precision="bf16-true", or a GPU with as much memory.'
+                more = "" if cut <= room else f', gpu_memory="{enough_bytes(cut)}"'
+                return (
+                    f'{said}Cut it into smaller ones: SuperpipelineStrategy(layers=["{alike}.*"]{more}), whose least is '
+                    f"{human_bytes(cut)} without activations."
+                )
+        remedy = 'Use precision="bf16-true" (small updates are lost), or give it as much memory.'
+        return f"{said}There are no smaller layers in it. {remedy}"
+
+
+def _bytes(nbytes: int) -> str:
+    return f"{nbytes} bytes ({human_bytes(nbytes)})"

@@ -1,0 +1,275 @@
+"""Patched methods: detects a ``step`` that users set on an optimizer, and patches functions of other code for some time."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from sp_lightning.core.torch_compat.cast_gradient import plain
+from sp_lightning.core.torch_compat.private import ENGINE_CALL, frame_compiler, leave_frame_out
+
+
+def attributes_of(optimizer: Any) -> dict[str, Any]:
+    """Returns the ``__dict__`` of an optimizer, without waiting for updates in the background."""
+    if isinstance(optimizer, Optimizer):
+        return OWN_ATTRIBUTES.__get__(optimizer)
+    return getattr(optimizer, "__dict__", {})
+
+
+OWN_ATTRIBUTES: Any = vars(Optimizer)["__dict__"]  # a property of the same name may wait for updates
+
+
+def own_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Returns an optimizer's step without its hooks, and without the wrapper in which schedulers count its calls.
+
+    If user code has set a step on the optimizer itself, returns that step unchanged.
+    """
+    step: Any = attributes_of(optimizer).get("step")
+    if not is_patched(optimizer, step):
+        step = type(optimizer).step
+        while getattr(step, "hooked", False):  # torch's wrapper, which runs hooks
+            step = step.__wrapped__
+        step = MethodType(step, optimizer)
+    return step
+
+
+def state_of(optimizer: Any) -> Any:
+    """Returns an optimizer's state by parameter, without waiting for updates in the background.
+
+    A wrapper of an optimizer (Opacus' ``DPOptimizer``, accelerate's) has no state itself. Its property returns the state of the
+    wrapped optimizer.
+    """
+    own = attributes_of(optimizer).get("state")
+    return optimizer.state if own is None else own
+
+
+def is_patched(optimizer: Any, step: Any) -> bool:
+    """Returns True if ``step``, set on the optimizer itself, is code of neither torch nor this package.
+
+    Wrappers are examined down to the step of the optimizer's class. The file of each code object decides, because
+    ``functools.wraps`` copies names and attributes.
+    """
+    function = getattr(step, "__func__", step)
+    while function is not None and function is not type(optimizer).step:
+        if isinstance(function, partial):
+            function = function.func
+        code = getattr(function, "__code__", None)
+        if code is None or not code.co_filename.startswith(_OURS_AND_TORCHS):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+@contextmanager
+def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
+    """Sets methods on an object, and on exit restores the methods that were set on the object itself before.
+
+    If user code wraps one of the new methods in the meantime, the wrapper stays. After the exit it calls the former method.
+    """
+    own = attributes_of(owner)
+    before = {name: own[name] for name in methods if name in own}
+    is_over: list[bool] = []
+    put = {name: _until(is_over, method, getattr(owner, name, None)) for name, method in methods.items()}
+    own.update(put)
+    del own  # references to it are counted
+    try:
+        yield
+    finally:
+        is_over.append(True)
+        own = attributes_of(owner)
+        for name in [name for name in methods if own.get(name) is put[name]]:
+            del own[name]
+            own.update({name: before[name]} if name in before else {})
+
+
+def _until(is_over: list[bool], method: Any, before: Any) -> Any:
+    """Returns a method that calls ``method`` until ``is_over`` has an entry, and ``before`` after that."""
+    bound = getattr(method, "__self__", None)
+    function = method if bound is None else method.__func__
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if is_over:
+            return before(*(args if bound is None else args[1:]), **options)
+        return function(*args, **options)
+
+    return call if bound is None else MethodType(call, bound)
+
+
+_OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+# ---------------------------------------------------------------------- calls of autograd's engine that fail
+# autograd runs queued callbacks only if a backward succeeds. If it fails, autograd drops them. On an accelerator, one of
+# autograd's own threads drops them, possibly after user code has caught the error and begun the next forward.
+
+
+@dataclass(frozen=True, eq=False)
+class _Watcher:
+    """An object to notify of calls that fail, with the scope and the thread in which :func:`watch` was called."""
+
+    watcher: weakref.ref[Any]
+    scope: Any
+    thread: int
+
+
+_watchers: tuple[_Watcher, ...] = ()  # immutable, because other threads may iterate over it
+_lock = threading.Lock()
+_calling: set[int] = set()
+"""The threads in which a call of autograd's engine runs."""
+scope: ContextVar[Any] = ContextVar("scope", default=None)
+"""The run that the current code belongs to, if several runs are active in threads. Patches and hooks are shared by all runs of
+the process."""
+
+
+def elsewhere(other: Any) -> bool:
+    """Returns True if the current code certainly belongs to another run than ``other``. Returns False if one scope is None."""
+    current = scope.get()
+    return current is not None and other is not None and current is not other
+
+
+class Patch:
+    """Wraps a function of a module or a class while it is installed.
+
+    Other code may wrap this wrapper for good, or restore the original function. Therefore each :meth:`install` makes a new
+    wrapper around the current function. If other code has wrapped this wrapper, :meth:`remove` cannot remove it. In this case the
+    wrapper only forwards calls from then on.
+
+    Args:
+        owner: the module or class.
+        name: the attribute that is the function.
+        around: called in place of the function, with the wrapped function and the arguments of the call.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self.around = around
+        self._wrapper: Any = None
+
+    @property
+    def installed(self) -> bool:
+        """True if the outermost function is this wrapper. If it is False, the wrapper may still run inside another one."""
+        return self._wrapper is not None and getattr(self._owner, self._name) is self._wrapper
+
+    def install(self) -> None:
+        """Wraps the current function. Does nothing if this wrapper is the outermost already. Removes a former wrapper first."""
+        if not self.installed:
+            self.remove()
+            self._wrapper = self.wrap(getattr(self._owner, self._name))
+            setattr(self._owner, self._name, self._wrapper)
+
+    def remove(self) -> None:
+        """Removes the wrapper, or stops it if other code has wrapped it. Does nothing if there is no wrapper."""
+        wrapper = self._wrapper
+        if wrapper is not None:
+            wrapper.stop()
+            if getattr(self._owner, self._name) is wrapper:
+                setattr(self._owner, self._name, wrapper.__wrapped__)
+            self._wrapper = None  # last: after an interrupt, remove() can be called again
+
+    def wrap(self, function: Any) -> Any:
+        """Returns a wrapper of a function. After its ``stop()`` the wrapper only forwards calls."""
+        around: Callable[..., Any] | None = self.around
+
+        @leave_frame_out
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            ours = around  # read once: another thread may call stop() at any time
+            return function(*args, **options) if ours is None else ours(function, *args, **options)
+
+        def stop() -> None:
+            nonlocal around
+            around = None
+
+        wrapper: Any = call
+        wrapper.stop = stop
+        return wrapper
+
+
+class PropertyPatch(Patch):
+    """Wraps the getter of a property or of a descriptor in the same way. ``around`` gets the getter and the object."""
+
+    def wrap(self, function: Any) -> Any:
+        return _Property(super().wrap(function.__get__), function)
+
+
+class _Property(property):
+    """A property that :class:`Patch` can stop and remove."""
+
+    def __init__(self, get: Any, wrapped: Any) -> None:
+        super().__init__(get)
+        self.stop, self.__wrapped__ = get.stop, wrapped
+
+
+def while_runs_last(*patches: Patch) -> None:
+    """Adds patches to the one of autograd's engine, which :func:`watch` installs and :func:`unwatch` removes."""
+    _patches.extend(patches)
+
+
+def watch(watcher: Any) -> None:
+    """Notifies a :class:`~sp_lightning.core.engine.graph.Backward` of each failed call of autograd's engine.
+
+    ``backward``, ``autograd.grad`` and checkpoints call the engine, in any thread. The watcher's ``failed`` is called in the
+    thread of the call, with the graph tasks that were running when the call began. While the watcher's own thread is in a
+    call, failures in other threads are not reported: the running graph tasks belong to the watcher's call. Keeps only a weak
+    reference to the watcher.
+    """
+    global _watchers
+    with _lock:
+        for patch in _patches:
+            patch.install()
+        _watchers = (*_others(watcher), _Watcher(weakref.ref(watcher), scope.get(), threading.get_ident()))
+
+
+def unwatch(watcher: Any) -> None:
+    """Ends :func:`watch`. Does nothing if the watcher is not watching. Without watchers, removes the patches."""
+    global _watchers
+    with _lock:
+        _watchers = _others(watcher)
+        if not _watchers:
+            for patch in _patches:
+                patch.remove()
+
+
+def _others(watcher: Any) -> tuple[_Watcher, ...]:
+    return tuple(each for each in _watchers if each.watcher() not in (None, watcher))
+
+
+def _report_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Runs a call of autograd's engine. Returns plain tensors. If the call raises, notifies the watchers."""
+    before = [
+        (watcher, each.thread, list(watcher.tasks))
+        for each in _watchers
+        if (watcher := each.watcher()) is not None and not elsewhere(each.scope)
+    ]
+    here = threading.get_ident()
+    outermost = here not in _calling
+    _calling.add(here)
+    if frame_compiler() is not None:
+        # In a backward inside a compiled forward, torch would compile the engine's hooks.
+        call = torch.compiler.disable(call)
+    try:
+        return plain(call(*args, **options))
+    except BaseException:
+        for watcher, thread, tasks in before:
+            if thread == here or thread not in _calling:
+                watcher.failed(tasks)
+        raise
+    finally:
+        if outermost:
+            _calling.discard(here)
+
+
+_patches = [Patch(*ENGINE_CALL, _report_failure)]

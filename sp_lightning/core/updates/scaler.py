@@ -1,0 +1,90 @@
+"""The gradient scaler of ``16-mixed`` for gradients on the host.
+
+A *narrow* gradient is stored in a lower dtype than its weight (float16, in which backward computed it, for a float32 weight).
+The optimizer's step widens it. See ``layers.narrow_gradient``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.core.device.host_kernels import host_kernels
+from sp_lightning.core.layers.narrow_gradient import Factor, change, is_narrow, stored, unwidened, widen_if_changed
+from sp_lightning.core.torch_compat.private import scaler_device
+
+Found = dict[torch.device, Tensor]
+"""For each device with gradients, a tensor: 1.0 if some of them are infinite or NaN, otherwise 0.0. torch's ``found_inf``."""
+
+
+class HostGradScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` for gradients on the host.
+
+    torch's scaler copies the scale to the CPU without blocking, so the CPU kernel may read it before it has arrived. Here the
+    copies block. Narrow gradients stay narrow: this class searches them for infinities and NaN, and the update divides them by
+    the scale. Everything else is torch's code, including checkpoints.
+
+    Attributes:
+        run_on_one_rank: runs the unscaling on one rank, for gradients that all ranks share; None on one device. Its argument is
+            the function that unscales. It returns the result of that function on every rank.
+    """
+
+    run_on_one_rank: Callable[[Callable[[], Found]], Found] | None = None
+
+    @classmethod
+    def like(cls, scaler: torch.amp.GradScaler) -> HostGradScaler:
+        """Returns a scaler that replaces one of torch's, with the same state."""
+        host = cls(device=scaler_device(scaler), enabled=scaler.is_enabled())
+        host.load_state_dict(scaler.state_dict())
+        return host
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Found:
+        # torch's method of this name, which its ``unscale_`` and ``step`` call.
+        unscale = partial(self._unscale_on_this_rank, optimizer, inv_scale, found_inf, allow_fp16)
+        return unscale() if self.run_on_one_rank is None else self.run_on_one_rank(unscale)
+
+    def _unscale_on_this_rank(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> Found:
+        """Unscales all gradients of an optimizer: torch's code unscales wide gradients, and this method narrow gradients."""
+        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        unscale = Factor(inv_scale)
+        narrow: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            widen_if_changed(parameter)  # a narrow gradient with changes of an earlier step
+            (narrow if is_narrow(parameter) else others).append(parameter)
+        only_others: Any = SimpleNamespace(param_groups=[{"params": others}])  # torch reads only an optimizer's groups
+        found = super()._unscale_grads_(only_others, inv_scale, found_inf, allow_fp16)
+        if narrow:
+            infinite = found.setdefault(torch.device("cpu"), found_inf)
+            # As in torch, gradients are searched before they are multiplied.
+            if not _are_finite([unwidened(stored(parameter)) for parameter in narrow]):
+                infinite.fill_(1.0)
+            for parameter in narrow:
+                is_recorded = change(parameter, unscale)  # the update will multiply the gradient by this factor
+                if not is_recorded and parameter.grad is not None:
+                    unscale(parameter.grad)  # another thread has read the gradient meanwhile, which has widened it
+        return found
+
+
+def _are_finite(gradients: Sequence[Tensor]) -> bool:
+    """Returns True if all elements of gradients are finite. Each gradient is read once, and nothing is written."""
+    # A norm is finite if all elements are, and a kernel computes it in one pass. In other dtypes than float16, squares of finite
+    # numbers may be infinite.
+    norms = host_kernels().norms([each for each in gradients if each.dtype is torch.float16])
+    for gradient in gradients:
+        if not gradient.numel():
+            continue
+        norm = norms.get(id(gradient))
+        numbers = gradient.aminmax() if norm is None else [norm]  # aminmax returns NaN if an element is NaN
+        if not all(bool(number.isfinite()) for number in numbers):
+            return False
+    return True

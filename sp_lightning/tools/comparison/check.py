@@ -1,0 +1,414 @@
+"""The runs of a check, and what their differences mean."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory
+from typing import Any, get_args
+
+import torch
+
+from sp_lightning.core.device.accelerator import plain_steps_on
+from sp_lightning.core.plan.choices import Mode
+from sp_lightning.core.plan.host_memory import available_bytes
+from sp_lightning.registry import is_installed
+from sp_lightning.tools.comparison.explain import avoided_by, first_module, sentences
+from sp_lightning.tools.comparison.record import Compared, Difference, compare
+from sp_lightning.tools.comparison.report import Report, RunFigures
+from sp_lightning.tools.comparison.runs import STOPPED, RunResult, RunVariant, root_device, run, undisturbed
+from sp_lightning.tools.comparison.subject import Factory, NotRunError, Subject
+from sp_lightning.trainer.strategy import SuperpipelineStrategy
+
+ALL = "all"
+"""For ``activations`` and ``optimizer_overlap``: every mode, one after the other."""
+_LARGE = 2**27
+"""If a checkpoint has more bytes than this, garbage is collected before the next run. For a small model, collecting takes longer
+than a run."""
+_STOPS = NotRunError, torch.OutOfMemoryError
+"""The errors that :meth:`_Checking._run` raises."""
+_MODES = {"activations": get_args(Mode), "optimizer_overlap": ("off", "forward", "backward")}
+
+
+def check(
+    factory: Factory | None = None,
+    data: Factory | None = None,
+    *,
+    config: str | Path | None = None,
+    steps: int = 4,
+    seed: int = 0,
+    trainer: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Report:
+    """Trains, validates and predicts some batches with plain Lightning and with this strategy, and compares them bitwise.
+
+    Module and data are made anew for each run, from the same seed. Files are in a temporary folder, about twenty times as
+    large as the weights, which is removed afterwards. Random states are restored.
+
+    Args:
+        factory: makes the LightningModule when it is called: a callable, or ``"package.module:Name"``.
+        data: makes a LightningDataModule or training batches in the same way. By default the module's own data is used.
+        config: a config of Lightning's CLI, in place of factory and data, or with them if it does not name the classes.
+        steps: the number of trained batches, and the most validated and predicted batches; at least 1.
+        seed: the seed of all random states.
+        trainer: arguments of ``Trainer`` that change numbers or the device, for example ``{"precision": "bf16-mixed"}``.
+            Arguments that a check sets itself (``max_epochs``, ``devices``, ``strategy`` and others) raise an error here, and
+            are listed in the report if a config has them.
+        options: options of :class:`~sp_lightning.SuperpipelineStrategy`. ``activations`` and ``optimizer_overlap`` can be
+            ``"all"``: every mode, one after the other.
+
+    Returns:
+        The report. Its ``status`` is 0 if all is equal, 1 if something differs, and 2 if nothing was compared. ``print``
+        shows it as a table.
+
+    Raises:
+        ValueError, TypeError: a name cannot be imported, or an option or an argument of ``Trainer`` is invalid.
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, found {steps}.")
+    return check_variants(Subject(factory, data, config, steps, seed, dict(trainer or {})), options)
+
+
+def check_variants(
+    subject: Subject, options: dict[str, Any], modes: Mapping[str, dict[str, Any]] | None = None
+) -> Report:
+    """Compares plain Lightning with the strategy in several modes. Arguments and errors are those of :func:`check`.
+
+    Args:
+        subject: the module, its data and the trainer's settings.
+        options: options of the strategy.
+        modes: further options by the name of a mode; None for those that ``"all"`` in ``options`` asks for.
+    """
+    with undisturbed(subject.settings), TemporaryDirectory(prefix="sp_lightning-") as folder:
+        checking = _Checking(subject, options, Path(folder), modes)
+        try:
+            return checking.report()
+        except NotRunError as error:
+            return replace(checking.found, why=str(error))
+
+
+class _Checking:
+    """The runs of one check.
+
+    Args:
+        subject: the module, its data and the trainer's settings.
+        options: options of the strategy.
+        folder: the folder for all files.
+        modes: as in :func:`check_variants`.
+    """
+
+    def __init__(
+        self, subject: Subject, options: dict[str, Any], folder: Path, modes: Mapping[str, dict[str, Any]] | None
+    ) -> None:
+        self._subject, self._folder, self._modes = subject, folder, modes
+        self._given = options
+        self._runs, self._large = 0, False
+        self._left_out: list[str] = []  # kinds in which plain Lightning differs from itself
+        self.found = Report()
+
+    def report(self) -> Report:
+        """Runs plain Lightning and the variants of the strategy, compares them, and returns the report.
+
+        Called once more, for the CPU, if plain Lightning has too little memory on the device.
+
+        Raises:
+            NotRunError: nothing could be compared.
+            ValueError, TypeError: an option of the strategy is invalid.
+        """
+        settings, options, unused = self._subject.described()
+        options |= self._given
+        if options.get("optimizer_on") == "auto":
+            raise ValueError(
+                'optimizer_on="auto" cannot be checked: a check compares one place. Use optimizer_on="cpu" or "gpu".'
+            )
+        if unused and not self.found.notes:  # in a second call, for the CPU, the note is there already
+            self.found.notes.append(
+                f"Not used, because a check has its own length, files and devices: {', '.join(unused)}."
+            )
+        self._device = root_device(settings)
+        self.found.counted = self._device.type == "cpu"
+        variants = {name: {**options, **mode} for name, mode in (self._modes or _asked(options)).items()}
+        self._plain = self._plain_steps(options, [*variants.values()])
+        for variant in variants.values():
+            SuperpipelineStrategy(**variant)  # invalid options raise an error before the first run
+            # Both sides step fused, or both do not: otherwise their last bits differ.
+            if self._plain["like"] is None:
+                variant["fused_optimizer"] = self._plain["fuse"]
+        plain = self._run_if_it_fits(RunVariant("plain", **self._plain))
+        again = plain and self._run_if_it_fits(RunVariant("plain again", **self._plain, watched="gradients"))
+        if plain is None or again is None:
+            return self._without_plain(next(iter(variants.values())))
+        compared = compare(again.record, plain.record, ["gradients"])
+        if (logged := compared.pop("logged values", Compared()).first) is not None:  # a time, for example
+            self._left_out.append("logged values")
+            self.found.notes.append(
+                f"Logged values are not compared: plain Lightning, run twice, {logged.how} ({logged.name})."
+            )
+        self._refuse_unrepeatable(compared)
+        again.record.keep_only("gradients")
+        plain.record.entries += again.record.entries
+        if not {"losses", "gradients"} & {entry.kind for entry in plain.record.entries}:
+            raise NotRunError("No training step has returned a loss or made a gradient, so nothing was trained.")
+        on_host = plain.moved or self._device.type == "cpu"
+        fused = ", with optimizers fused on the CPU" if self._plain["fuse"] and on_host else ""
+        self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
+        self._compare_with_plain(variants, plain)
+        return self.found
+
+    def _refuse_unrepeatable(self, compared: dict[str, Compared]) -> None:
+        """Raises a NotRunError if two runs of plain Lightning differ. Trains twice more to find the first module that differs."""
+        differ = [f"{what} ({each.first.name}, {each.first.how})" for what, each in compared.items() if each.first]
+        if not differ:
+            return
+        names = ("plain, hooks on modules", "plain again, hooks on modules")
+        try:
+            first, again = (self._run(RunVariant(name, **self._plain, watched="modules")) for name in names)
+            where = " ".join(first_module(again, first)[1:])
+        except _STOPS as error:
+            where = str(error)
+        raise NotRunError(
+            f"Plain Lightning, run twice from the same seed, differs from itself: {'; '.join(differ)}. {where} {_REPEATABLE}"
+        )
+
+    def _plain_steps(self, options: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns where and how plain Lightning's optimizers step, as arguments of :class:`RunVariant`."""
+        given, on_device = options.get("fused_optimizer", "auto"), options.get("optimizer_on") == "gpu"
+        gpu = plain_steps_on(self._device)
+        like = None
+        if gpu is not None and given is not False and not on_device and is_installed("capabilities.kernels"):
+            from sp_lightning.capabilities.kernels.like_gpu import LikeGpu
+
+            like = LikeGpu(gpu, fuse=given is True)
+        return {"fuse": is_fused(options, variants, self._device), "like": like, "on_device": on_device}
+
+    def _compare_with_plain(self, variants: dict[str, dict[str, Any]], plain: RunResult) -> None:
+        first, ways = None, []
+        for name, options in variants.items():
+            way = RunVariant(f"superpipeline, {name}" if name else "superpipeline", options)
+            ours = self._attempt(way, plain, keep=first is None)
+            if ours is None:
+                continue
+            if first is None:
+                first = ours
+                self._describe(plain, ours)
+            self.found.runs.append(_figures(ours))
+            ways += [way, replace(way, name=f"{way.name}, freed memory overwritten with NaN", poison=True)]
+            self._attempt(ways[-1], plain)
+        if first is None:
+            if self.found.rows:
+                return  # every variant ended with an error, and plain Lightning did not
+            raise NotRunError(" ".join(self.found.notes))
+        watched = dict(first.way.options or {})
+        if watched.get("optimizer_overlap") == "backward":
+            watched["optimizer_overlap"] = "off"  # this mode may free gradients before hooks read them
+        ways.append(RunVariant("superpipeline, hooks on gradients", watched, watched="gradients"))
+        self._attempt(ways[-1], plain)
+        self._continue(first, plain)
+        predicted = [entry.values().get("") for entry in plain.record.entries if entry.kind == "predictions"]
+        self.found.notes += [f"Plain Lightning, too: {each}" for each in predicted if str(each).startswith(STOPPED)]
+        absent = [what for what in ("validation", "predictions") if what not in self.found.rows]
+        self.found.notes += [f"The module or its data have nothing for these: {', '.join(absent)}."] if absent else []
+        self._explain(ways, plain)
+
+    # ------------------------------------------------------------------ runs
+
+    def _run(self, way: RunVariant) -> RunResult:
+        """Runs a variant, and prints its name on the standard error.
+
+        Raises:
+            NotRunError: the run raised an error.
+            torch.OutOfMemoryError: the device has too little memory.
+        """
+        self._runs += 1
+        print(f"check: run {self._runs}, {way.name}", file=sys.stderr, flush=True)
+        if self._large:
+            gc.collect()  # a trainer and its module refer to each other, and models of several runs may fill the memory
+        try:
+            done = run(self._subject, way, self._folder / str(self._runs))
+            self._large = done.checkpoint.stat().st_size > _LARGE
+            return done
+        except _STOPS:
+            self._large = True
+            raise
+        except Exception as error:
+            raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
+
+    def _run_if_it_fits(self, way: RunVariant) -> RunResult | None:
+        try:
+            return self._run(way)
+        except torch.OutOfMemoryError:
+            return None
+
+    def _attempt(self, way: RunVariant, plain: RunResult, *, keep: bool = False) -> RunResult | None:
+        """Runs a variant, and adds the comparison of its record with plain Lightning's to the report.
+
+        If the run ends with an error, returns None. Too little memory becomes a note in the report, and so does an error that the
+        strategy raises for the user's settings. Any other error counts as a difference.
+
+        Args:
+            way: the variant.
+            plain: the run of plain Lightning.
+            keep: True to keep the checkpoint and the other files of the run.
+        """
+        try:
+            done = self._run(way)
+        except _STOPS as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                self.found.notes.append(f"The run {way.name!r} had too little memory and shows nothing. {error}")
+            elif not (way.poison or way.begins or way.watched != "nothing") and is_refusal(error.__cause__):
+                self.found.notes.append(str(error))
+            else:
+                cause = error.__cause__ or error
+                found = Difference("", "before its end", f"{type(cause).__name__}: {cause}")
+                self._note("the run itself", way, Compared(first=found))
+            return None
+        leave_out = self._left_out + ["gradients"] * (way.watched != "gradients")
+        for what, compared in compare(done.record, plain.record, leave_out).items():
+            self._note("continued" if way.begins else what, way, compared)
+        if not keep:
+            rmtree(done.checkpoint.parent)
+        return done
+
+    def _note(self, what: str, way: RunVariant, compared: Compared) -> None:
+        """Adds a comparison to a row of the report. The row keeps its first difference."""
+        row = self.found.rows.setdefault(what, Compared())
+        row.tensors, row.values = row.tensors + compared.tensors, row.values + compared.values
+        row.first = row.first or (compared.first and replace(compared.first, run=way.name))
+
+    def _continue(self, ours: RunResult, plain: RunResult) -> None:
+        """Trains one more batch from each checkpoint, with the strategy that did not write it."""
+        try:
+            expected = self._run(RunVariant("plain, from its own checkpoint", **self._plain, begins=plain.checkpoint))
+        except _STOPS as error:
+            self.found.notes.append(f"Nothing went on from a checkpoint. {error}")
+            return
+        self._attempt(
+            RunVariant("plain, from the strategy's checkpoint", **self._plain, begins=ours.checkpoint), expected
+        )
+        crossed = replace(ours.way, name="superpipeline, from plain Lightning's checkpoint", begins=plain.checkpoint)
+        self._attempt(crossed, expected)
+
+    # ------------------------------------------------------------------ the rest of the report
+
+    def _describe(self, plain: RunResult, ours: RunResult) -> None:
+        """Adds the number of layers, their share of all bytes, and the time and memory of plain Lightning to the report."""
+        plan = ours.plan
+        assert plan is not None
+        streams = sum(layer.nbytes for layer in (*plan.layers, *plan.tables))
+        self.found.layers = len(plan.layers)
+        self.found.streamed = streams / max(streams + plan.resident_bytes, 1)
+        self.found.runs.append(_figures(plain, sum(plan.plain) + plain.state_bytes))
+
+    def _explain(self, ways: list[RunVariant], plain: RunResult) -> None:
+        """Adds sentences on the cause of a difference to the report. Trains again for them."""
+        rows, explanation = self.found.rows, self.found.explanation
+        explanation += sentences(rows, ways)
+        differ = {row.first.run for what, row in rows.items() if row.first and what != "the run itself"}
+        way = next((each for each in ways if each.name in differ), None)
+        if way is None:
+            return
+        seen = replace(way, name="superpipeline, hooks on modules", watched="modules")
+        try:
+            expected = self._run(RunVariant("plain, hooks on modules", **self._plain, watched="modules"))
+            name, *found = first_module(self._run(seen), expected)
+        except _STOPS as error:
+            name, *found = "**", str(error)
+        explanation += [*found, avoided_by(way, name, lambda other: self._differs(other, plain))]
+
+    def _differs(self, way: RunVariant, plain: RunResult) -> bool:
+        """Returns True if a variant differs from plain Lightning, or if its run ends with an error."""
+        try:
+            ours = self._run(replace(way, watched="nothing")).record
+            compared = compare(ours, plain.record, ["gradients", *self._left_out])
+        except Exception:
+            return True
+        return any(each.first for each in compared.values())
+
+    # ------------------------------------------------------------------ a model that is too large for plain Lightning
+
+    def _without_plain(self, options: dict[str, Any]) -> Report:
+        """Compares on the CPU if the host has enough memory; otherwise compares the strategy with itself, in two windows."""
+        too_large = f"Plain Lightning has too little memory for this model on {self._device}."
+        if self._device.type != "cpu" and _fits_host(self._subject):
+            self._subject = replace(self._subject, settings={**self._subject.settings, "accelerator": "cpu"})
+            self.found.notes.append(
+                f"{too_large} So both sides ran on the CPU. That shows that the strategy's work is the right one in the right "
+                "order, and nothing of what the device alone has: its kernels, and copies beside computation."
+            )
+            return self.report()
+        least, most = self._run_if_it_fits(_window(options, 1)), None
+        k = 1 if least is None or least.plan is None else 2 * len(least.plan.layers)
+        while most is None and k > 3:
+            k //= 2
+            most = self._run_if_it_fits(_window(options, k))
+        if least is None or most is None:
+            raise NotRunError(f"{too_large} The strategy has it for at most one window: there is nothing to compare.")
+        self.found.reference = (
+            f"{too_large} So the strategy is compared with itself, from k = 1 to k = {k}. That shows that no layer is read while "
+            "it is away, and not that results are those of plain Lightning:"
+        )
+        self._describe(most, least)
+        self.found.runs = [_figures(least), _figures(most)]
+        for what, compared in compare(least.record, most.record).items():
+            self._note(what, least.way, compared)
+        return self.found
+
+
+def _window(options: dict[str, Any], k: int) -> RunVariant:
+    return RunVariant(f"k = {k}, freed memory overwritten with NaN", {**options, "k": k, "k_prime": 1}, poison=True)
+
+
+def _asked(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the modes that options ask for: one for each combination if a value is ``"all"``, else one without a name."""
+    asked = [name for name in _MODES if options.get(name) == ALL]
+    modes = [dict(zip(asked, chosen, strict=True)) for chosen in product(*(_MODES[name] for name in asked))]
+    named = [name for name in _MODES if name in options] if asked else []
+    return {", ".join(str({**options, **mode}[name]) for name in named): mode for mode in modes}
+
+
+def is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
+    """Returns True if optimizers run fused on the CPU in any run of the strategy. All runs then use fused optimizers."""
+    given = options.get("fused_optimizer", "auto")
+    if options.get("optimizer_on") == "gpu":  # optimizers run unchanged on the GPU
+        return False
+    early = any(variant.get("optimizer_overlap") in ("forward", "backward") for variant in variants)
+    return bool(given) if given != "auto" else early or device.type != "cpu"
+
+
+def _figures(done: RunResult, counted: int | None = None) -> RunFigures:
+    ours = counted if done.stats is None else done.stats.peak_device_bytes
+    return RunFigures(done.way.name, done.seconds, ours if done.peak_bytes is None else done.peak_bytes)
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Returns True if a ``raise`` statement of this package ended the run, and not user code, torch, or a failed assertion."""
+    at = None if error is None else error.__traceback__
+    if at is None or isinstance(error, AssertionError):
+        return False
+    while at.tb_next is not None:
+        at = at.tb_next
+    code = at.tb_frame.f_code
+    return Path(code.co_filename).is_relative_to(_PACKAGE) and dis.opname[code.co_code[at.tb_lasti]] == "RAISE_VARARGS"
+
+
+_PACKAGE = Path(__file__).parents[2]
+_REPEATABLE = (
+    "No strategy can be bit-identical to such a program. Seed generators of your own where the factory makes them. Choose "
+    "kernels that repeat: Trainer(deterministic=True, benchmark=False). In backward, flash and cuDNN attention may add in "
+    "another order each time: deterministic=True chooses others, as torch.nn.attention.sdpa_kernel(SDPBackend.MATH) does. The "
+    "package flash-attn needs deterministic=True in its call (FLASH_ATTENTION_DETERMINISTIC=1 in transformers)."
+)
+
+
+def _fits_host(subject: Subject) -> bool:
+    """Returns True if the host has memory for weights, gradients and Adam's state, twice. Makes the module to measure it."""
+    parameters = list(subject.make().module.parameters())
+    trained = sum(each.nbytes for each in parameters if each.requires_grad)
+    room = available_bytes()
+    return room is None or 2 * (sum(each.nbytes for each in parameters) + 3 * trained) < room

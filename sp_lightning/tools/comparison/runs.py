@@ -1,0 +1,379 @@
+"""One run of a comparison: makes new objects, trains, validates and predicts, and records the results."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning.pytorch as pl
+import numpy as np  # Lightning needs torchmetrics, which needs NumPy
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+
+from sp_lightning.core.device.accelerator import device_for
+from sp_lightning.core.layers.ring import poisoned
+from sp_lightning.core.layers.writes import digest
+from sp_lightning.core.observe.stats import Stats
+from sp_lightning.core.plan.plan import Plan
+from sp_lightning.core.torch_compat.private import current_graph_task
+from sp_lightning.tools.comparison.record import Entry, Record, flatten, held
+from sp_lightning.tools.comparison.reference import StepsOnHost
+from sp_lightning.tools.comparison.subject import NotRunError, RunInputs, Subject, without_files
+from sp_lightning.trainer.strategy import SuperpipelineStrategy
+from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
+
+if TYPE_CHECKING:
+    from sp_lightning.capabilities.kernels.like_gpu import LikeGpu
+
+
+@dataclass(frozen=True)
+class RunVariant:
+    """The settings of a run.
+
+    Attributes:
+        name: the name of the run.
+        options: the options of the strategy; None for plain Lightning.
+        fuse: True if plain Lightning's optimizers that step on the host run fused, if their ``fused`` is not set.
+        like: chooses the optimizers of plain Lightning that step on the host; None for all.
+        on_device: True if all optimizers of plain Lightning step on the device, as the strategy's do (``optimizer_on="gpu"``).
+        poison: True to fill released memory with NaN.
+        watched: the values that hooks record in addition to losses and logged values: nothing, all gradients, or the inputs and
+            outputs of each module.
+        begins: a checkpoint from which one batch is trained; None for a whole run.
+        only: the run only trains or only predicts, and records the outputs of steps alone; None for everything.
+    """
+
+    name: str
+    options: dict[str, Any] | None = None
+    fuse: bool = False
+    like: LikeGpu | None = None
+    on_device: bool = False
+    poison: bool = False
+    watched: Literal["nothing", "gradients", "modules"] = "nothing"
+    begins: Path | None = None
+    only: Literal["training", "prediction"] | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The results of a run.
+
+    Attributes:
+        way: the settings of the run.
+        record: the values that are compared.
+        checkpoint: the checkpoint after training.
+        times: the seconds of each training batch, without the first; of each predicted batch if the run only predicts.
+        peak_bytes: the peak of allocated device memory in these batches; None if the device does not measure it.
+        state_bytes: bytes of the optimizers' state after training with plain Lightning.
+        plan: the plan of the strategy; None for plain Lightning.
+        stats: the stats of the strategy after training; None for plain Lightning.
+        moved: True if plain Lightning's optimizers stepped on the host while the module was on the device.
+        calls: digests of the inputs and outputs of each module call, in order; empty if hooks did not record them.
+    """
+
+    way: RunVariant
+    record: Record
+    checkpoint: Path
+    times: list[float]
+    peak_bytes: int | None
+    state_bytes: int
+    plan: Plan | None = None
+    stats: Stats | None = None
+    calls: dict[tuple[str, str, int], tuple[str, str]] = field(default_factory=dict)
+    moved: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """The median of :attr:`times`."""
+        return median(self.times)
+
+
+class Recorder(Callback):
+    """Records the outputs of steps, logged values, the peak of device memory, and when batches end. It does not write weights."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.ends: list[float] = []
+        self.peak: int | None = None
+        self._phases: Counter[str] = Counter()
+
+    def _keep(self, trainer: pl.Trainer, phase: str, kind: str, outputs: Any) -> None:
+        moment = f"{phase} batch {self._phases[phase]}"
+        self._phases[phase] += 1
+        self.record.add(kind, moment, outputs)
+        self.record.add("logged values", moment, trainer.callback_metrics)
+
+    def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
+        trainer.callbacks = without_files(trainer.callbacks)  # the module may have its own callbacks
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._device = device_for(trainer.strategy.root_device)
+        self._device.reset_peak()
+
+    on_predict_start = on_fit_start
+
+    def _ended(self, trainer: Any, phase: str, kind: str, outputs: Any) -> None:
+        peak = self._device.peak_bytes()  # read in each batch, because the choice of a window resets the peak
+        self.peak = peak if self.peak is None or peak is None else max(peak, self.peak)
+        self._keep(trainer, phase, kind, outputs)
+        self.ends.append(perf_counter())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._ended(trainer, "training", "losses", outputs)
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self._keep(trainer, "validation", "validation", outputs)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.record.add("logged values", "after training", trainer.callback_metrics)
+
+    def on_predict_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self._ended(trainer, "prediction", "predictions", outputs)
+
+
+WRITE_NO_WEIGHTS.add(Recorder)  # so the engine works as without this callback; subclasses are not included
+
+
+class GradientRecorder(Recorder):
+    """Also records all gradients. The engine treats it as a hook that may write weights."""
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        gradients = {name: parameter.grad for name, parameter in pl_module.named_parameters()}
+        self.record.add("gradients", f"training batch {trainer.fit_loop.batch_idx}", gradients)
+
+
+class CallRecorder(Recorder):
+    """Records digests of the inputs and outputs of each module call, except forwards that are recomputed in backward."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record)
+        self.calls: dict[tuple[str, str, int], tuple[str, str]] = {}
+        self._given: dict[str, str] = {}
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._trainer = trainer
+        for name, module in pl_module.named_modules():
+            if name:
+                module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
+                module.register_forward_hook(partial(self._after, name))
+
+    def _before(self, name: str, module: Any, *given: Any) -> None:
+        self._given[name] = _digests(given)
+
+    def _after(self, name: str, module: Any, given: Any, output: Any) -> None:
+        if current_graph_task() == -1:
+            training = f"training batch {self._trainer.fit_loop.batch_idx}"
+            place = training if self._trainer.training else "validation", name
+            self.calls[(*place, self._counts[place])] = self._given[name], _digests(output)
+            self._counts[place] += 1
+
+
+def _digests(values: Any) -> str:
+    return " ".join(digest(value.detach().cpu()) for _, value in flatten(values) if isinstance(value, Tensor))
+
+
+class KeptLogger(CSVLogger):
+    """A logger that writes no file. It records every method call of its experiment, to be compared.
+
+    Args:
+        folder: the folder that the logger reports for its files.
+        record: receives the calls.
+    """
+
+    experiment: Any = None
+
+    def __init__(self, folder: Path, record: Record) -> None:
+        super().__init__(folder, version=0)
+        Path(self.log_dir).mkdir(parents=True)  # user code may write there
+        numbers = count(1)
+        self.experiment = KeptCalls(
+            "logger", lambda name, values: record.add("logged values", f"call {next(numbers)} of {name}", values)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.experiment, name)  # user code may call methods that only its own logger has
+
+
+class KeptCalls:
+    """Replaces any object that receives logged values. Each attribute and each result of a call is another such object.
+
+    Args:
+        name: the expression by which user code reaches the object.
+        keep: is called with the name of a method and its arguments.
+    """
+
+    def __init__(self, name: str, keep: Callable[[str, Any], None]) -> None:
+        self._name, self._keep = name, keep
+
+    def __getattr__(self, name: str) -> KeptCalls:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return KeptCalls(f"{self._name}.{name}", self._keep)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> KeptCalls:
+        argument = f"({args[0]!r})" if args and isinstance(args[0], str) else ""
+        self._keep(f"{self._name}{argument}", {**dict(enumerate(args)), **kwargs})
+        return self
+
+    __setitem__ = __call__
+
+
+STOPPED = "Prediction stopped."
+"""The beginning of the text that replaces predictions in a record, if an error ended the prediction."""
+_RECORDERS = {"nothing": Recorder, "gradients": GradientRecorder, "modules": CallRecorder}
+
+
+def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
+    """Makes all objects from the same seed, and trains, validates and predicts. Changes random states of the process.
+
+    Args:
+        subject: the checked module and its data.
+        way: the settings of the run.
+        folder: a new folder for the files of this run. It is created.
+
+    Raises:
+        NotRunError: no batch was trained, or predicted if the run only predicts.
+        Exception: any error of user code or the strategy, except in predictions: those errors are recorded.
+    """
+    folder.mkdir()
+    record = Record(folder / "record")
+    recorder = _RECORDERS[way.watched](record)
+    pl.seed_everything(subject.seed, workers=True, verbose=False)
+    made = subject.make()
+    trainer = _trainer(made, way, folder, subject.steps, recorder)
+    start = perf_counter()
+    with poisoned() if way.poison else nullcontext():
+        if way.only == "prediction":
+            data = made.to_predict
+            if data is None:
+                raise NotRunError(f"{type(made.module).__qualname__} has no predict_step, or no data for it.")
+            trainer.predict(made.module, return_predictions=False, **data)
+        else:
+            trainer.fit(made.module, **made.data, ckpt_path=way.begins, weights_only=False)
+        if not recorder.ends:
+            does = "predicted" if way.only == "prediction" else "trained"
+            raise NotRunError(f"The run {way.name!r} has {does} no batch: the data has none, or each was skipped.")
+        ends, peak = [*recorder.ends], recorder.peak
+        strategy: Any = trainer.strategy
+        plan, stats = (None, None) if way.options is None else (strategy.plan, strategy.stats())
+        state = flatten([optimizer.state_dict()["state"] for optimizer in trainer.optimizers if stats is None])
+        state_bytes = sum(value.nbytes for _, value in state if isinstance(value, Tensor))
+        checkpoint = folder / "checkpoint.ckpt"
+        if way.only is None:
+            _keep_state(record, trainer, made.module, checkpoint)
+        data = None if way.begins or way.only else made.to_predict
+        if data is not None:
+            try:
+                trainer.predict(made.module, **data)
+            except Exception as error:  # recorded, because the same error in both runs counts as equal
+                record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
+    times = [after - before for before, after in pairwise(ends if len(ends) > 1 else [start, *ends])]
+    calls = getattr(recorder, "calls", {})
+    moved = getattr(trainer.strategy, "moved", False)
+    return RunResult(way, record, checkpoint, times, peak, state_bytes, plan, stats, calls, moved)
+
+
+def _trainer(made: RunInputs, way: RunVariant, folder: Path, steps: int, recorder: Recorder) -> pl.Trainer:
+    settings = {
+        "limit_train_batches": 1 if way.begins else steps,
+        "limit_val_batches": 0 if way.only else steps,
+        "limit_predict_batches": steps,
+        "max_epochs": 2 if way.begins else 1,
+        "logger": KeptLogger(folder, recorder.record),
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "default_root_dir": folder,
+        "devices": 1,
+        "callbacks": [*made.settings["callbacks"], recorder],
+    }
+    return pl.Trainer(strategy=_strategy(made, way), **{"log_every_n_steps": 1, **made.settings, **settings})
+
+
+def _strategy(made: RunInputs, way: RunVariant) -> Any:
+    if way.options is not None:
+        return SuperpipelineStrategy(**way.options)
+    device = root_device(made.settings)
+    plainly = way.on_device or (device.type == "cpu" and not way.fuse)
+    return "auto" if plainly else StepsOnHost(device, fuse=way.fuse, like=way.like)
+
+
+def root_device(settings: Mapping[str, Any]) -> torch.device:
+    """Returns the device of a trainer with these settings."""
+    chosen = {"accelerator": settings.get("accelerator", "auto"), "devices": 1, "logger": False}
+    return pl.Trainer(enable_checkpointing=False, enable_progress_bar=False, **chosen).strategy.root_device
+
+
+def _keep_state(record: Record, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: Path) -> None:
+    moment = "after training"
+    record.add("weights", moment, dict(module.named_parameters()))
+    record.add("buffers", moment, dict(module.named_buffers()))
+    record.add("attributes", moment, held(module))
+    record.add("random state", moment, _random_state(trainer.strategy.root_device))
+    trainer.save_checkpoint(checkpoint)
+    for kind, key in (
+        ("optimizer state", "optimizer_states"),
+        ("scheduler state", "lr_schedulers"),
+        ("checkpoints", None),
+    ):
+        if trainer.lr_scheduler_configs or kind != "scheduler state":
+            record.entries.append(Entry(kind, moment, checkpoint, key))
+
+
+# ---------------------------------------------------------------------- the environment of a run
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": torch.tensor(random.getstate()[1])}
+    state["numpy"] = np.random.get_state()
+    if device.type != "cpu":
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+@contextmanager
+def undisturbed(settings: Mapping[str, Any]) -> Iterator[None]:
+    """Hides messages, and restores random states, environment variables and torch's choice of kernels at the end.
+
+    Args:
+        settings: arguments of ``Trainer``, which determine the device.
+    """
+    python = random.getstate()
+    numpy = np.random.get_state()
+    variables = dict(os.environ)
+    disabled = logging.root.manager.disable
+    benchmark = torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        logging.disable(logging.INFO)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each run would repeat the warnings
+            device = root_device(settings)
+            others, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+            with torch.random.fork_rng(others, device_type=kind):
+                yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        logging.disable(disabled)
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+        torch.backends.cudnn.benchmark = benchmark
+        for name in set(os.environ) - set(variables):
+            del os.environ[name]
+        os.environ.update(variables)

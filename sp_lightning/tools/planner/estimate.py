@@ -1,0 +1,525 @@
+"""An estimate of a model's memory and speed, from which each window is predicted.
+
+The model is built without memory, and runs a batch without values. The result is an immutable :class:`Estimate`, from which
+the verdict, the text, the JSON and the plot are made.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sp_lightning import registry
+from sp_lightning.capabilities.activations.chunked_loss import chunk_loss
+from sp_lightning.capabilities.activations.policy import EXEMPT, FREEING, peak_bytes
+from sp_lightning.capabilities.tuning.balance import Balance
+from sp_lightning.capabilities.tuning.choices import SAME
+from sp_lightning.capabilities.tuning.machine import HOST_SECONDS
+from sp_lightning.capabilities.tuning.simulator import Walk
+from sp_lightning.capabilities.tuning.visits import Prediction, Rates
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.model.found import Found
+from sp_lightning.core.model.rows import row_finder
+from sp_lightning.core.plan.choices import Mode, Modes
+from sp_lightning.core.plan.host_memory import all_but_an_eighth
+from sp_lightning.core.plan.plan import Plan, make_plan, plan_contents
+from sp_lightning.core.torch_compat.modes import default_dtype
+from sp_lightning.core.torch_compat.private import tree_leaves
+from sp_lightning.tools.planner.adapters import add_adapters
+from sp_lightning.tools.planner.arguments import PRECISIONS, Question, contradictions
+from sp_lightning.tools.planner.dry_run import Work, estimate
+from sp_lightning.tools.planner.fake import VALUES_NEEDED, fake_tensors
+from sp_lightning.tools.planner.host import HostMemory, HostStep, host_memory, host_step, update_rates
+from sp_lightning.tools.planner.known_values import answered
+from sp_lightning.tools.planner.model_source import Arguments, ModelSource, has_forward, load_model
+
+_NO_UPDATES: dict[str, Any] = {"update": math.inf, "step": math.inf}
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""The shares of the layers that fit, which ``--gpu-layers auto`` tries."""
+_DRY_RUN = (
+    "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
+    "gradient_checkpointing", "loss_tokens", "lora", "optimizer", "optimizer_on", "layers", "keep_on_gpu",
+    "pack_experts",
+)  # fmt: skip
+"""The arguments that change the dry run of a batch or the optimizer's step, except ``optimizer_overlap``."""
+
+
+def dtypes(precision: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """Returns the dtypes of the parameters and of autocast (None: no autocast) for Lightning's name of a precision."""
+    parameters, autocast = PRECISIONS[precision]
+    return getattr(torch, parameters), None if autocast is None else getattr(torch, autocast)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The facts about a model that do not depend on the window.
+
+    Attributes:
+        question: the question.
+        found: the model's layers.
+        items: the contents of a batch, in words.
+        step: the optimizer's step; None for inference.
+        work: the work of a batch; if tokens are generated, the work of the last token.
+        prompts: the work of the prompts, if tokens are generated.
+        notes: sentences for the user, for example on parts of a batch that are not counted, or on weights without adapters.
+        unit: the name of the items in a batch of a diffusion model; empty for other models.
+        contents: the layers with their sizes, as every plan has them.
+        stacked: True if the model has stacked experts.
+    """
+
+    question: Question
+    found: Found
+    items: str
+    step: HostStep | None
+    work: Work
+    prompts: Work | None = None
+    notes: tuple[str, ...] = ()
+    unit: str = ""
+    contents: Mapping[str, Any] = field(default_factory=dict)
+    stacked: bool = False
+
+    @cached_property
+    def _predictions(self) -> dict[Any, Prediction]:
+        """Predictions by plan and modes, which are made once."""
+        return {}
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters."""
+        return sum(parameter.numel() for parameter in self.found.places)
+
+    @property
+    def trained(self) -> int:
+        """The number of trained parameters."""
+        return sum(parameter.numel() for parameter in self.found.places if parameter.requires_grad)
+
+    def asked(self, question: Question) -> Estimate | None:
+        """Returns the estimate for another question; None if the other question needs its own dry run."""
+        if any(getattr(question, name) != getattr(self.question, name) for name in _DRY_RUN):
+            return None
+        step = self.step
+        # Any other overlap is "off", because the optimizer cannot step as asked.
+        if step is not None and step.overlap == self.question.mode:
+            step = replace(step, overlap=question.mode)
+        return replace(self, question=question, step=step)
+
+    @cached_property
+    def plain_bytes(self) -> int:
+        """Device memory of plain Lightning."""
+        return self._plain_bytes("keep")
+
+    @cached_property
+    def checkpointed_bytes(self) -> int:
+        """Device memory of plain Lightning if each layer runs in ``torch.utils.checkpoint``."""
+        return self._plain_bytes("keep" if self.question.predict else "recompute")
+
+    def _plain_bytes(self, mode: Mode) -> int:
+        """Returns the device memory of plain Lightning.
+
+        The device holds weights and, in training, gradients (with ``ddp`` twice: also in buckets) and optimizer state. The larger
+        of two sizes is added:
+
+        - casts and activations, in forward and backward;
+        - in training, a temporary tensor per trained parameter, in the step of torch's optimizers. Fused optimizers need
+          none, but whether the user's optimizer is fused is unknown.
+        """
+        plan, ledger = self.plan(1, 1), self.host.ledger
+        weights, gradients = plan.plain
+        nbytes = sum(span.nbytes for layer in plan.layers for span in layer.casts) + self.work.alive(mode)
+        if ledger is None:
+            return weights + nbytes
+        copies = 1 if plan.alone else 2
+        return weights + copies * gradients + (ledger.state or 0) + max(nbytes, gradients)
+
+    def plan(self, k: int, k_prime: int) -> Plan:
+        """Returns the plan for a window."""
+        asked = self.question
+        share = asked.gpu_layers
+        stay = 0
+        if share != "auto":
+            stay = share if isinstance(share, int) else round(share * len(self.found.layers))
+        options: dict[str, Any] = {"ranks": asked.devices, "training": not asked.predict, "stay": stay}
+        plan = make_plan(self.found, k=k, k_prime=k_prime, contents=self.contents, **options)
+        return replace(plan, steps_on_device=not asked.predict and asked.optimizer_on == "gpu")
+
+    def staying(self, k: int, k_prime: int) -> Estimate:
+        """Returns the estimate for a window, with ``--gpu-layers auto`` replaced by a number of layers.
+
+        The number is the largest that fits beside the window and activations, or a smaller one that is faster. If the window
+        itself does not fit, no layer stays.
+        """
+        question = self.question
+        limit = question.gpu_memory
+        count = len(self.found.layers)
+        if question.gpu_layers != "auto" or limit is None:
+            return self
+        counted = [replace(self, question=question.but(gpu_layers=number)) for number in range(count + 1)]
+        needed = self.activation_bytes
+        fitting = bisect_right(counted, limit - needed, key=lambda each: each.plan(k, k_prime).peak_device_bytes)
+        if not fitting:
+            return counted[0]
+        most = fitting - 1
+        seconds: dict[int, float] = {}
+        for number in {round(share * most) for share in _SHARES}:
+            plan = counted[number].plan(k, k_prime)
+            seconds[number] = counted[number].predict(plan, counted[number].modes(plan)).seconds
+        enough = SAME * min(seconds.values())
+        return counted[max(number for number, each in seconds.items() if each <= enough)]
+
+    @cached_property
+    def activations(self) -> Mode | Literal["auto"]:
+        """The asked activation mode.
+
+        ``"auto"`` becomes ``"keep"`` if all activations fit beside the smallest window, as in a run, and also in inference and
+        without a limit.
+        """
+        asked = self.question
+        if asked.activations != "auto":
+            return asked.activations
+        smallest = self.plan(min(asked.k or (1,)), min(asked.k_prime or (1,)))
+        needed = smallest.peak_device_bytes + self.work.alive("keep")
+        fits = asked.predict or asked.gpu_memory is None or needed <= asked.gpu_memory
+        return "keep" if fits else "auto"
+
+    @property
+    def activation_bytes(self) -> int:
+        """Device memory of activations and intermediate results; with ``auto``, the least with one mode for all units."""
+        choice = self.activations
+        return min(map(self.work.alive, FREEING)) if choice == "auto" else self.work.alive(choice)
+
+    @cached_property
+    def host(self) -> HostMemory:
+        """The host memory if no activations are offloaded."""
+        return host_memory(self.question, self.plan(1, 1), self.step, 0)
+
+    def host_with(self, modes: Modes) -> HostMemory:
+        """Returns the host memory with the activations that these modes offload."""
+        offloaded = self.work.offloaded(modes)
+        return host_memory(self.question, self.plan(1, 1), self.step, offloaded) if offloaded else self.host
+
+    def _within_host(self, modes: Modes) -> Modes:
+        """Returns the modes of a run that offloads until host memory is full: it recomputes the activations of later layers."""
+        asked, limit = self.question, self.host.limit
+        if limit is None or asked.disk is not None:
+            return modes
+        room, limited = all_but_an_eighth(limit - self.host.nbytes) // asked.devices, dict(modes)
+        for call in self.work.calls[:-EXEMPT]:
+            if limited[call.unit] == "offload":
+                fits = call.moved <= room
+                room -= call.moved * fits
+                limited[call.unit] = "offload" if fits else "recompute"
+        return limited
+
+    @property
+    def _traffic(self) -> tuple[int, int]:
+        """Bytes of host memory that a step of a fused optimizer reads and writes: those of the step itself, and of each batch.
+
+        Without accumulation, the second number is 0, and the first one contains everything.
+        """
+        ledger, batches = self.host.ledger, self.question.accumulate_grad_batches
+        if ledger is None:
+            return 0, 0
+        each = ledger.batch_bytes // batches if batches > 1 else 0
+        return ledger.update_bytes - batches * each, each
+
+    @cached_property
+    def rates(self) -> Rates:
+        """The speed of the machine, from the question."""
+        asked, step, ledger, updates = self.question, self.step, self.host.ledger, _NO_UPDATES
+        if step is not None and ledger is not None:
+            updates = update_rates(asked, step, self.plan(1, 1), ledger, self._traffic[0])
+        visit, weight = asked.measured.python or HOST_SECONDS["inference" if asked.predict else "training"]
+        others = asked.devices - 1  # the number of other devices
+        return Rates(
+            upload=asked.pcie,
+            download=asked.pcie,
+            **updates,
+            host_memory=asked.host_bandwidth,
+            visit_seconds=visit,
+            weight_seconds=weight,
+            # Each device keeps its own part of a gradient, and sends the other parts to the other devices.
+            links=asked.links * asked.devices / others if others else math.inf,
+            disk=asked.disk or math.inf,
+            synchronous=asked.measured.synchronous,
+        )
+
+    def _balance(self, plan: Plan, rates: Rates) -> Balance:
+        """Returns the activations and layer calls of a batch, with times at the question's rates."""
+        asked = self.question
+        visits = self.work.visits(flops=asked.tflops * 1e12, memory=asked.device_bandwidth)
+        return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
+
+    def modes(self, plan: Plan) -> Modes:
+        """Returns the activation mode of each unit. As in a run, ``auto`` becomes the fastest choice of modes that fits."""
+        work = self.work
+        choice = self.activations
+        limit = self.question.gpu_memory
+        if choice != "auto":
+            return dict.fromkeys((call.unit for call in work.calls), choice)
+        assert limit is not None  # otherwise ``activations`` would be "keep"
+        # Bytes that no choice of modes changes.
+        others = work.alive("offload") - peak_bytes(work.calls, dict.fromkeys((c.unit for c in work.calls), "offload"))
+        room = max(0, limit - plan.peak_device_bytes - others)
+        if not room:  # too large without any activations, so its time does not matter
+            return dict.fromkeys((c.unit for c in work.calls), min(FREEING, key=work.saved))
+        choices = [self._within_host(modes) for modes in self._balance(plan, self.rates).candidates(room)]
+        fitting = [modes for modes in choices if peak_bytes(work.calls, modes) <= room] or choices
+        return min(fitting, key=lambda modes: self.predict(plan, modes).seconds)
+
+    def flops(self, plan: Plan, modes: Modes) -> int:
+        """Returns the floating-point operations of a batch, recomputation included."""
+        visits = self.work.visits(flops=1.0, memory=math.inf)  # each operation takes one second
+        balance = replace(self._balance(plan, Rates(1, 1, 1, 1)), visits=visits)
+        return round(sum(visit.seconds for visit in balance.visited(modes)))
+
+    def predict(self, plan: Plan, modes: Modes, rates: Rates | None = None, *, updates: bool = True) -> Prediction:
+        """Returns the time of a batch; with accumulation, the average over the batches of a step.
+
+        Args:
+            plan: the plan for a window.
+            modes: the activation mode of each unit.
+            rates: the speed of the machine; by default that of the question.
+            updates: False to predict the time as if updates took no time and no bandwidth of host memory.
+        """
+        rates = rates or self.rates
+        key = (plan.k, plan.k_prime, plan.stay, tuple(modes.values()), rates, updates)
+        if key not in self._predictions:
+            found = self._batch(plan, modes, rates, updates=updates, moves=True)
+            if (batches := self.question.accumulate_grad_batches) > 1:
+                found = found.beside(self._batch(plan, modes, rates, updates=False, moves=False), batches - 1)
+            self._predictions[key] = found
+        return self._predictions[key]
+
+    def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
+        """Predicts one batch: with optimizer steps if ``updates`` is True, with disk traffic if ``moves`` is True."""
+        update, each = self._traffic
+        overlap = self.question.mode if self.step is None else self.step.overlap
+        on_disk: Mapping[int, int] = {}
+        if moves and self.question.disk is not None:
+            on_disk = self.host_with(modes).moved(plan, self.question.accumulate_grad_batches)
+        with_updates = rates if updates else replace(rates, **_NO_UPDATES, update_upload=0.0, update_download=0.0)
+        visits = self._balance(plan, rates).visited(modes)
+        walk = Walk(plan, visits, with_updates, overlap=overlap, frees=self.question.frees, on_disk=on_disk)
+        return walk.predict(host_traffic=each + update * updates)
+
+
+def estimate_model(question: Question) -> Estimate:
+    """Builds the model and runs a batch, both without memory.
+
+    A default of ``question.tokens`` is changed to a number that the model takes.
+
+    Raises:
+        ValueError: the question contradicts itself; the model is unknown, does not take the batch, or reads values in its
+            forward; or it has no parameters to stream or train.
+        ImportError: a library is missing.
+    """
+    question = _with_fast_steps(question)
+    for reason in contradictions(question):
+        raise ValueError(reason)
+    dtype, autocast = dtypes(question.precision)
+    with default_dtype(dtype), fake_tensors(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = (source := load_model(question)).module
+        if not any(True for _ in module.parameters()):
+            raise ValueError(f"{question.model!r} has no parameters.")
+        notes = list(source.notes)
+        if question.lora is not None:
+            notes += _load_base(source, autocast)  # before adapters are added, which stay in float32
+        if packing := question.pack_experts or source.packed:
+            registry.public("pack_experts")(module, packing)
+        if question.lora is not None:
+            notes += add_adapters(module, question.lora)
+        if autocast is None and dtype is not torch.float32:
+            module.to(dtype)  # Lightning converts weights for "bf16-true" and "16-true" only
+        if question.gradient_checkpointing:
+            _enable_checkpoints(module)
+        if question.loss_tokens is not None:
+            chunk_loss(module, question.loss_tokens)
+        module.train(not question.predict)
+        found = find_layers(module, layers=question.layers, keep_on_gpu=question.keep_on_gpu or (), autocast=autocast)
+        if question.generate is not None:
+            prompts, work = _generate(source, found, question)
+            made = Estimate(
+                question, found, next(iter(source.batches)), None, work, prompts=prompts, notes=tuple(notes)
+            )
+        else:
+            step = None if question.predict else host_step(question, module)
+            with torch.set_grad_enabled(not question.predict):
+                items, work, uncounted = _run_batch(source, found, question)
+            made = Estimate(question, found, items, step, work, notes=(*notes, *uncounted), unit=source.unit)
+        stacked = any(map(row_finder().stacked, module.modules()))
+        made = replace(made, contents=plan_contents(found), stacked=stacked)
+    return _with_whole_tables(made)
+
+
+def _with_fast_steps(question: Question) -> Question:
+    """Returns the question with steps of AdamW8bit on the GPU, if the user did not choose their place.
+
+    On the CPU they take a hundred times as long as those of AdamW.
+    """
+    fast = question.but(optimizer_on="gpu")
+    slow = question.optimizer == "adamw8bit" and "optimizer_on" not in question.given
+    return fast if slow and not question.predict and not any(True for _ in contradictions(fast)) else question
+
+
+def _enable_checkpoints(module: nn.Module) -> None:
+    """Enables the model's own gradient checkpointing, by the method of transformers or that of diffusers."""
+    names = ("gradient_checkpointing_enable", "enable_gradient_checkpointing")
+    enable: Any = next((method for name in names if (method := getattr(module, name, None)) is not None), None)
+    if enable is None:
+        raise ValueError(
+            f"--gradient-checkpointing: {type(module).__name__} has no {names[0]}(), as models of transformers have. Use "
+            "--activations recompute instead."
+        )
+    enable()
+
+
+def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
+    """Converts a frozen base to the dtype of its stored weights, and returns a note for the user.
+
+    Nothing is converted without autocast, or if the stored dtype is unknown, is not floating-point, or has 32 bits or more.
+    """
+    stored = source.stored
+    if autocast is None or stored is None or not stored.is_floating_point or stored.itemsize >= 4:
+        return []
+    source.module.to(stored)
+    return [
+        f"the frozen base has {str(stored).removeprefix('torch.')} weights, as they are stored; adapters have float32"
+    ]
+
+
+def _with_whole_tables(made: Estimate) -> Estimate:
+    """Runs the model again with the tables that it reads as a whole as layers, and returns the new estimate.
+
+    If there are no such tables, returns the given estimate. For example, code of the model may use the weight of an embedding
+    for its head.
+    """
+    if not made.work.whole:
+        return made
+    whole = sorted(made.work.whole)
+    again = estimate_model(made.question.but(layers=[*(made.question.layers or ()), *whole]))
+    note = f"{', '.join(whole)}: more than rows of it are read, outside its call, so layers= moves it whole"
+    return replace(again, notes=(*again.notes, note))
+
+
+# ---------------------------------------------------------------------- a batch
+
+
+def _run_batch(source: ModelSource, found: Found, question: Question) -> tuple[str, Work, list[str]]:
+    """Runs the batches of the source in turn until the model takes one.
+
+    Returns:
+        The contents of the batch in words, its work, and sentences on parts that are not counted.
+
+    Raises:
+        ValueError: the model has no forward, or its inputs are not known; or it does not take the asked size, or reads values.
+    """
+    module, items = source.module, next(iter(source.batches), "")
+    if not has_forward(module):
+        raise ValueError(
+            f"{type(module).__name__} has no forward; define one that calls the network as training_step does, or give what "
+            "makes the network itself (package.module:make_network)."
+        )
+    if not source.batches:
+        raise ValueError(
+            f"The inputs of {question.model!r} are not known: add --input SIZE …, or set its example_input_array."
+        )
+    autocast, failed = dtypes(question.precision)[1], dict[str, Exception]()
+    for batch, arguments in source.batches.items():
+        try:
+            told: list[str] = []
+            run = partial(_forward, source, arguments, autocast, told)
+            work = answered(partial(estimate, found, run), at_once=source.images)
+        except Exception as error:  # a module that reads values may raise any error; the message contains it
+            failed[batch] = error
+            continue
+        if _NO_LOSS in told and "token" in batch:
+            told.append(_LOSS_OF_TOKENS)
+        if source.images and failed and "image" not in batch:
+            told.append(_UNCOUNTED.format(_in_one_line(failed[items])))
+        return batch, work, [*dict.fromkeys(told)]
+    why = "; ".join(f"{batch}: {_in_one_line(error)}" for batch, error in failed.items())
+    if not isinstance(failed[items], VALUES_NEEDED):
+        raise ValueError(
+            f"{question.model!r} cannot take its batch ({why}). Give the shape of a whole batch (--input, --image, --tokens), or "
+            "set example_input_array in the module to what its forward takes."
+        )
+    raise ValueError(
+        f"{question.model!r}: no batch could be run without values ({why}). A forward whose control flow depends on values "
+        "cannot be planned. print(trainer.strategy.plan) lists the memory of a run."
+    )
+
+
+_NO_LOSS = (
+    "No loss is counted, because the forward returns none; the mean of its first output stands for it. Give a factory of a "
+    "module whose forward returns the loss to have it counted."
+)
+_LOSS_OF_TOKENS = "A cross entropy over a vocabulary saves about three times the bytes of its logits in float32."
+_UNCOUNTED = (
+    "The images are not counted, and so neither are the activations of the vision tower: a batch with images could not be run "
+    "without values ({}). Leave device memory for them."
+)
+
+
+def _in_one_line(error: Exception) -> str:
+    said = str(error).strip()
+    return f"{type(error).__name__}: {said.splitlines()[0].removesuffix('.') if said else ''}"
+
+
+def _forward(
+    source: ModelSource, arguments: Callable[[], Arguments], autocast: torch.dtype | None, told: list[str]
+) -> Tensor | None:
+    """Runs one forward, and returns the loss in training, None in inference.
+
+    The loss is the one that the forward returns, else ``source.loss``, else the mean of the first output. For such a mean, a note
+    is appended to ``told``, except if the output is a single number.
+    """
+    args, kwargs = arguments()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        output: Any = source.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return None
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            return loss
+        # torch treats a subclass of dict as a leaf if its library has not registered it.
+        leaves = tree_leaves(dict(output) if isinstance(output, dict) else output)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not outputs:
+            raise ValueError("nothing that the model returns has a gradient")
+        if source.loss is not None:
+            return source.loss(outputs)
+        if len(leaves) > 1 or outputs[0].ndim > 0:  # a single scalar is the loss
+            told.append(_NO_LOSS)
+        return outputs[0].float().mean()
+
+
+def _generate(source: ModelSource, found: Found, question: Question) -> tuple[Work, Work]:
+    """Returns the work of the prompts, and of the last token. The memory of the second is the larger memory of both.
+
+    Raises:
+        ValueError: the model does not generate text, or cannot be run without values.
+    """
+    if source.generation is None or question.generate is None:
+        raise ValueError(
+            f"{question.model!r} is not a language model of transformers with a key-value cache; leave out --generate."
+        )
+    autocast = dtypes(question.precision)[1]
+    try:
+        with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+            make = partial(source.generation, question.generate)
+            prompts, token = answered(lambda: [estimate(found, run) for run in make()], at_once=source.images)
+    except Exception as error:
+        raise ValueError(
+            f"--generate: the work of {question.model!r} for a token is not known: it could not be run without values "
+            f"({_in_one_line(error)})."
+        ) from error
+    return prompts, replace(token, activation_bytes=max(prompts.activation_bytes, token.activation_bytes))

@@ -1,0 +1,164 @@
+"""Changes of a question with which a model fits. Each is one of a few fixed changes, the cheapest first, and is planned anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sp_lightning.tools.planner.answer import Answer, answer
+from sp_lightning.tools.planner.arguments import Question, changed, contradictions
+from sp_lightning.tools.planner.estimate import Estimate, dtypes, estimate_model
+from sp_lightning.tools.planner.verdict import enough_host_memory
+
+_STEP = 2**29  # memory sizes are rounded up to a multiple of these bytes
+_MOST = 3  # the most changes that are shown, besides more memory
+_MOST_RUNS = 4  # the most dry runs of changed questions
+_OF_LOSS = 3  # a loss over tokens needs at most this multiple of the bytes that it saves for backward
+
+Changes = dict[str, Any]
+"""New values of arguments, by their names."""
+
+
+def remedies(asked: Answer, notify: Callable[[str], None]) -> Iterator[Answer]:
+    """Yields the answers to changed questions that fit: the three cheapest changes, and more memory.
+
+    A change that contains a cheaper one is left out, except if only with it plain Lightning fits.
+
+    Args:
+        asked: an answer in which plain Lightning does not fit. If this strategy fits, only changes for plain Lightning are tried.
+        notify: is called with a message before each slow step.
+    """
+    found: list[frozenset[str]] = []
+    estimates = [asked.estimate]
+    for for_plain, changes in [*((False, way) for way in _ways(asked)), *((True, way) for way in _for_plain(asked))]:
+        names = frozenset(changes)
+        if len(found) == _MOST or (not for_plain and any(other <= names for other in found)):
+            continue
+        tried = _try(asked, changes, estimates, notify)
+        if tried is not None and (tried.fits_plain if for_plain else tried.status == 0):
+            found.append(names)
+            yield tried
+            if tried.fits_plain:
+                break
+    more = _try(asked, _more_memory(asked), estimates, notify)
+    if more is not None and more.status == 0:
+        yield more
+
+
+def _ways(refused: Answer) -> Iterator[Changes]:
+    """Yields the changes that may reduce every lacking memory, in this order.
+
+    1. The same results: the defaults of the window and the activations, recomputed activations, a chunked loss, updates in
+       backward, a disk.
+    2. Experts in 4 bits, a smaller batch, 16-bit weights.
+    3. Another training (adapters).
+    """
+    asked, estimate, lacking = refused.question, refused.estimate, refused.lacking
+    if refused.best is not None:
+        return
+    backward: Changes = {}
+    if estimate.step is not None and estimate.step.overlap != "off" and not asked.frees:
+        backward = {"optimizer_overlap": "backward"}
+    loss = {"loss_tokens": 1024} if _has_loss(refused) else {}
+    recompute = {} if asked.predict or asked.activations == "recompute" else {"activations": "recompute"}
+    device = [usual := _usual(asked), recompute, loss, {**recompute, **loss}]
+    host = [backward]
+    if asked.disk is None and asked.host_memory is not None:
+        host.append({"disk": asked.measured.drive, **backward})
+    both: list[Changes] = []
+    pack = {"pack_experts": "nvfp4"} if estimate.stacked and not asked.pack_experts else {}
+    if pack and (asked.predict or asked.lora):
+        both.append(pack)
+    if not asked.stores_16_bits:
+        both += [{"precision": "bf16-true"}, {"precision": "bf16-true", **backward}]
+    weights, gradients = refused.shown.plan.plain
+    if (
+        not asked.predict and asked.lora is None and gradients > weights / 2
+    ):  # with few gradients, there are adapters already
+        both += [{"lora": 16}, {"lora": 16, **pack}, {"lora": 16, "precision": "bf16-true", **loss}]
+    if lacking == {"device"}:
+        batch = {"batch_size": count} if asked.batch_size > 1 and (count := _fitting_batch(refused)) else {}
+        yield from (*device, batch, *both)
+    elif lacking == {"host"}:
+        yield from (*host, *both)
+    else:
+        yield from both
+        yield from ({**usual, **recompute, **loss, **way} for way in (*host, *both))
+
+
+def _usual(asked: Question) -> Changes:
+    """Returns the defaults of the options that the user gave and that take device memory."""
+    usual: Changes = {"k": None, "k_prime": None} if asked.k or asked.k_prime else {}
+    if asked.gpu_layers:
+        usual["gpu_layers"] = 0 if asked.gpu_memory is None or asked.gpu_layers == "auto" else "auto"
+    return usual if asked.activations == "auto" or asked.predict else {**usual, "activations": "auto"}
+
+
+def _for_plain(asked: Answer) -> Iterator[Changes]:
+    """Yields changes with which plain Lightning may fit: the model's own checkpoints, a chunked loss, adapters in 16 bits."""
+    estimate, question, limit = asked.estimate, asked.question, asked.question.gpu_memory
+    if limit is None:
+        return
+    if asked.fits_checkpointed and asked.best is None:
+        yield {"gradient_checkpointing": True}
+    least = min(estimate.plain_bytes, estimate.checkpointed_bytes)
+    # A chunked loss cannot save more than the whole loss needs.
+    if _has_loss(asked) and least - _OF_LOSS * estimate.work.outside <= limit < least:
+        yield {"loss_tokens": 1024}
+        yield {"loss_tokens": 1024, "gradient_checkpointing": True}
+    if asked.best is None and not question.predict and question.lora is None:
+        yield {"lora": 16, "precision": "bf16-true"} | ({"loss_tokens": 1024} if _has_loss(asked) else {})
+
+
+def _has_loss(asked: Answer) -> bool:
+    """Returns True if the batch may have a loss over tokens that is not chunked."""
+    question, estimate = asked.question, asked.estimate
+    known = not question.predict and question.input is None and not estimate.unit
+    return known and question.loss_tokens is None and estimate.work.largest_outside is not None
+
+
+def _try(refused: Answer, changes: Changes, estimates: list[Estimate], notify: Callable[[str], None]) -> Answer | None:
+    """Returns the answer to a changed question; None if the question cannot be answered, or needs one dry run too many.
+
+    Args:
+        refused: the answer to the unchanged question.
+        changes: the changes; without any, the answer is None.
+        estimates: the known estimates. If a dry run is needed, its estimate is appended.
+        notify: is called with a message before a dry run.
+    """
+    question = refused.question.but(**changes)
+    if not changes or any(contradictions(question)) or _is_too_large(refused, question):
+        return None
+    known = next((each for estimate in estimates if (each := estimate.asked(question)) is not None), None)
+    if known is None:
+        if len(estimates) > _MOST_RUNS:
+            return None
+        notify(f"tries {changed(refused.question, question)}")
+        try:
+            known = estimate_model(question)
+        except (ValueError, ImportError):
+            return None
+        estimates.append(known)
+    return answer(known)
+
+
+def _is_too_large(refused: Answer, question: Question) -> bool:
+    """Returns True if the weights alone exceed host memory, so that no dry run is needed."""
+    limit, dtype = refused.estimate.host.limit, dtypes(question.precision)[0]
+    needed = refused.estimate.parameters * dtype.itemsize
+    elsewhere = question.pack_experts or question.disk or question.host_memory != refused.question.host_memory
+    return not elsewhere and needed > (limit or needed)
+
+
+def _fitting_batch(refused: Answer) -> int:
+    """Returns the approximate largest batch size that fits. Only activations and caches are proportional to this size."""
+    asked, activations = refused.question, refused.estimate.activation_bytes
+    room = (asked.gpu_memory or 0) - refused.shown.device_bytes + activations
+    return min(asked.batch_size - 1, asked.batch_size * room // activations) if activations > 0 and room > 0 else 0
+
+
+def _more_memory(refused: Answer) -> Changes:
+    """Returns the least device and host memory that are enough, of those that are lacking, rounded up."""
+    needed = {"host_memory": enough_host_memory(refused)} if "host" in refused.lacking else {}
+    needed |= {"gpu_memory": refused.shown.device_bytes} if "device" in refused.lacking else {}
+    return {name: -(-nbytes // _STEP) * _STEP for name, nbytes in needed.items()}
