@@ -42,7 +42,7 @@ def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str
     assert found["host_bytes"] == pytest.approx(8 * 70.55e9, rel=0.02)
     # 6 N T, and 2 N T for the recompute of the blocks; attention comes on top, embeddings need none.
     assert 0.9 < found["flops"] / (8 * 70.55e9 * 2048) < 1.1
-    assert found["best"] == {"k": 1, "k_prime": 1}
+    assert found["best"] == {"k": 1, "k_prime": 1, "gpu_layers": 0}
     assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
 
 

@@ -71,7 +71,7 @@ def test_as_many_stay_as_fit_beside_the_window_and_activations(capsys: pytest.Ca
         limit = sizes[number]["device_bytes"]
         (window,) = (found := plan(capsys, *asked, "--gpu-layers", "auto", "--gpu-memory", f"{limit}B"))["windows"]
         assert window == sizes[number] | {"fits": True}, number
-        assert found["best"] == {"k": 1, "k_prime": 1, **({"gpu_layers": number} if number else {})}
+        assert found["best"] == {"k": 1, "k_prime": 1, "gpu_layers": number}
         assert (f"gpu_layers={number})" in found["verdict"]) is (number > 0), "which is what is pasted"
     assert (
         "No layer stays on the GPU"

@@ -286,7 +286,9 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
     os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
     make = transformers.AutoModel.from_config if kind is None else kind
     module = _make(make, config, file)
-    if isinstance(most := _positions(config), int) and isinstance(asked.tokens, DefaultSize):
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    if isinstance(most, int) and isinstance(asked.tokens, DefaultSize):
         asked.tokens = DefaultSize(min(asked.tokens, most))
     inputs = _Inputs(module, config, asked.batch_size, asked.tokens)
     if asked.image is not None and not inputs.with_images:
@@ -323,12 +325,6 @@ def _quantised(raw: dict[str, Any], file: Path) -> list[str]:
 def _quantisation(raw: dict[str, Any]) -> str | None:
     method: str | None = (raw.get("quantization_config") or {}).get("quant_method")
     return method
-
-
-def _positions(config: Any) -> int | None:
-    """Returns the number of positions of a model; None if its config does not have this number."""
-    text = config.get_text_config()
-    return getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
 
 
 def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path, library: str = "transformers") -> nn.Module:

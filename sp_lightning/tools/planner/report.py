@@ -285,14 +285,9 @@ def as_fields(answer: Answer) -> dict[str, object]:
         | {f"{name.partition('_')[0]}_gbps": getattr(question, name) / 1e9 for name in rates},
         "measured": sorted(question.measured.names),
         "windows": [_window(row) for row in answer.rows],
-        "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime, **_stay(best)},
+        "best": None if best is None else {"k": best.plan.k, "k_prime": best.plan.k_prime, "gpu_layers": len(best.plan.stay)},
         "verdict": verdict(answer),
     }  # fmt: skip
-
-
-def _stay(row: Row) -> dict[str, object]:
-    """Returns a field with the number of layers that stay on the device; no field if no layer stays."""
-    return {"gpu_layers": len(row.plan.stay)} if row.plan.stay else {}
 
 
 def _window(row: Row) -> dict[str, object]:
