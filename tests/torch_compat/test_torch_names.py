@@ -19,9 +19,9 @@ import pytest
 import torch
 
 _PACKAGE = Path(__file__).parents[2] / "sp_lightning"
-FILES = {"private": (_PACKAGE / "torch_compat" / "private.py").read_text()}
-if (_PACKAGE / "planner").exists():
-    FILES["fake"] = (_PACKAGE / "planner" / "fake.py").read_text()
+FILES = {"private": (_PACKAGE / "core" / "torch_compat" / "private.py").read_text()}
+if (_PACKAGE / "tools" / "planner").exists():
+    FILES["fake"] = (_PACKAGE / "tools" / "planner" / "fake.py").read_text()
 
 
 def features(source: str) -> dict[str, str]:
