@@ -319,6 +319,20 @@ def part_of_several_devices(devices: int, nodes: int) -> Any:
     return RankStrategy
 
 
+# ---------------------------------------------------------------------- comparison
+
+
+def check_command(option: str) -> Any:
+    """Returns the module with the commands ``check`` and ``dial``. Without the folder, it raises an error.
+
+    Args:
+        option: what needs the folder, for the message.
+    """
+    with needed_for(option, can_leave_out=False):
+        from sp_lightning.tools.comparison import command
+    return command
+
+
 # ---------------------------------------------------------------------- kernels
 
 

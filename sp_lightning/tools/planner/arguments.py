@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from sp_lightning.core.plan.choices import Mode, Packing, Share
 from sp_lightning.core.plan.choices import Overlap as AskedOverlap
 from sp_lightning.core.plan.units import exact_bytes, parse_bytes
-from sp_lightning.registry import is_installed, needed_for
+from sp_lightning.registry import check_command, is_installed
 
 PROGRAM = (
     "superpipeline" if [Path(word).name for word in sys.argv[:1]] == ["superpipeline"] else "python -m sp_lightning"
@@ -397,8 +397,7 @@ def read(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Name
     """
     # The parser lacks the command if its folder is missing. Its error would not give this reason.
     if arguments[:1] in (["check"], ["dial"]):
-        with needed_for(f"The command {arguments[0]}", can_leave_out=False):
-            import sp_lightning.tools.comparison.command  # noqa: F401
+        check_command(f"The command {arguments[0]}")
     return parser.parse_args(arguments, namespace=Question())
 
 
@@ -424,8 +423,7 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
     for name in LIGHTNING:
         commands.add_parser(name, help=f"Lightning's CLI, with this strategy registered: {name} --config FILE")
     if is_installed("tools.comparison"):
-        from sp_lightning.tools.comparison import command
-
+        command = check_command("check")
         command.add_arguments(commands.add_parser("check", help=command.HELP))
         command.add_dial_arguments(commands.add_parser("dial", help=command.DIAL_HELP))
     rates = commands.add_parser("rates", help="measure this machine for plan --rates, in about a minute")
