@@ -22,7 +22,7 @@ from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.patched import Patch, in_place_of
-from sp_lightning.core.torch_compat.private import tree_leaves
+from sp_lightning.core.torch_compat.private import checkpoint_hook, tree_leaves
 from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.trainer.group import ALONE
 from sp_lightning.trainer.run import Run, move_to_device
@@ -74,11 +74,18 @@ def stream(
         The stream, a context that ends it. Without ``with``, call its ``close()``.
 
     Raises:
-        TypeError: an option is unknown, or belongs to Lightning's Trainer.
-        ValueError: a weight is not on the CPU, or belongs to another stream; there are several processes; an option is not
-            possible in such a loop; or the model does not fit.
+        TypeError: an argument has another type; an option is unknown, or belongs to Lightning's Trainer.
+        ValueError: an optimizer has no weight of the module; a weight is not on the CPU, or belongs to another stream; there are
+            several processes; an option is not possible in such a loop; or the model does not fit.
         MemoryError: the host has too little memory.
     """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    is_list = isinstance(optimizers, Sequence) and all(isinstance(each, Optimizer) for each in optimizers)
+    if not isinstance(model, nn.Module) or not is_list or not isinstance(autocast, torch.dtype | None):
+        raise TypeError(
+            f"stream({type(model).__name__}, {type(optimizer).__name__}, autocast={autocast!r}): expected a module, its "
+            "optimizer (or a list of optimizers), and a dtype such as autocast=torch.bfloat16, or None."
+        )
     if wrong := sorted(_OF_LIGHTNING & set(options)):
         raise TypeError(f"stream() has no option {wrong[0]!r}, which belongs to Lightning's Trainer. Leave it out.")
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -91,7 +98,7 @@ def stream(
         if parameter.device.type != "cpu":
             raise ValueError(
                 f"{name!r} is on {parameter.device}. Expected all weights on the CPU, from where they are streamed. Leave out "
-                "model.to(device), or call model.cpu() before the optimizer is made."
+                "model.to(device), or call model.cpu() before the optimizer is made; load a model on the meta device first."
             )
         if any(id(parameter) in other.weights for other in _open):
             raise ValueError(
@@ -100,7 +107,13 @@ def stream(
             )
     strategy = SuperpipelineStrategy(**options)
     device = present_device() if options.get("device") is None else strategy.root_device
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    own = set(map(id, model.parameters()))
+    for each in optimizers:
+        if not any(id(p) in own for group in each.param_groups for p in group["params"]):
+            raise ValueError(
+                f"{type(each).__name__} has no weight of the streamed module. Expected its own optimizer: "
+                f"torch.optim.{type(each).__name__}(model.parameters())."
+            )
     loop = UserLoop(model, optimizers, device, only_steps_write=only_steps_write)
     return StreamedLoop(
         Run(model, strategy._options, device, autocast, ALONE, strategy.log, bool(optimizers), loop)  # type: ignore[arg-type]
@@ -260,6 +273,11 @@ class StreamedLoop:
     def _call(self, forward: partial[Any], *, training: bool) -> Any:
         if self._is_within:
             return forward()
+        if checkpoint_hook() is not None:
+            raise RuntimeError(
+                "torch.utils.checkpoint(model, …) around a streamed module: its step would begin inside of the checkpoint. "
+                'Expected checkpoints of parts of the module, or use_reentrant=True, or stream(…, activations="recompute").'
+            )
         self._inside = True
         try:
             return self._as_step(forward, training=training)

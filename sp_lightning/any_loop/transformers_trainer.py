@@ -36,7 +36,20 @@ class StreamedTrainer(_Base):
         args, kwargs: as for the Trainer.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises a TypeError if this class comes after the Trainer, whose methods would then be used instead."""
+        super().__init_subclass__(**kwargs)
+        if not hasattr(super(), "train"):
+            raise TypeError(
+                f"{cls.__name__} has no Trainer behind StreamedTrainer. Expected this order of bases: "
+                f"class {cls.__name__}(sp_lightning.StreamedTrainer, transformers.Trainer)."
+            )
+
     def __init__(self, *args: Any, stream: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if not isinstance(stream, dict | None):
+            raise TypeError(
+                f'stream={stream!r} takes a dictionary of options, for example stream={{"gpu_memory": "8GiB"}}.'
+            )
         self._stream_options = dict(stream or {})
         self._streamed: StreamedLoop | None = None
         super().__init__(*args, **kwargs)

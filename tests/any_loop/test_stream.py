@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import compile_blocks, stream
 from sp_lightning.any_loop.stream import StreamedLoop
@@ -380,3 +381,35 @@ def test_options_that_need_lightning() -> None:
         net(vectors(1)[0]).sum().backward()
     assert streamed.plan.layers
     assert streamed.stats().fetched_layers > 0
+
+
+def test_a_copy_generates_with_its_own_weights() -> None:
+    net = llama().net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    ids = tokens(1)[0]["input_ids"]
+    with stream(net, optimizer, k=1):
+        copied = copy.deepcopy(net).eval()
+        before = [weight.clone() for weight in copied.parameters()]
+        net(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        own = type(net).generate(copied, ids, max_new_tokens=4, do_sample=False)
+        assert torch.equal(copied.generate(ids, max_new_tokens=4, do_sample=False), own)
+        assert all(map(torch.equal, before, copied.parameters()))
+    assert torch.equal(copied.generate(ids, max_new_tokens=4, do_sample=False), own)
+
+
+def test_a_checkpoint_around_the_root_is_an_error() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with stream(net, torch.optim.SGD(net.parameters())), pytest.raises(RuntimeError, match="around a streamed module"):
+        checkpoint(net, torch.ones(2, 4), use_reentrant=False)
+
+
+@pytest.mark.parametrize("given", [(1, ()), (nn.Linear(1, 1), 3), (nn.Linear(1, 1), [3])])
+def test_other_arguments(given: Any) -> None:
+    with pytest.raises(TypeError, match="expected a module, its optimizer"):
+        stream(*given)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    with pytest.raises(ValueError, match="SGD has no weight of the streamed module"):
+        stream(nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters()))

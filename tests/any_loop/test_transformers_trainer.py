@@ -78,3 +78,10 @@ def test_an_evaluation_alone(tmp_path: Path) -> None:
     trainer, _ = trained(Streamed, tmp_path, llama, max_steps=1)
     plain, _ = trained(transformers.Trainer, tmp_path, llama, max_steps=1)
     assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+
+
+def test_the_order_of_bases_and_options() -> None:
+    with pytest.raises(TypeError, match=r"class Wrong\(sp_lightning.StreamedTrainer, transformers.Trainer\)"):
+        type("Wrong", (transformers.Trainer, StreamedTrainer), {})
+    with pytest.raises(TypeError, match="takes a dictionary of options"):
+        type("Right", (StreamedTrainer, transformers.Trainer), {})(stream="8GiB")

@@ -160,13 +160,14 @@ def test_another_limit_between_batches(limits: tuple[Any, Any]) -> None:
     assert max(plan.peak_device_bytes for plan in small) <= 26 * 1024
 
 
-def test_a_limit_that_is_too_small_leaves_the_former() -> None:
+@pytest.mark.parametrize("former", [2**20, None])
+def test_a_limit_that_is_too_small_leaves_the_former(former: int | None) -> None:
     def changes(trainer: Any, *_: Any) -> None:
         with pytest.raises(ValueError, match=r"with gpu_memory=.* there are 1024 bytes"):
             trainer.strategy.gpu_memory = "1KiB"
-        assert trainer.strategy.gpu_memory == 2**20
+        assert trainer.strategy.gpu_memory == former
 
     def train(strategy: Any, act: Any) -> Any:
         return fit(Stepped, vectors(3), strategy, callbacks=[Does(on_train_batch_end=act)], recorded="losses")
 
-    assert_same(train(superpipeline(gpu_memory="1MiB"), changes), train("auto", lambda *_: None))
+    assert_same(train(superpipeline(gpu_memory=former), changes), train("auto", lambda *_: None))

@@ -304,9 +304,23 @@ def test_what_changes_in_mid_run_is_heeded_from_the_next_batch_on(what: str, hoo
     assert (watches.modes[1], watches.modes[-1]) == ("backward", mode)
 
 
-def test_clipping_that_changes_within_a_step_is_refused() -> None:
+def test_a_backward_in_training_step_adds_to_no_freed_gradient() -> None:
+    class RunsBackward(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if batch_idx == 1:
+                super().training_step(batch, batch_idx).backward()
+            return loss
+
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
+    with pytest.raises(RuntimeError, match=r"adds to param.grad of 'net\..*zero_grad"):
+        trainer_for(strategy).fit(fused(lambda: RunsBackward(Stack()))(), loader(vectors()))
+
+
+@pytest.mark.parametrize("kind", ["value", "norm"])
+def test_clipping_that_changes_within_a_step_is_refused(kind: str) -> None:
     def change(trainer: Any, module: Any) -> None:
-        trainer.gradient_clip_val, trainer.gradient_clip_algorithm = 1e-4, "value"
+        trainer.gradient_clip_val, trainer.gradient_clip_algorithm = 1e-4, kind
 
     class Changing(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -176,10 +176,20 @@ def held_elsewhere(named: Iterable[Mapping[Any, Any]], known: Container[int] = (
         known: the ``id`` of each tensor to which the package itself has one more reference.
     """
     for values in named:
-        for value in values.values():
-            if not isinstance(value, Tensor):
-                continue
-            # Three references are ours: the dictionary, the loop variable and the argument of getrefcount.
-            if sys.getrefcount(value) > 3 + (id(value) in known) or (type(value) is Tensor and shared(value)):
+        for name in values:
+            count = references(values, name)
+            value = values[name]
+            held = count > ALONE + (id(value) in known) or (type(value) is Tensor and shared(value))
+            if isinstance(value, Tensor) and held:
                 return True
+            del value  # one more reference if a later name has the same tensor
     return False
+
+
+def references(container: Any, key: Any) -> int:
+    """Returns the number of references to ``container[key]``. It is :data:`ALONE` if only the container has one."""
+    return sys.getrefcount(container[key])
+
+
+ALONE = references([torch.empty(0)], 0)
+"""Measured, because versions of Python differ in the references that a call takes."""

@@ -38,6 +38,7 @@ from sp_lightning.core.engine.schedule import Residency
 from sp_lightning.core.engine.step import Step, StepKind
 from sp_lightning.core.layers.casts import SavedValues
 from sp_lightning.core.layers.device_parameter import DeviceParameter, Untouched, tensor_grad
+from sp_lightning.core.layers.freed_gradient import refuse_addition
 from sp_lightning.core.layers.gradients import GradientSink, Wanted
 from sp_lightning.core.layers.layer import Kind, Rows, StreamedLayer
 from sp_lightning.core.layers.writes import WriteBack
@@ -227,8 +228,11 @@ class Backward:
             self._accumulates = True
             if layer.owner.updated_early:  # tested here, so that the common case has no call
                 layer.refuse_updated("another gradient arrived for it")
-            if len(self.tasks) > 1 or not self._announced:  # see given_by_nested()
-                self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
+            if len(self.tasks) > 1 or not self._announced:
+                refuse_addition(layer.block.parameters[index], group.spans[index].name)
+                self._given.append(
+                    (self.tasks.index(current_graph_task()), group.spans[index].name)
+                )  # given_by_nested()
             complete = self.gradients.arrived(layer, index, gradient)  # (7)
             self.note_memory()
             if complete:

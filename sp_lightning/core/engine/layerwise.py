@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.core.device.device import Stream, Wait
-from sp_lightning.core.device.lease import held_elsewhere
+from sp_lightning.core.device.lease import ALONE, held_elsewhere, references
 from sp_lightning.core.engine.clipping import Clipping, by_value
 from sp_lightning.core.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.core.engine.updating import Updating
@@ -49,10 +49,9 @@ from sp_lightning.core.updates.step_context import StepContext, compiles, reads_
 Groups = list[dict[str, Any]]
 _LIKE = "whose bits"
 """A key that `_copy_settings` adds to the settings of a group: the function that updates one parameter with a GPU's bits."""
-_OWN = 4
-"""Number of references to a parameter's state if user code has none: the optimizer's, and those of the code that counts."""
 _UNHELD = 2
-"""The same for the state of all parameters, and for ``vars(optimizer)``."""
+"""Number of references to the state of all parameters, and to ``vars(optimizer)``, if user code has none: the optimizer's, and
+the argument's of the call that counts."""
 _OF_EACH = ("params", "param_names")
 """The settings of a group that are lists with one entry for each parameter."""
 
@@ -355,12 +354,12 @@ class LayerwiseStep:
         """Checks that the updates in this step's backward have clipped in the same way.
 
         Args:
-            clip_value: the limit of each element; None for a norm.
+            clip_value: the limit of each element; None for a norm, which is known only after backward.
 
         Raises:
             RuntimeError: updates have begun with another limit.
         """
-        if self.begun and clip_value != self.clip_value:
+        if self.begun and (clip_value is None or clip_value != self.clip_value):
             raise RuntimeError(
                 'Gradient clipping was changed within a training step. With optimizer_overlap="backward", layers are updated '
                 "already. Change trainer.gradient_clip_val between two batches (on_train_batch_end), or use "
@@ -586,8 +585,9 @@ class LayerwiseStep:
             return True
         state = state_of(self._optimizer)
         own = [dict.get(state, parameter, {}) for parameter in parameters]
-        if any(sys.getrefcount(each) > _OWN for each in own):  # the update fills a dictionary that user code holds
-            return True
+        # Two references are ours: the optimizer's, and that of the list.
+        if any(references(own, index) > ALONE + 1 for index in range(len(own))):
+            return True  # the update fills a dictionary that user code holds
         return held_elsewhere(own, self._engine.stepper.references((layer, self._optimizer)))
 
     def _is_state_held(self) -> bool:

@@ -73,6 +73,15 @@ def free(parameter: nn.Parameter) -> None:
     take(parameter, _HasFreedGradient)
 
 
+def refuse_addition(parameter: nn.Parameter, name: str) -> None:
+    """Raises a RuntimeError if a backward would add to a freed gradient: plain Lightning adds to the last step's gradient."""
+    if isinstance(parameter, _HasFreedGradient):
+        raise RuntimeError(
+            f'A backward within training_step adds to param.grad of {name!r}, which optimizer_overlap="backward" has freed. Call '
+            'zero_grad() before this backward, or leave optimizer_overlap out: "auto" keeps gradients.'
+        )
+
+
 def forget(parameter: nn.Parameter) -> None:
     """Makes a freed gradient None from now on, as after ``zero_grad``."""
     leave(parameter, _HasFreedGradient)

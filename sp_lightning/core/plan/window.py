@@ -111,7 +111,7 @@ class Window:
             ValueError: the plan does not fit the budget, or the budget is a share and the device has no memory of its own.
         """
         free, budget = device.free_bytes(), self.budget
-        self._found, self.free = found, free
+        self._found, self.free, self.room = found, free, None
         self.rest = self.rest_gradients = 0
         if isinstance(budget, int):
             self.room = budget if free is None else min(budget, free)

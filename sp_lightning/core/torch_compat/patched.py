@@ -75,12 +75,13 @@ def is_patched(optimizer: Any, step: Any) -> bool:
 def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
     """Sets methods on an object, and on exit restores the methods that were set on the object itself before.
 
-    If user code wraps one of the new methods in the meantime, the wrapper stays. After the exit it calls the former method.
+    If user code wraps one of the new methods in the meantime, the wrapper stays. After the exit it calls the former method. A
+    copy of the object has the new methods, too. There they call the method of its class.
     """
     own = attributes_of(owner)
     before = {name: own[name] for name in methods if name in own}
     is_over: list[bool] = []
-    put = {name: _until(is_over, method, getattr(owner, name, None)) for name, method in methods.items()}
+    put = {name: _until(is_over, name, method, getattr(owner, name, None)) for name, method in methods.items()}
     own.update(put)
     del own  # references to it are counted
     try:
@@ -93,13 +94,15 @@ def in_place_of(owner: Any, methods: Mapping[str, Any]) -> Iterator[None]:
             own.update({name: before[name]} if name in before else {})
 
 
-def _until(is_over: list[bool], method: Any, before: Any) -> Any:
+def _until(is_over: list[bool], name: str, method: Any, before: Any) -> Any:
     """Returns a method that calls ``method`` until ``is_over`` has an entry, and ``before`` after that."""
     bound = getattr(method, "__self__", None)
     function = method if bound is None else method.__func__
 
     @wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        if bound is not None and args[0] is not bound:
+            return getattr(type(args[0]), name)(*args, **options)
         if is_over:
             return before(*(args if bound is None else args[1:]), **options)
         return function(*args, **options)
