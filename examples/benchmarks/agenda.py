@@ -11,7 +11,7 @@ from examples.benchmarks.contestants import THREADS
 from examples.benchmarks.rows import Row, digest
 from examples.benchmarks.workloads import SIZES, Workload
 
-CORE = ("device", "engine", "layers", "plan", "store", "trainer", "updates")
+CORE = ("core/device", "core/engine", "core/layers", "core/plan", "core/store", "trainer", "core/updates")
 """Folders of the package that every training runs."""
 
 
@@ -53,7 +53,13 @@ class Contest:
     contestants: tuple[str, ...]
     expected: float = 40
     device_gib: float | None = None
-    folders: tuple[str, ...] = (*CORE, "activations", "gpu_steps", "kernels", "tuning")
+    folders: tuple[str, ...] = (
+        *CORE,
+        "capabilities/activations",
+        "capabilities/gpu_steps",
+        "capabilities/kernels",
+        "capabilities/tuning",
+    )
 
     @property
     def name(self) -> str:
@@ -87,18 +93,24 @@ class Tests:
 
 
 GPU_TESTS: dict[str, tuple[str, ...]] = {
-    "test_plain_bits.py": ("kernels",),
-    "test_layers_that_stay.py": ("gpu_steps", "kernels"),
-    "test_everyday.py": ("activations", "experts", "gpu_steps", "model", "tuning"),
-    "test_compiled_blocks.py": ("activations", "gpu_steps", "model"),
-    "test_models.py": ("model",),
-    "test_user_code.py": ("activations", "gpu_steps"),
-    "test_steps_on_device.py": ("gpu_steps",),
-    "test_sharing.py": ("activations", "gpu_steps", "sharing"),
+    "test_plain_bits.py": ("capabilities/kernels",),
+    "test_layers_that_stay.py": ("capabilities/gpu_steps", "capabilities/kernels"),
+    "test_everyday.py": (
+        "capabilities/activations",
+        "capabilities/experts",
+        "capabilities/gpu_steps",
+        "core/model",
+        "capabilities/tuning",
+    ),
+    "test_compiled_blocks.py": ("capabilities/activations", "capabilities/gpu_steps", "core/model"),
+    "test_models.py": ("core/model",),
+    "test_user_code.py": ("capabilities/activations", "capabilities/gpu_steps"),
+    "test_steps_on_device.py": ("capabilities/gpu_steps",),
+    "test_sharing.py": ("capabilities/activations", "capabilities/gpu_steps", "experimental/sharing"),
     "test_fork.py": (),
-    "test_cuda.py": ("activations", "kernels", "tuning"),
-    "test_delays.py": ("activations", "experts", "gpu_steps"),
-    "test_several_devices.py": ("ranks",),
+    "test_cuda.py": ("capabilities/activations", "capabilities/kernels", "capabilities/tuning"),
+    "test_delays.py": ("capabilities/activations", "capabilities/experts", "capabilities/gpu_steps"),
+    "test_several_devices.py": ("experimental/ranks",),
 }
 """Files of ``tests/gpu``, with the folders that each is about beyond :data:`CORE`."""
 
@@ -156,7 +168,7 @@ def first_call() -> Agenda:
     ]
     everyday = ("plain", "default", "default-clipped", "default-hooked", "stay")
     return [
-        Module("gpu_bits", ("--seconds", "25", "--rounds", "8"), 45, folders=("kernels",)),
+        Module("gpu_bits", ("--seconds", "25", "--rounds", "8"), 45, folders=("capabilities/kernels",)),
         Tests("AdamW", tuple(exact), 45),
         Contest(train("llm", "1.5B", 16384), everyday, 32),
         Contest(train("llm", "8B", 16384, "bf16-true", steps=6), everyday, 42),
@@ -189,13 +201,16 @@ def now() -> Agenda:
         Contest(train("vision", "giant", 64), DIAL, 40),
         Contest(train("vlm", "7B", 8192, "bf16-true", steps=6), DIAL, 45),
         Contest(small, tuple(f"superpipeline-{k}:1-backward" for k in (1, 2, 4, 99)), 32),
-        Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "tuning")),
+        Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "capabilities/tuning")),
         Contest(small, ("plain", "plain-clipped", "stay-clipped"), 32),
         Contest(small, ("plain-compiled", "default-compiled"), 60),
         Module("limits", ("--seconds", "16", "--rates", "{out}/rates.json"), 30),
         Module("beside_plan", ("--size", "1.5B", "--tokens", "16384", "--length", "4096", "--seconds", "4"), 75),
         Module(
-            "second_runs", ("--width", "4096", "--tokens", "8192", "--precision", "bf16-true"), 30, ("activations",)
+            "second_runs",
+            ("--width", "4096", "--tokens", "8192", "--precision", "bf16-true"),
+            30,
+            ("capabilities/activations",),
         ),
         Contest(small, tuple(f"superpipeline-2:1-threads{threads}" for threads in THREADS), 32),
         Contest(small, ("plain", "fsdp2", "deepspeed", "deepspeed-2", "torchao"), 45),
@@ -209,7 +224,9 @@ def now() -> Agenda:
         Contest(train("vlm", "1.5B", 8192), PAIR, 45, device_gib=16),
         Contest(train("vision", "giant", 64), PAIR, 45, device_gib=16),
         Module("overhead", (), 40),
-        Module("shared_base", ("--accelerator", "gpu", "--rounds", "1"), 200, (*CORE, "sharing"), writes=False),
+        Module(
+            "shared_base", ("--accelerator", "gpu", "--rounds", "1"), 200, (*CORE, "experimental/sharing"), writes=False
+        ),
     ]
 
 
@@ -218,7 +235,10 @@ def several_gpus() -> Agenda:
     found = max(1, torch.cuda.device_count())
     numbers = [str(each) for each in (1, 2, 4, 8) if each <= found]
     arguments = ("--ranks", *numbers, "--width", "2048", "--layers", "24", "--tokens", "8192")
-    return [Tests("several", ("test_several_devices.py",), 90), Module("ranks", arguments, 300, (*CORE, "ranks"))]
+    return [
+        Tests("several", ("test_several_devices.py",), 90),
+        Module("ranks", arguments, 300, (*CORE, "experimental/ranks")),
+    ]
 
 
 def pretended() -> Agenda:

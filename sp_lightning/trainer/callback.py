@@ -26,6 +26,7 @@ from sp_lightning.core.observe.stats import (
     bottleneck,
     counters_line,
     metrics_of,
+    over_plan,
     state_line,
 )
 from sp_lightning.core.plan.host_memory import host_memory
@@ -229,6 +230,8 @@ class SuperpipelineCallback(Callback):
         self._running = False
         waited = bottleneck(stats, seconds, plan)
         log.debug("%s", counters_line(stats))
+        if over := over_plan(stats, plan):
+            log.info(over)
         if waited:
             log.info(" ".join(filter(None, [waited, self._strategy._step_advice()])))
 

@@ -46,7 +46,7 @@ def rows(*, largest: float = 1.0) -> list[Tensor]:
 
 @pytest.fixture
 def without_tuning() -> Iterator[None]:
-    with mock.patch.object(registry, "is_installed", lambda folder: folder != "tuning"):
+    with mock.patch.object(registry, "is_installed", lambda folder: folder != "capabilities.tuning"):
         yield
 
 

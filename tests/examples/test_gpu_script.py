@@ -103,7 +103,9 @@ def test_every_file_of_the_gpus_tests_is_in_a_list_and_names_folders_that_exist(
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Small files in place of the package's and the tests', on a machine with a GPU."""
-    for path in [f"sp_lightning/{name}/a.py" for name in (*agenda.CORE, "kernels")] + ["tests/gpu/test_fork.py"]:
+    for path in [f"sp_lightning/{name}/a.py" for name in (*agenda.CORE, "capabilities/kernels")] + [
+        "tests/gpu/test_fork.py"
+    ]:
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text("a = 1\n")
     monkeypatch.setattr(rows, "REPOSITORY", tmp_path)
@@ -114,8 +116,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 WORKLOAD = agenda.train("llm", "1.5B", 16384)
 ITEMS = [
-    agenda.Module("gpu_bits", folders=("kernels",)),
-    agenda.Contest(WORKLOAD, ("plain", "default"), 40, folders=("kernels",)),
+    agenda.Module("gpu_bits", folders=("capabilities/kernels",)),
+    agenda.Contest(WORKLOAD, ("plain", "default"), 40, folders=("capabilities/kernels",)),
     agenda.Tests("forks", ("test_fork.py",)),
 ]
 
@@ -135,7 +137,7 @@ def test_what_has_a_row_of_the_present_code_is_done(item: agenda.Item, repositor
     assert not any(agenda.is_done(other, found) for other in ITEMS if other is not item)
     changed = repository / "sp_lightning" / item.folders[0] / "a.py"
     changed.write_text('"""A docstring."""\n\na = 1  # a comment\n')
-    (repository / "sp_lightning/capabilities/disk").mkdir()
+    (repository / "sp_lightning/capabilities/disk").mkdir(parents=True, exist_ok=True)
     (repository / "sp_lightning/capabilities/disk/a.py").write_text("a = 2")
     assert agenda.is_done(item, found)
     changed.write_text("a = 2")

@@ -49,7 +49,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def noting(self: Gradients, *args: Any) -> bool:
         whole = arrived(self, *args)
-        seen.append(self.device_bytes)
+        seen.append(self.transfers.device_bytes)
         return whole
 
     monkeypatch.setattr(Gradients, "arrived", noting)

@@ -153,6 +153,23 @@ def counters_line(stats: Stats) -> str:
     )
 
 
+# A peak of more than this multiple of the plan's is reported.
+_FAR_ABOVE = 5 / 4
+
+
+def over_plan(stats: Stats, plan: Plan) -> str:
+    """Returns a sentence if slots beyond the plan made the peak of device memory much larger than planned; otherwise ""."""
+    if not stats.extra_slots or stats.peak_device_bytes <= _FAR_ABOVE * plan.peak_device_bytes:
+        return ""
+    tables = [table.name for table in plan.tables]
+    remedy = f" For a table that is read as a whole, layers={tables} puts it into the plan." if tables else ""
+    return (
+        f"Superpipeline: weights and gradients took {human_bytes(stats.peak_device_bytes)} of GPU memory; the plan has "
+        f"{human_bytes(plan.peak_device_bytes)}. {stats.extra_slots} slots beyond the plan were allocated, because code outside "
+        f"of the weights' modules read whole weights, or kept views of them.{remedy}"
+    )
+
+
 def _waits(stats: Stats) -> dict[str, float]:
     """Returns the parts of :attr:`Stats.waited_seconds`, by cause."""
     return {
