@@ -10,7 +10,7 @@ parameter*). A device parameter without memory is a *stand-in*.
   used the layers, in forward and backward (``schedule.Trace``). The first batch uses the plan's order, reversed for
   backward.
 - A frozen :class:`~sp_lightning.core.plan.plan.Plan` decides *what* is copied, and which ring of slots a layer uses. A
-  ``plan.window.Window`` chooses its k and k', and ``tuning.tuner`` changes them between batches.
+  ``plan.window.Window`` chooses its k and k', and ``capabilities.tuning`` changes them between batches.
 - :func:`sp_lightning.core.plan.update_policy.decide` decides *when* optimizers step.
 - Four parts decide *where* they step, in this order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must
   have room for steps; ``trainer.step_place.StepPlace``, which chooses for ``"auto"``; and ``decide``, which raises an error if
@@ -92,6 +92,20 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 ``assembly``, ``streamer``  Build the parts. :class:`~sp_lightning.core.engine.streamer.Streamer` passes each call of
                          ``trainer`` to one of them.
 =======================  ============================================================================================
+
+**Where to change what**, if the name of the file does not say it:
+
+==========================================================  =====================================================
+which slot a prefetch takes; a fetch on demand              ``schedule.Prefetch._choose``; ``layers.ring.Slots.find``
+when a written weight is copied back; what is compared      ``layers.bound_weights`` (``_detach``); ``layers.writes``
+how a graph and its gradients are followed; how they leave  ``graph``; ``layers.gradients``
+when backward updates a layer                               ``layerwise._update_early``
+what ``ctx.saved_tensors`` returns                          ``saved_objects``
+errors of code in other threads                             ``device.own_threads`` (texts), ``uses.admit``
+how the host waits for an event                             ``device.accelerator.Accelerator.synchronize``
+the dtype of casts; how they are computed                   ``plan.plan``; ``layers.host_casts``
+an option: field, check, signature                          ``trainer.options``; ``plan.options``; ``trainer.strategy``
+==========================================================  =====================================================
 
 **Words in the names of functions and attributes**, here and in the other folders:
 
