@@ -24,7 +24,7 @@ LANGUAGE_MODELS = [
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64,
 }  # fmt: skip
-VISION: dict[str, Any] = {**SIZES, "image_size": 28, "patch_size": 14}
+VISION: dict[str, Any] = {**SIZES, "vocab_size": None, "image_size": 28, "patch_size": 14}
 CONFIGS: dict[str, Any] = {
     "LlamaForCausalLM": lambda: transformers.LlamaConfig(**SIZES),
     "ViTForImageClassification": lambda: transformers.ViTConfig(**VISION),

@@ -103,8 +103,9 @@ when backward updates a layer                               ``layerwise._update_
 what ``ctx.saved_tensors`` returns                          ``saved_objects``
 errors of code in other threads                             ``device.own_threads`` (texts), ``uses.admit``
 how the host waits for an event                             ``device.accelerator.Accelerator.synchronize``
-the dtype of casts; how they are computed                   ``plan.plan``; ``layers.host_casts``
-an option: field, check, signature                          ``trainer.options``; ``plan.options``; ``trainer.strategy``
+the dtype of casts; how they are computed                   ``plan.plan``, ``layers.casts``; ``layers.host_casts``
+an option: field, check, signature; where memory acts       ``trainer.options``, ``plan.options``,
+                                                            ``trainer.strategy``; ``plan.window``
 ==========================================================  =====================================================
 
 **Words in the names of functions and attributes**, here and in the other folders:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,9 +50,10 @@ from sp_lightning.core.updates.step_context import StepContext, compiles, reads_
 Groups = list[dict[str, Any]]
 _LIKE = "whose bits"
 """A key that `_copy_settings` adds to the settings of a group: the function that updates one parameter with a GPU's bits."""
-_UNHELD = 2
-"""Number of references to the state of all parameters, and to ``vars(optimizer)``, if user code has none: the optimizer's, and
-the argument's of the call that counts."""
+_probe = SimpleNamespace()
+_UNHELD = sys.getrefcount(attributes_of(_probe))
+"""Number of references to the state of all parameters, and to ``vars(optimizer)``, if user code has none. Measured, because
+versions of Python differ in the references that a call takes."""
 _OF_EACH = ("params", "param_names")
 """The settings of a group that are lists with one entry for each parameter."""
 
