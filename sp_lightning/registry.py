@@ -118,7 +118,8 @@ def _missing_capability(module: str | None) -> str | None:
 
 @cache
 def is_installed(folder: str) -> bool:
-    """Returns True if the folder of a capability is part of this installation."""
+    """Returns True if the folder of a capability, a key of :data:`CAPABILITIES`, is part of this installation."""
+    assert folder in CAPABILITIES, folder
     return find_spec(f"sp_lightning.{folder}") is not None
 
 

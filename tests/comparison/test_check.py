@@ -299,7 +299,7 @@ def test_where_plain_steps_on_a_gpu_the_strategy_chooses_how_it_steps(
     check(planted.Everything, optimizer_overlap="forward")
     plain, ours = ways[0], ways[1]
     assert plain.fuse
-    has_gpu_bits = on_gpu and is_installed("kernels")
+    has_gpu_bits = on_gpu and is_installed("capabilities.kernels")
     assert (plain.like is not None) is has_gpu_bits
     assert ours.options.get("fused_optimizer") is (None if has_gpu_bits else True)
 

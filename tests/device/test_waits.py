@@ -121,7 +121,7 @@ def as_a_device_does() -> Iterator[None]:
         mock.patch.object(Watch, "__torch_dispatch__", dispatched),
         ExitStack() as stack,
     ):
-        if is_installed("experts"):
+        if is_installed("capabilities.experts"):
             from sp_lightning.capabilities.experts.embedding_rows import EmbeddingRows
 
             look_up = EmbeddingRows._look_up
@@ -131,7 +131,7 @@ def as_a_device_does() -> Iterator[None]:
                 return look_up(self, *args, **options)
 
             stack.enter_context(mock.patch.object(EmbeddingRows, "_look_up", looked_up))
-        if is_installed("activations"):
+        if is_installed("capabilities.activations"):
             from sp_lightning.capabilities.activations.offload import Offload
 
             stack.enter_context(mock.patch.object(Offload, "retire", freeing(Offload.retire)))
@@ -140,7 +140,7 @@ def as_a_device_does() -> Iterator[None]:
 
 
 def _move_small_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    if is_installed("activations"):
+    if is_installed("capabilities.activations"):
         monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)
 
 

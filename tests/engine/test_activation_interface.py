@@ -33,7 +33,9 @@ def test_a_run_that_offloads_nothing_has_the_default(choice: str, monkeypatch: p
 
 
 def test_auto_without_the_folder_keeps_all_and_says_so_if_memory_ends(caplog: pytest.LogCaptureFixture) -> None:
-    missing = mock.patch("sp_lightning.registry.is_installed", side_effect=lambda folder: folder != "activations")
+    missing = mock.patch(
+        "sp_lightning.registry.is_installed", side_effect=lambda folder: folder != "capabilities.activations"
+    )
     with caplog.at_level(logging.INFO, "lightning.pytorch"), missing:
         with simulated(capacity=2**40):
             fit(lambda: saving([1] * 8), rows(), superpipeline(k=1, k_prime=1))

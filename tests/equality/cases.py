@@ -180,7 +180,7 @@ OF_STACKED = {
 CASES |= {
     f"stacked/{name}": Case(
         make, batches, OF_STACKED[name], name == "called-twice",
-        shown_by=lambda plan: any(layer.rows for layer in plan.layers) or not is_installed("experts"),
+        shown_by=lambda plan: any(layer.rows for layer in plan.layers) or not is_installed("capabilities.experts"),
     )
     for name, (make, batches) in stacked.CASES.items()
 }  # fmt: skip

@@ -11,7 +11,7 @@ from sp_lightning.registry import is_installed
 
 @pytest.fixture(autouse=True, scope="module")
 def _kernels_for_small_ones() -> Iterator[None]:
-    if not is_installed("kernels"):
+    if not is_installed("capabilities.kernels"):
         yield
         return
     from sp_lightning.capabilities.kernels import update

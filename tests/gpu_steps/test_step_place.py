@@ -235,7 +235,9 @@ def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible
 
 def test_without_the_folder_auto_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = registry.is_installed
-    monkeypatch.setattr(registry, "is_installed", lambda folder: folder != "gpu_steps" and installed(folder))
+    monkeypatch.setattr(
+        registry, "is_installed", lambda folder: folder != "capabilities.gpu_steps" and installed(folder)
+    )
     strategy = auto(gpu_layers="auto")
     with on(SLOW_PROCESSOR):
         ours = fit(Stepped, vectors(), strategy, recorded="losses")

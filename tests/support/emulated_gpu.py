@@ -243,7 +243,7 @@ def gpu_device(usual: frozenset[str] = ALL, **options: Any) -> Iterator[list[Sim
 @contextmanager
 def _steps_on_gpu(usual: frozenset[str]) -> Iterator[None]:
     """Layers that are stepped on the simulated device are stepped as on such a GPU, and norms are taken so there."""
-    if not is_installed("gpu_steps"):
+    if not is_installed("capabilities.gpu_steps"):
         yield
         return
     from sp_lightning.capabilities.gpu_steps.on_device import StepsOnDevice

@@ -96,7 +96,7 @@ def _shown_while_landing(
     hidden: dict[HostBlock, Tensor], show: Callable[[HostBlock], None], hide: Callable[[HostBlock], None]
 ) -> Iterator[None]:
     """The download of a layer that stays on the GPU finds the host's memory as if it were not hidden."""
-    if not is_installed("gpu_steps"):
+    if not is_installed("capabilities.gpu_steps"):
         yield
         return
     from sp_lightning.capabilities.gpu_steps.staying import StayingLayers

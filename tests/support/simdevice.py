@@ -748,7 +748,7 @@ def simulated(
         mock.patch.object(HostBlock, "_absorb", engine_absorb),
         ExitStack() as stack,
     ):
-        if is_installed("kernels"):
+        if is_installed("capabilities.kernels"):
             from sp_lightning.capabilities.kernels.jit import Compiled
 
             stack.enter_context(mock.patch.object(Compiled, "run", run_kernel(Compiled.run)))
