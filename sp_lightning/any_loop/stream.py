@@ -65,8 +65,8 @@ def stream(
         optimizer: the optimizer of the loop, or all of them; none for a loop that trains nothing.
         autocast: the dtype of the ``torch.autocast`` in which the loop calls the module. 16-bit copies of the weights are then
             uploaded, half the bytes. Results do not depend on it.
-        only_steps_write: your word that between a backward and the next forward only ``optimizer.step`` writes weights. The next
-            step's first layers are then uploaded as soon as they are updated.
+        only_steps_write: True if you promise that only ``optimizer.step`` writes weights between a backward and the next forward.
+            The next step's first layers are then uploaded as soon as they are updated.
         options: options of :class:`~sp_lightning.SuperpipelineStrategy`, without those for checkpoints and disks. For example,
             ``optimizer_overlap="forward"`` runs updates layer by layer while the next forward runs.
 
@@ -256,7 +256,7 @@ class StreamedLoop:
 
     @never_compiled
     def __call__(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call of the root as a step, or as part of the running step. Calls within it, and in backward, are no steps."""
+        """Runs a call of the root as a step, or as part of the running step. Calls within it, and in backward, belong to it."""
         # The module is called anew, because the engine may be built again before.
         forward = partial(call if self._is_within else nn.Module.__call__, module, *args, **kwargs)
         return self._call(forward, training=self._run.trains and torch.is_grad_enabled())
@@ -267,7 +267,7 @@ class StreamedLoop:
 
     @property
     def _is_within(self) -> bool:
-        """True in a call of the root, in backward, and in a thread that is not the loop's: further calls are no steps."""
+        """True in a call of the root, in backward, and in a thread that is not the loop's: a further call begins no step."""
         return self._inside or self._run.is_foreign or self._run.engine.in_backward
 
     def _call(self, forward: partial[Any], *, training: bool) -> Any:

@@ -7,7 +7,7 @@
 - ``kernels``: compiles kernels for optimizer steps on the CPU. Its formulas of the GPU's steps were never confirmed by a GPU.
 - ``tuning``: measures batches, and chooses k, k' and the modes of activations.
 
-A capability may import the core, and no other capability (``tuning`` may, because it predicts what they do). The page of each
+A capability may import the core. Only ``tuning`` may import other capabilities, because it predicts them. The page of each
 says what it adds, where it enters, and what it costs if it is not used. ``tests/repository/deletion.py`` removes each, and
 tests the rest.
 """

@@ -1,7 +1,7 @@
-"""Experimental capabilities: equal to plain Lightning on the CPU, and never run on the hardware that they are for.
+"""Experimental capabilities: equal to plain Lightning on the CPU, with little or no proof on the hardware that they are for.
 
 - ``ranks``: several devices. It never ran with NCCL.
-- ``sharing``: several trainings share one frozen base on one GPU.
+- ``sharing``: several trainings share one frozen base on one GPU. Its tests passed on an H100; its speed was not measured.
 
-They enter as capabilities do (``sp_lightning.capabilities``), and get no new work until they have run there.
+They enter as capabilities do (``sp_lightning.capabilities``), and get no new work until that proof exists.
 """

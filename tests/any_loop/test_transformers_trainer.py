@@ -73,7 +73,7 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(kinds: Any, tmp_path: Path)
     assert_equal(resumed[1:], whole[1:], "resumed")
 
 
-@pytest.mark.rest("an evaluation within training is the same but for its stream")
+@pytest.mark.rest("an evaluation within training differs only in its stream")
 def test_an_evaluation_alone(tmp_path: Path) -> None:
     trainer, _ = trained(Streamed, tmp_path, llama, max_steps=1)
     plain, _ = trained(transformers.Trainer, tmp_path, llama, max_steps=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,7 +19,10 @@ from lightning.pytorch import callbacks
 
 import sp_lightning
 from sp_lightning.registry import is_installed
+from sp_lightning.tools.comparison.check import _fits_host
+from sp_lightning.tools.comparison.record import Compared
 from sp_lightning.tools.comparison.report import Report
+from sp_lightning.tools.comparison.subject import NotRunError, Subject
 from tests.support import planted
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.tiers import first
@@ -78,6 +82,18 @@ def test_everything_is_compared_and_nothing_is_left_behind(
     assert capsys.readouterr().err.count("check: run ") == 8
 
 
+def test_numbers_that_are_compared_are_counted() -> None:
+    """The line "scheduler state 0 equal" read as if there were no scheduler. Its state are numbers."""
+    report = Report(rows={"scheduler state": Compared(values=12), "losses": Compared(values=2, tensors=2)})
+    assert "scheduler state        0  equal (12 values)\nlosses                 2  equal\n" in str(report)
+
+
+@pytest.mark.rest("two checks")
+def test_scheduler_state_is_a_row_only_if_there_is_a_scheduler() -> None:
+    assert "scheduler state" not in str(check(lambda: Module(Stack()), vectors))
+    assert re.search(r"^scheduler state +0  equal \(\d+ values\)$", str(check(planted.Everything, None)), re.MULTILINE)
+
+
 # ---------------------------------------------------------------------- planted errors
 
 
@@ -133,6 +149,11 @@ def test_steps_on_the_device_are_compared_with_plains_there() -> None:
         check(lambda: Module(Stack()), vectors, optimizer_on="auto")
 
 
+def test_kernels_are_chosen_as_before() -> None:
+    assert check(lambda: Module(Stack()), vectors, trainer={"accelerator": "cpu", "deterministic": True}).status == 0
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize(
     ("factory", "why"),
     [
@@ -176,6 +197,13 @@ def test_code_between_modules_is_not_taken_for_the_next_module() -> None:
     report = check(planted.OtherBetween)
     assert "The first module whose output differs is 'net.stem' in training batch 0." in report.explanation
     assert "What it is given differs already, by code outside of modules that runs before it." in report.explanation
+
+
+@pytest.mark.rest("the first tier has modules that run once")
+def test_forwards_that_run_again_in_backward_are_no_calls_of_their_own() -> None:
+    """They were counted under the strategy alone, so that a second forward was compared with them, and the first block named."""
+    report = check(planted.OtherInSecondCall, activations="recompute", optimizer_overlap="off")
+    assert "The first module whose output differs is 'net.blocks.2', call 2, in training batch 0." in report.explanation
 
 
 # ---------------------------------------------------------------------- what user code keeps by itself
@@ -225,6 +253,21 @@ def test_what_is_logged_by_methods_of_the_logger_is_compared(wrong: str, where: 
     assert [path for folder in temporary.iterdir() for path in folder.iterdir()] == []
 
 
+@pytest.mark.rest("the first tier has values that repeat")
+def test_logged_values_that_do_not_repeat_are_named_and_left_out() -> None:
+    """A time that is logged made two runs of plain Lightning differ, and nothing was compared."""
+    report = check(planted.LogsTimes)
+    assert report.status == 0, str(report)
+    assert "Not compared, because plain Lightning logs others when run twice: seconds." in report.notes
+    assert "loss" in findings(check(lambda: planted.LogsTimes(wrong=True)))["logged values"]
+
+
+def test_callbacks_of_the_module_s_own_write_no_files(temporary: Path) -> None:
+    report = check(planted.SavesByItself)
+    assert report.status == 0, str(report)
+    assert [path for folder in temporary.iterdir() for path in folder.iterdir()] == []
+
+
 def test_where_nothing_was_returned_nothing_is_called_equal() -> None:
     report = check(planted.Everything, None)
     lines = [line for line in str(report).splitlines() if " equal" in line or line.endswith(" none to compare")]
@@ -239,6 +282,15 @@ def test_a_module_that_was_trained_before_is_not_compared() -> None:
     report = check(lambda: module)
     assert report.status == 2
     assert "returns a module that has been trained. Each run needs a new one" in report.why
+
+
+def test_callbacks_that_change_no_number_are_named() -> None:
+    given = [callbacks.ModelCheckpoint(dirpath="checkpoints"), callbacks.GradientAccumulationScheduler({0: 2})]
+    report = check(planted.Everything, trainer={"accelerator": "cpu", "callbacks": given})
+    assert report.status == 0, str(report)
+    assert any("files and devices: ModelCheckpoint." in note for note in report.notes)
+    alone = Subject(planted.Everything, None, None, 1, 0, {"callbacks": callbacks.EarlyStopping("loss")}).make()
+    assert len(alone.settings["callbacks"]) == 1
 
 
 # ---------------------------------------------------------------------- what cannot be compared
@@ -273,6 +325,14 @@ def test_a_model_that_is_too_large_for_the_device_is_compared_on_the_cpu(monkeyp
     assert "too little memory for this model on cuda:0. So both sides ran on the CPU" in str(report)
 
 
+def test_a_second_plain_run_that_runs_out_of_memory_ends_as_the_first_would() -> None:
+    """It left the check as an error."""
+    planted.RunsOut.made = 0
+    report = check(lambda: planted.RunsOut(lambda number: number == 2))
+    assert report.status == 0, str(report)
+    assert "from k = 1 to k = " in report.reference
+
+
 def test_a_run_that_runs_out_of_memory_is_no_difference() -> None:
     """The poisoned one was a difference, although its user would never run it."""
     planted.RunsOut.made = 0
@@ -280,6 +340,15 @@ def test_a_run_that_runs_out_of_memory_is_no_difference() -> None:
     assert report.status == 0, str(report)
     assert "'superpipeline, freed memory overwritten with NaN' had too little memory and shows nothing" in str(report)
     assert "Nothing went on from a checkpoint. too large" in str(report)
+
+
+def test_a_model_that_the_strategy_has_no_memory_for_either_is_not_compared() -> None:
+    planted.RunsOut.made = 0
+    report = check(lambda: planted.RunsOut(lambda number: number > 2))
+    assert report.status == 2
+    assert "The run 'superpipeline' had too little memory and shows nothing" in report.why
+    report = check(lambda: planted.RunsOut(lambda number: True))
+    assert "for at most one window" in report.why
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -304,6 +373,13 @@ def test_where_plain_steps_on_a_gpu_the_strategy_chooses_how_it_steps(
     assert ours.options.get("fused_optimizer") is (None if has_gpu_bits else True)
 
 
+def test_the_host_s_memory_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(planted.Everything, None, None, 1, 0, {})
+    for room, fits in ((2**40, True), (1000, False), (None, True)):
+        monkeypatch.setattr("sp_lightning.tools.comparison.check.available_bytes", lambda room=room: room)
+        assert _fits_host(subject) is fits
+
+
 @pytest.mark.parametrize(
     ("factory", "data", "why"),
     [
@@ -316,7 +392,12 @@ def test_where_plain_steps_on_a_gpu_the_strategy_chooses_how_it_steps(
             "missing 1 required positional argument: 'width'. Give a function of your own",
         ),
         (planted.Refused, planted.batches, "The run 'superpipeline' stopped. ValueError: "),
-        (planted.Everything, lambda: 3, "The run 'plain' stopped. TypeError"),
+        (
+            planted.Everything,
+            planted.Everything,
+            "--data is a LightningModule. Expected a LightningDataModule, a DataLoader",
+        ),
+        (planted.Everything, lambda: 3, "--data is a int. Expected a LightningDataModule, a DataLoader or batches"),
         (lambda: Module(torch.nn.Linear(3, 3)), planted.batches, "The run 'plain' stopped. RuntimeError: mat1"),
     ],
 )
@@ -364,3 +445,10 @@ def test_a_prediction_that_stops_on_both_sides_ends_nothing_else() -> None:
 def test_what_cannot_be_is_refused_at_once(options: Any, why: str) -> None:
     with pytest.raises((ValueError, TypeError), match=why):
         check(**{"factory": planted.Everything, **options})
+
+
+def test_a_subject_is_made_anew_for_each_run() -> None:
+    subject = Subject("tests.support.planted:Everything", planted.Data, None, 1, 0, {})
+    assert subject.make().module is not subject.make().module
+    with pytest.raises(NotRunError, match="expected a LightningModule"):
+        Subject(dict, None, None, 1, 0, {}).make()

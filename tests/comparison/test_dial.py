@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sp_lightning import SuperpipelineStrategy, dial
 from sp_lightning.__main__ import main
 from sp_lightning.tools.comparison import small_models
 from sp_lightning.tools.comparison.dial import Dial
+from sp_lightning.tools.comparison.options import SMALL
 from sp_lightning.tools.comparison.subject import NotRunError
 from tests.support import planted
 from tests.support.models import Module, Stack, vectors
@@ -68,7 +70,7 @@ def test_two_windows_beside_plain_lightning(predict: bool, capsys: pytest.Captur
     assert sizes[0] == max(sizes) > sizes[-1] > sizes[-2] > 0
     assert all(row.seconds or row.name == beside[-1] for row in found.rows)
     assert (found.status, found.notes) == (0, [])
-    assert re.findall(r"run (\d) of (\d)", capsys.readouterr().err) == [(str(at), "3") for at in range(1, 4)]
+    assert re.findall(r"run (\d) of (\d)", capsys.readouterr().err) == [(str(at), "4") for at in range(1, 5)]
 
 
 def test_plain_lightning_with_its_optimizer_on_the_cpu_has_all_but_the_optimizer_s_state() -> None:
@@ -95,6 +97,13 @@ def test_a_window_that_cannot_fit_is_not_run_and_says_what_it_needs() -> None:
     assert "Use less: SuperpipelineStrategy(k=1, k_prime=1)." in found.notes[0]
 
 
+@pytest.mark.rest("the sentences are tested in tests/trainer/test_callback.py")
+def test_a_window_larger_than_the_model_is_measured_and_remarked_on() -> None:
+    found = measured(lambda: Module(Stack()), k=(100,), k_prime=(1, 50))
+    assert [note.partition(" ")[0] for note in found.notes] == ["k=100", "k_prime=50"]
+    assert [row.equal for row in found.rows[-2:]] == ["yes", "yes"]
+
+
 @pytest.mark.parametrize("wrong", [{"k": (0,)}, {"k_prime": ()}, {"activations": "nothing"}])
 def test_wrong_options_raise_an_error_before_any_run(wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*"):
@@ -116,3 +125,21 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path: Path, capsys: pytest.
     assert "--k-prime 1 --steps 3" in text
     assert "![Time of a batch against GPU memory](page.png)" in text
     assert page.with_suffix(".png").stat().st_size > 0
+
+
+@pytest.mark.rest("another page")
+def test_without_matplotlib_the_page_has_no_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    main([*COMMAND, "--out", str(tmp_path / "page.md")])
+    assert "No picture: Pictures need matplotlib" in capsys.readouterr().err
+    assert "![" not in (tmp_path / "page.md").read_text()
+
+
+@pytest.mark.rest("the mechanism is tested with smaller models")
+@pytest.mark.parametrize("predict", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_small_models_are_equal(name: str, predict: bool) -> None:
+    found = dial(getattr(small_models, name), steps=3, k=(2,), trainer={"accelerator": "cpu"}, predict=predict)
+    assert [row.equal for row in found.rows[-2:]] == ["yes", "yes"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sp_lightning.__main__ import main
-from sp_lightning.tools.comparison import first_check
-from sp_lightning.tools.comparison.options import MODES
+from sp_lightning.tools.comparison import first_check, small_models
+from sp_lightning.tools.comparison.options import MODES, SMALL
 from sp_lightning.tools.comparison.record import Compared, Difference
 from sp_lightning.tools.comparison.report import Report
 
@@ -62,3 +62,8 @@ def test_formulas_are_named_for_each_optimizer(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sp_lightning.capabilities.kernels.like_gpu.LikeGpu.against", against)
     found = first_check.formulas(torch.device("cpu"))
     assert (found["AdamW"], found["SGD"]) == ("confirmed", "other")
+
+
+@pytest.mark.rest("the first tier has one model")
+def test_each_small_model_has_a_function() -> None:
+    assert all(isinstance(getattr(small_models, name)(), small_models.Small) for name in SMALL)

@@ -139,6 +139,19 @@ def test_a_config_without_a_module_says_so(tmp_path: Path, capsys: pytest.Captur
     assert "files and devices: devices, strategy." in printed["notes"][0]
 
 
+@pytest.mark.rest("nine pairs of modes; each is in the first tier by itself, in tests/equality")
+def test_every_mode_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["tests.support.planted:Everything", "--accelerator", "cpu", "--k", "1", "--activations", "all"]
+    status, printed = run(capsys, *arguments, "--optimizer-overlap", "all")
+    assert status == 0, printed
+    modes = [f"superpipeline, {mode}, {overlap}" for mode in ("keep", "recompute", "offload") for overlap in _OVERLAPS]
+    assert [each["name"] for each in printed["runs"]] == ["plain", *modes]
+    assert "optimizers fused on the CPU" in printed["reference"]
+
+
+_OVERLAPS = ("off", "forward", "backward")
+
+
 @pytest.mark.rest("models of other kinds; test_check has one in the first tier")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sp_lightning.tools.comparison.record import Record, compare, difference, flatten, held
+from sp_lightning.tools.comparison.record import Record, compare, difference, flatten, held, unrepeatable
 
 NAN = float("nan")
 POISON = torch.full((4,), 0xFF, dtype=torch.uint8).view(torch.float32)
@@ -103,6 +103,25 @@ def test_values_of_another_moment_are_not_those_of_this_one(tmp_path: Path) -> N
     assert (
         str(compare(ours, plain)["logs"].first) == "differs in the run '': call 1 of y: only one of the two runs has it"
     )
+
+
+def test_places_that_do_not_repeat_can_be_left_out(tmp_path: Path) -> None:
+    """Of all batches, because a time may be the same by chance in one of them."""
+    again, plain, ours, wrong = (
+        record(tmp_path / str(number), *(("logs", f"batch {batch}", values) for batch, values in enumerate(both)))
+        for number, both in enumerate(
+            [
+                [{"time": 1.0, "loss": 3.0}, {"time": 2.0, "loss": 4.0}],
+                [{"time": 1.5, "loss": 3.0}, {"time": 2.0, "loss": 4.0}],
+                [{"time": 1.7, "loss": 3.0}, {"time": 2.5, "loss": 4.0}],
+                [{"time": 1.7, "loss": 3.0}, {"time": 2.5, "loss": 4.5}],
+            ]
+        )
+    )
+    but = unrepeatable(again, plain, "logs")
+    assert but == {("batch ", "time")}
+    assert compare(ours, plain, but=but)["logs"].first is None
+    assert str(compare(wrong, plain, but=but)["logs"].first) == "differs in the run '': loss, batch 1: 4.5 is not 4.0"
 
 
 def test_what_attributes_hold_is_found_once_and_a_class_is_no_instance() -> None:

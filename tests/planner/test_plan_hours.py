@@ -93,6 +93,11 @@ def test_what_fits_by_computing_again_alone_is_found(config: str, capsys: pytest
     assert found["strategy"]["activations"] in ("auto", "recompute")
 
 
+def test_less_than_a_step_is_refused(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--hours", "1e-9", "--batch-size", "1", "--precision", "bf16-mixed")
+    assert "is less than one step, which takes" in refused(capsys, config, *asked)
+
+
 def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
         "--batch-size",
@@ -127,8 +132,12 @@ def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixtu
     [
         (("--hours", "0"), "argument --hours"),
         (("--hours", "-1"), "argument --hours"),
-        (("--hours", "1", "--predict"), "--hours does not work with --predict"),
-        (("--dataset-tokens", "1M"), "--dataset-tokens needs another option. Add --hours"),
+        (
+            ("--hours", "1", "--dataset-tokens", "10", "--batch-size", "1", "--precision", "32-true"),
+            "The data has 10 tokens, and one step takes ",
+        ),
+        (("--hours", "1", "--predict"), "--hours does not work with --predict or --generate"),
+        (("--dataset-tokens", "1M"), "--dataset-tokens needs another option. Add --hours 24"),
     ],
 )
 def test_a_time_that_cannot_be_is_refused(
@@ -182,6 +191,7 @@ def test_rates_are_measured_and_used(
     main(["plan", config, "--rates", file])
     said = capsys.readouterr().out
     assert f"({file}); assumed: AdamW (--optimizer)" in said
+    assert "is of another machine" not in said
 
 
 def test_without_an_accelerator_its_rates_stay_assumed(

@@ -230,9 +230,8 @@ class Backward:
                 layer.refuse_updated("another gradient arrived for it")
             if len(self.tasks) > 1 or not self._announced:
                 refuse_addition(layer.block.parameters[index], group.spans[index].name)
-                self._given.append(
-                    (self.tasks.index(current_graph_task()), group.spans[index].name)
-                )  # given_by_nested()
+                # See given_by_nested().
+                self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
             complete = self.gradients.arrived(layer, index, gradient)  # (7)
             self.note_memory()
             if complete:

@@ -299,9 +299,8 @@ class LayerwiseStep:
         """
         self._closure = closure
         self._context = self._context_here()  # user code may have changed settings since the step began
-        self._engine.backward.layer_done = self._engine.backward.may_update = (
-            None  # a later backward is not of this step
-        )
+        # A later backward is not of this step.
+        self._engine.backward.layer_done = self._engine.backward.may_update = None
         self._updates.end_early()
         # A forward without a backward may have left transfers in flight.
         self._engine.before(deferred=bool(self.begun))

@@ -63,7 +63,7 @@ class Trace(Generic[L]):
         self.start()
 
     def start(self) -> None:
-        """Makes the order of the last batch the expected one, and goes to its start.
+        """Expects the order of the last batch from now on, and goes to its start.
 
         Called for a new batch, or for fetches before it.
         """

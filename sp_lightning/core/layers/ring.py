@@ -322,9 +322,8 @@ class Slots:
         if slot.layer is not None:
             if not slot.layer.whole:
                 slot.layer.rows.arrived(slot.memory)
-            if (
-                slot.layer.read_by_step
-            ):  # compute now waits for the step that reads these gradients, so they may be freed
+            # Compute now waits for the step that reads these gradients, so they may be freed.
+            if slot.layer.read_by_step:
                 slot.layer.read_by_step = ()
 
     def resume(self) -> None:

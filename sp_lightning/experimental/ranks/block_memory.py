@@ -146,10 +146,8 @@ def written_in_common(block: HostBlock) -> Iterator[None]:
                 block.parameters[index].data = memory
         yield
         with no_inference_mode(), torch.no_grad():
-            for (
-                index,
-                memory,
-            ) in common.items():  # if the optimizer has given a parameter other memory, its value goes to all ranks
+            # If the optimizer has given a parameter other memory, its value goes to all ranks.
+            for index, memory in common.items():
                 parameter = block.parameters[index]
                 if parameter.data_ptr() != memory.data_ptr():
                     refuse_other_form(block, index, "given to it by the optimizer's step (param.data = other)")

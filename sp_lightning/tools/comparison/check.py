@@ -20,7 +20,7 @@ from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.host_memory import available_bytes
 from sp_lightning.registry import is_installed
 from sp_lightning.tools.comparison.explain import avoided_by, first_module, sentences
-from sp_lightning.tools.comparison.record import Compared, Difference, compare
+from sp_lightning.tools.comparison.record import Compared, Difference, compare, unrepeatable
 from sp_lightning.tools.comparison.report import Report, RunFigures
 from sp_lightning.tools.comparison.runs import STOPPED, RunResult, RunVariant, root_device, run, undisturbed
 from sp_lightning.tools.comparison.subject import Factory, NotRunError, Subject
@@ -109,7 +109,6 @@ class _Checking:
         self._subject, self._folder, self._modes = subject, folder, modes
         self._given = options
         self._runs, self._large = 0, False
-        self._left_out: list[str] = []  # kinds in which plain Lightning differs from itself
         self.found = Report()
 
     def report(self) -> Report:
@@ -144,19 +143,17 @@ class _Checking:
         again = plain and self._run_if_it_fits(RunVariant("plain again", **self._plain, watched="gradients"))
         if plain is None or again is None:
             return self._without_plain(next(iter(variants.values())))
-        compared = compare(again.record, plain.record, ["gradients"])
-        if (logged := compared.pop("logged values", Compared()).first) is not None:  # a time, for example
-            self._left_out.append("logged values")
+        self._but = unrepeatable(again.record, plain.record, "logged values")
+        self._refuse_unrepeatable(compare(again.record, plain.record, ["gradients"], self._but))
+        if names := sorted({name.removeprefix("0.") for _, name in self._but}):
             self.found.notes.append(
-                f"Logged values are not compared: plain Lightning, run twice, {logged.how} ({logged.name})."
+                f"Not compared, because plain Lightning logs others when run twice: {', '.join(names)}."
             )
-        self._refuse_unrepeatable(compared)
         again.record.keep_only("gradients")
         plain.record.entries += again.record.entries
         if not {"losses", "gradients"} & {entry.kind for entry in plain.record.entries}:
             raise NotRunError("No training step has returned a loss or made a gradient, so nothing was trained.")
-        on_host = plain.moved or self._device.type == "cpu"
-        fused = ", with optimizers fused on the CPU" if self._plain["fuse"] and on_host else ""
+        fused = ", with optimizers fused on the CPU" if self._plain["fuse"] and self._steps_on_host(plain) else ""
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
         self._compare_with_plain(variants, plain)
         return self.found
@@ -186,6 +183,9 @@ class _Checking:
 
             like = LikeGpu(gpu, fuse=given is True)
         return {"fuse": is_fused(options, variants, self._device), "like": like, "on_device": on_device}
+
+    def _steps_on_host(self, plain: RunResult) -> bool:
+        return plain.moved or self._device.type == "cpu"
 
     def _compare_with_plain(self, variants: dict[str, dict[str, Any]], plain: RunResult) -> None:
         first, ways = None, []
@@ -268,8 +268,8 @@ class _Checking:
                 found = Difference("", "before its end", f"{type(cause).__name__}: {cause}")
                 self._note("the run itself", way, Compared(first=found))
             return None
-        leave_out = self._left_out + ["gradients"] * (way.watched != "gradients")
-        for what, compared in compare(done.record, plain.record, leave_out).items():
+        leave_out = [] if way.watched == "gradients" else ["gradients"]
+        for what, compared in compare(done.record, plain.record, leave_out, self._but).items():
             self._note("continued" if way.begins else what, way, compared)
         if not keep:
             rmtree(done.checkpoint.parent)
@@ -325,7 +325,7 @@ class _Checking:
         """Returns True if a variant differs from plain Lightning, or if its run ends with an error."""
         try:
             ours = self._run(replace(way, watched="nothing")).record
-            compared = compare(ours, plain.record, ["gradients", *self._left_out])
+            compared = compare(ours, plain.record, ["gradients"], self._but)
         except Exception:
             return True
         return any(each.first for each in compared.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ class _Measuring:
         device = root_device(settings)
         on_cpu, trains = device.type == "cpu", self._found.task == "training"
         fuse = is_fused(options, [options], device)
-        self._count += trains and not on_cpu
+        self._count += 1 + (trains and not on_cpu)
         plain = self._run(RunVariant("plain", on_device=not on_cpu, fuse=fuse, only=self._found.task))
         aside = None
         if trains and not on_cpu:
@@ -221,7 +222,8 @@ class _Measuring:
         if trains:
             self._found.rows.append(self._plain_row(_ON_CPU, moving, aside))
         self._found.rows += streamed
-        self._describe(device, trains=trains)
+        again = plain and self._run(RunVariant("plain again", on_device=not on_cpu, fuse=fuse, only=self._found.task))
+        self._describe(device, again, trains=trains)
 
     def _plain_row(self, name: str, counted: int | None, done: RunResult | None) -> DialRow:
         if done is None:
@@ -277,7 +279,7 @@ class _Measuring:
         self._found.notes.append(f"{done.way.name}: {first.name or self._kind}, {first.moment}: {first.how}")
         return "no"
 
-    def _describe(self, device: torch.device, *, trains: bool) -> None:
+    def _describe(self, device: torch.device, again: RunResult | None, *, trains: bool) -> None:
         machine = machine_of(device_for(device))
         what = "weights, gradients and optimizer state" if trains else "weights"
         where = machine["accelerator"] or "CPU"
@@ -295,6 +297,8 @@ class _Measuring:
             sentences.append(
                 f"With its optimizer on the CPU, plain Lightning has no optimizer state on the GPU; {how}."
             )
+        if again is not None:
+            sentences.append(f"Plain Lightning, run again after all windows: {self._seconds(again):.3g} s per batch.")
         self._found.machine = " ".join(sentences)
 
 
@@ -314,14 +318,24 @@ def page(dials: Sequence[Dial], command: str, picture: str) -> str:
         else ""
     )
     image = [f"![Time of a batch against GPU memory]({picture})", ""] if picture else []
+    commit = f" Commit {_commit()}." if _commit() else ""
     parts = [f"## {each.title}\n\n{each.text}\n" for each in dials]
     return "\n".join(
         [
             "# The dial: k and k', measured",
             "",
             *image,
-            f"Command: `{command}`. {versions}. {today()}. {load}",
+            f"Command: `{command}`. {versions}.{commit} {today()}. {load}",
             "",
             *parts,
         ]
     )
+
+
+def _commit() -> str:
+    """Returns the commit of the package's repository; empty if it has none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -10,6 +10,10 @@ from sp_lightning.tools.comparison.record import Compared
 from sp_lightning.tools.comparison.runs import RunResult, RunVariant
 
 _LIMITS = "examples/guide/limits.md"
+_WRITTEN = (
+    f'"Not detected" of {_LIMITS} names such writes. Reach weights through their modules, not through what was '
+    "taken before the step."
+)
 _STALE = (
     "Only the run whose freed memory is overwritten with NaN differs, so something reads weights after their layer was released: "
     f"code that keeps an address, or a defect of the strategy. {_LIMITS} names what is not detected; if it does not name yours, "
@@ -32,6 +36,8 @@ def sentences(rows: dict[str, Compared], ways: list[RunVariant]) -> Iterator[str
         ways: the runs of the strategy that were compared.
     """
     found = {what: row.first for what, row in rows.items() if row.first is not None}
+    if any("was written within a step" in str(each) for each in found.values()):
+        yield _WRITTEN
     differ = {each.run for each in found.values()}
     if differ and differ <= {way.name for way in ways if way.poison}:
         yield _STALE

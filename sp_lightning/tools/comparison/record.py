@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -102,26 +103,38 @@ class Compared:
     values: int = 0
 
 
-def compare(ours: Record, plain: Record, leave_out: Sequence[str] = ()) -> dict[str, Compared]:
+def compare(
+    ours: Record, plain: Record, leave_out: Sequence[str] = (), but: Set[tuple[str, str]] = frozenset()
+) -> dict[str, Compared]:
     """Compares two records, bit by bit.
 
     Args:
         ours: the record of the run in question.
         plain: the record of the reference.
-        leave_out: kinds that are not compared.
+        leave_out: kinds that are not compared, because only one of the records has them.
+        but: places that are not compared, as :func:`unrepeatable` returns them.
 
     Returns:
         The comparison of each kind, in the order of their first entries.
     """
     kinds = dict.fromkeys(entry.kind for entry in (*plain.entries, *ours.entries) if entry.kind not in leave_out)
-    return {kind: _compare_kind(_of(ours, kind), _of(plain, kind)) for kind in kinds}
+    return {kind: _compare_kind(_of(ours, kind), _of(plain, kind), but) for kind in kinds}
+
+
+def unrepeatable(again: Record, plain: Record, kind: str) -> set[tuple[str, str]]:
+    """Returns the places where two runs have different values of one kind.
+
+    A place has no number of a batch or call: it stands for all batches and calls.
+    """
+    both = zip(_of(again, kind), _of(plain, kind), strict=False)
+    return {place for ours, entry in both for place, *_ in _differences(ours, entry)}
 
 
 def _of(record: Record, kind: str) -> list[Entry]:
     return [entry for entry in record.entries if entry.kind == kind]
 
 
-def _compare_kind(ours: list[Entry], plain: list[Entry]) -> Compared:
+def _compare_kind(ours: list[Entry], plain: list[Entry], but: Set[tuple[str, str]]) -> Compared:
     compared = Compared()
     for mine, theirs in zip_longest(ours, plain):
         if mine is None or theirs is None or mine.moment != theirs.moment:
@@ -132,11 +145,14 @@ def _compare_kind(ours: list[Entry], plain: list[Entry]) -> Compared:
         expected = theirs.values()
         compared.tensors += sum(isinstance(value, Tensor) for value in expected.values())
         compared.values += sum(value is not None for value in expected.values())
-        compared.first = compared.first or next(_differences(mine, theirs), None)
+        if compared.first is None:
+            found = (each for place, each in _differences(mine, theirs) if place not in but)
+            compared.first = next(found, None)
     return compared
 
 
-def _differences(ours: Entry, plain: Entry) -> Iterator[Difference]:
+def _differences(ours: Entry, plain: Entry) -> Iterator[tuple[tuple[str, str], Difference]]:
+    """Yields the differences with their places: the moment without its numbers, and the name."""
     found, expected = ours.values(), plain.values()
     for name in dict.fromkeys([*expected, *found]):
         if name not in found or name not in expected:
@@ -144,7 +160,7 @@ def _differences(ours: Entry, plain: Entry) -> Iterator[Difference]:
         else:
             how = difference(found[name], expected[name])
         if how is not None:
-            yield Difference(name, plain.moment, how)
+            yield (re.sub(r"\d+", "", plain.moment), name), Difference(name, plain.moment, how)
 
 
 def difference(ours: Any, plain: Any) -> str | None:

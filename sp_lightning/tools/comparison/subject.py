@@ -8,6 +8,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -132,6 +133,9 @@ class Subject:
         if isinstance(data, (list, tuple)):
             data = DataLoader(list(data), batch_size=None)  # type: ignore[arg-type]
         name = "datamodule" if isinstance(data, pl.LightningDataModule) else "train_dataloaders"
+        if not (data is None or name == "datamodule" or hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+            kind = "LightningModule" if isinstance(data, pl.LightningModule) else type(data).__qualname__
+            raise NotRunError(f"--data is a {kind}. Expected a LightningDataModule, a DataLoader or batches.")
         settings |= copy.deepcopy(dict(self.settings))
         settings["callbacks"] = without_files(_callbacks(settings))
         return RunInputs(module, {} if data is None else {name: data}, settings)
@@ -198,7 +202,7 @@ def _resolved(given: Factory | None, wanted: str = _MODULE) -> Callable[[], Any]
     """Returns a factory, which may be given by its name.
 
     Raises:
-        ValueError: the name cannot be imported. The message has the text ``wanted``.
+        ValueError: the name cannot be imported, or is a module's. The message has the text ``wanted``.
     """
     if not isinstance(given, str):
         return given
@@ -207,6 +211,8 @@ def _resolved(given: Factory | None, wanted: str = _MODULE) -> Callable[[], Any]
     except (ImportError, AttributeError, ValueError) as error:
         config = " `plan` takes a config; `check` needs your own module." if given.endswith(".json") else ""
         raise ValueError(f"{given!r}: {error}. Expected {wanted}.{config}") from error
+    if isinstance(found, ModuleType):
+        raise ValueError(f"{given!r} is a module. Expected {given}:Name, which makes it.")
     return cast(Callable[[], Any], found)
 
 

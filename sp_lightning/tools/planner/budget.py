@@ -71,14 +71,14 @@ def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
         notify: is called with a message before each slow step.
 
     Raises:
-        ValueError: the model does not take the batch, or the data is not counted in tokens.
+        ValueError: the model does not take the batch; the data is not counted in tokens; the data or the time is less than one
+            step.
     """
     found: list[Budget] = []
     reasons: list[ValueError] = []
     for precision in _PRECISIONS if "precision" not in asked.given else (asked.precision,):
         fastest = 0
-        # The model of a factory usually has its own example batch.
-        for batch in _BATCHES if "batch_size" not in asked.given and ":" not in asked.model else (asked.batch_size,):
+        for batch in _BATCHES if "batch_size" not in asked.given and _takes_batches(asked) else (asked.batch_size,):
             question = asked.but(precision=precision, batch_size=batch)
             notify(f"runs a batch of {batch} in {precision}")
             try:
@@ -97,9 +97,29 @@ def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
                 break  # larger batches are not faster, or do not fit
     if not found and reasons:
         raise reasons[0]
-    if found and asked.dataset_tokens is not None and found[0].unit != "tokens":
+    return _with_enough(found, asked)
+
+
+def _with_enough(found: list[Budget], asked: Question) -> list[Budget]:
+    """Returns the ways whose optimizer step does not have more tokens than the data.
+
+    Raises:
+        ValueError: the data is not counted in tokens, or the data or the time is less than one step.
+    """
+    data = asked.dataset_tokens
+    if found and data is not None and found[0].unit != "tokens":
         raise ValueError(f"{asked.model!r} takes {found[0].unit}, not tokens. Leave out --dataset-tokens.")
-    return found
+    if found and not any(each.steps for each in found):
+        quickest = min(each.step_seconds for each in found)
+        raise ValueError(f"--hours {asked.hours:g} is less than one step, which takes {quickest:.3g} s. Give more.")
+    enough = [each for each in found if data is None or each.count <= data]
+    if found and not enough:
+        least = min(each.count for each in found)
+        raise ValueError(
+            f"The data has {data:,} tokens, and one step takes {least:,}. Give more data, or smaller --batch-size, --tokens or "
+            "--accumulate-grad-batches."
+        )
+    return enough
 
 
 def _fitting(estimate: Estimate) -> list[Budget]:
@@ -133,6 +153,11 @@ def best_first(found: Iterable[Budget]) -> list[Budget]:
         first = min(alike, key=lambda each: each.count)
         ordered = [first, *(each for each in ordered if each is not first)]
     return ordered
+
+
+def _takes_batches(asked: Question) -> bool:
+    """Returns True if batch sizes can be searched. The model of a factory usually has its own example batch."""
+    return ":" not in asked.model
 
 
 def _ways(estimate: Estimate) -> Iterator[Answer]:

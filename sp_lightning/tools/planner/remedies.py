@@ -72,9 +72,7 @@ def _ways(refused: Answer) -> Iterator[Changes]:
     if not asked.stores_16_bits:
         both += [{"precision": "bf16-true"}, {"precision": "bf16-true", **backward}]
     weights, gradients = refused.shown.plan.plain
-    if (
-        not asked.predict and asked.lora is None and gradients > weights / 2
-    ):  # with few gradients, there are adapters already
+    if not asked.predict and asked.lora is None and gradients > weights / 2:
         both += [{"lora": 16}, {"lora": 16, **pack}, {"lora": 16, "precision": "bf16-true", **loss}]
     if lacking == {"device"}:
         batch = {"batch_size": count} if asked.batch_size > 1 and (count := _fitting_batch(refused)) else {}
