@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from sp_lightning.capabilities.disk import tier as disk_tier
 from sp_lightning.capabilities.disk.direct_file import ScratchFile
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import assert_whole, fails, on_disk, without_room
@@ -142,6 +144,16 @@ def test_without_direct_io_and_files_without_names(tmp_path: Path, monkeypatch: 
 def test_a_folder_that_is_not_there_is_refused_before_work(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="No file can be created in the folder that disk= names"):
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path / "none"))
+
+
+def test_memory_that_is_called_a_disk_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(disk_tier, "file_system", lambda _: "tmpfs")
+    log = logging.getLogger("lightning.pytorch.superpipeline")
+    with caplog.at_level(logging.INFO, logger=log.name):
+        fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
+    assert "is on a tmpfs, which is CPU memory and no disk. It saves none: name a folder on a drive." in caplog.text
 
 
 def _trains(folder: Path, checkpoints: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sp_lightning.capabilities.disk import direct_file
-from sp_lightning.capabilities.disk.direct_file import ScratchFile, aligned_memory
+from sp_lightning.capabilities.disk.direct_file import ScratchFile, aligned_memory, file_system
 
 PAGES = 3 * 4096
 
@@ -161,3 +161,12 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
         PermissionError, match=r"folder that disk= names .* See that you may write there, or name another"
     ):
         ScratchFile(tmp_path)
+
+
+def test_the_kind_of_a_file_system() -> None:
+    shared = Path("/dev/shm")
+    if not shared.is_dir():
+        pytest.skip("there is no tmpfs here")
+    assert file_system(shared) == "tmpfs"
+    assert file_system(Path("/proc")) == "proc"
+    assert file_system(Path("/not there")) == ""

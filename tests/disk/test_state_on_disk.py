@@ -19,7 +19,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.capabilities.disk import host_budget
 from sp_lightning.capabilities.disk import tier as disk_tier
 from sp_lightning.capabilities.disk.away import save
-from sp_lightning.capabilities.disk.state_placement import place_state
+from sp_lightning.capabilities.disk.state_placement import StatePlacement, place_state
 from sp_lightning.core.plan import host_memory
 from sp_lightning.core.plan.units import parse_bytes
 from tests.support.models import Module, Stack, vectors
@@ -224,6 +224,26 @@ def test_new_state_is_in_the_order_of_the_groups(tmp_path: Path) -> None:
         return torch.optim.AdamW([{"params": wide}, {"params": narrow, "weight_decay": 0.0}], lr=1e-2)
 
     assert_same(fit(made_with(split), vectors(), on_disk(tmp_path)), fit(made_with(split), vectors()))
+
+
+def test_no_more_is_in_memory_than_the_ring_has_while_all_of_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 8 * 2**10
+    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, *_: StatePlacement({}, sizes, room, room))
+    most = []
+
+    def reads(optimizer: Any) -> None:
+        for state in optimizer.state.values():
+            assert state["exp_avg"].norm() + state["exp_avg_sq"].norm() > 0
+            values = [value for each in optimizer.state.values() for value in each.values() if value.dim()]
+            most.append(sum(value.nbytes for value in values if type(value) is Tensor))
+
+    strategy = on_disk(tmp_path)
+    ours = fit(made_with(OPTIMIZERS["AdamW"]), vectors(), strategy, callbacks=[Looks(reads)])
+    assert_same(ours, fit(made_with(OPTIMIZERS["AdamW"]), vectors(), callbacks=[Looks(reads)]))
+    ours_most = most[: len(most) // 2]
+    assert room // 2 < max(ours_most) <= room
 
 
 def test_a_view_that_somebody_holds_goes_on_seeing_the_updates(tmp_path: Path) -> None:

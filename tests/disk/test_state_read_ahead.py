@@ -16,6 +16,7 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from sp_lightning.capabilities.disk import tier as disk_tier
+from sp_lightning.capabilities.disk.direct_file import ScratchFile
 from sp_lightning.capabilities.disk.state_on_disk import StateOnDisk
 from sp_lightning.capabilities.disk.state_placement import StatePlacement
 from sp_lightning.capabilities.disk.state_transfers import StateTransfers
@@ -23,7 +24,7 @@ from sp_lightning.core.device.device import Device
 from tests.support.engine import streamed
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import Unfreezes, on_disk, without_room
-from tests.support.runs import assert_same, fit
+from tests.support.runs import assert_same, fit, fused
 from tests.support.tiers import first
 
 
@@ -80,6 +81,32 @@ def test_nothing_is_read_in_vain(tmp_path: Path, states: list[StateOnDisk]) -> N
     assert (
         whole * (steps - 1) <= state._transfers.file.read_bytes <= whole * steps
     )  # and what was read ahead for a next step
+
+
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
+def test_the_first_step_reads_nothing(overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no state yet; what was read ahead would take the memory in which the optimizer makes it."""
+    read, asked, steps = ScratchFile.begin_read, list[int](), list[int]()
+
+    def noted(self: Any, offset: int, memory: Any) -> Any:
+        asked.append(memory.nbytes)
+        return read(self, offset, memory)
+
+    monkeypatch.setattr(ScratchFile, "begin_read", noted)
+
+    class Counts(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            steps.append(len(asked))
+
+    fit(
+        make if overlap == "off" else fused(make),
+        vectors(4),
+        on_disk(tmp_path, optimizer_overlap=overlap),
+        recorded="nothing",
+        callbacks=[Counts()],
+    )
+    assert steps[:2] == [0, 0]
+    assert steps[-1] > 0
 
 
 def deep() -> Module:
@@ -150,6 +177,15 @@ class Alternates(Module):
             optimizer.step()
             optimizer.zero_grad()
         return loss.detach()
+
+
+def test_the_ring_is_full_with_two_optimizers_as_with_one(tmp_path: Path, states: list[StateOnDisk]) -> None:
+    waits = Waits(states, 3)
+    batches = list(torch.randn(5, 2, 32))
+    ours = fit(Alternates, batches, on_disk(tmp_path), callbacks=[waits])
+    assert waits.counts[2:] == [3, 3, 3]
+    assert states[-1]._transfers.peak_bytes <= states[-1]._transfers.limit
+    assert_same(ours, fit(Alternates, batches))
 
 
 class Skips(Module):
@@ -297,6 +333,62 @@ def test_no_update_begins_while_somebody_looks() -> None:
     assert begun
 
 
+class Some(Module):
+    """Two layers are in no forward, and so have no state."""
+
+    def __init__(self) -> None:
+        super().__init__(deep().net)
+
+    def loss(self, batch: Any) -> Any:
+        for index in (0, 1, 2, 4, 5, 7):
+            batch = self.net[index](batch)  # type: ignore[index]
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+class Half(Module):
+    """Every second layer has no momentum."""
+
+    def __init__(self) -> None:
+        super().__init__(deep().net)
+
+    def configure_optimizers(self) -> Any:
+        halves: tuple[list[Any], list[Any]] = ([], [])
+        for index, parameter in enumerate(self.parameters()):
+            halves[index // 2 % 2].append(parameter)  # a weight and a bias for each layer
+        groups = [{"params": half, "momentum": momentum} for half, momentum in zip(halves, (0.9, 0.0), strict=True)]
+        return torch.optim.SGD(groups, lr=0.1, fused=True)
+
+
+@pytest.mark.parametrize("make", first([Some, Half], Some, why="another reason not to have state"))
+def test_layers_without_state_have_nobody_read_in_vain(make: Any, tmp_path: Path, states: list[StateOnDisk]) -> None:
+    read = []
+
+    class Notes(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            read.append(states[-1]._transfers.file.read_bytes)
+
+    fit(make, list(torch.randn(8, 2, 32)), on_disk(tmp_path), callbacks=[Notes()], recorded="nothing")
+    whole, ahead = nbytes_of(states[-1]), states[-1]._transfers.limit
+    assert all(steps * whole <= each <= steps * whole + ahead for steps, each in enumerate(read))
+
+
+class Six(Alternates):
+    """So many optimizers that the ring has memory for the layers of three."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(block.parameters(), fused=True) for block in list(self.net)[:6]]  # type: ignore[call-overload]
+
+
+def test_the_ring_s_limit_is_that_of_all_optimizers(tmp_path: Path, states: list[StateOnDisk]) -> None:
+    batches = list(torch.randn(5, 2, 32))
+    ours = fit(Six, batches, on_disk(tmp_path), recorded="losses")
+    assert states[-1]._transfers.peak_bytes <= states[-1]._transfers.limit
+    assert_same(ours, fit(Six, batches, recorded="losses"))
+
+
 class Scaled(Module):
     """A number beside the layers is trained, too. It is a resident, and its state stays in memory."""
 
@@ -332,3 +424,44 @@ def test_new_state_finds_the_memory_of_the_ring_free(
     assert {nbytes for _, nbytes in made} == {0}
     steps = iter(range(100))
     assert_same(ours, fit(Scaled, vectors(), callbacks=[Step()], max_epochs=2))
+
+
+# ---------------------------------------------------------------------- the buffers
+
+
+def transfers(limit: int) -> StateTransfers:
+    nothing: Any = None
+    return StateTransfers(nothing, limit, tuple)
+
+
+def test_buffers_take_no_more_than_their_limit() -> None:
+    ring = transfers(4 * 4096)
+    first, second = ring.lend(2 * 4096), ring.lend(5000)
+    assert first is not None
+    assert second is not None
+    assert ring.lend(1) is None
+    ring.give_back(first)
+    assert ring.lend(2 * 4096) is first
+    ring.give_back(first)
+    third = ring.lend(4096)  # of another size, for which the idle one goes
+    assert third is not None
+    assert ring.nbytes == 3 * 4096
+    assert ring.peak_bytes == 4 * 4096
+
+
+def test_one_buffer_may_be_larger_than_the_limit() -> None:
+    ring = transfers(4096)
+    assert ring.lend(3 * 4096) is not None
+    assert ring.lend(1) is None
+
+
+def test_what_was_lent_beyond_the_limit_is_freed() -> None:
+    ring = transfers(2 * 4096)
+    buffers = [ring.lend(4096), ring.lend(4096), ring.lend_more(4096)]
+    assert ring.nbytes == ring.peak_bytes == 3 * 4096
+    for buffer in buffers:
+        assert buffer is not None
+        ring.give_back(buffer)
+    assert ring.nbytes == 2 * 4096
+    ring.make_room()
+    assert ring.nbytes == 0

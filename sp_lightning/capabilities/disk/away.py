@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import IO, Any
 
 import torch
@@ -48,9 +48,10 @@ class OnDiskTensor(AbsentTensor):
         if func in UNCHANGED_BY_UPDATES:  # metadata: the expanded `data` has the same
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        away = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is OnDiskTensor]
+        leaves = tree_leaves((args, kwargs))
+        away = [leaf for leaf in leaves if type(leaf) is OnDiskTensor]
         if away:
-            load(away)
+            load(away, leaves)
         return func(*args, **(kwargs or {}))
 
     def load(self) -> None:
@@ -112,8 +113,12 @@ def return_to(tensor: OnDiskTensor, memory: Tensor) -> None:
         del vars(tensor)[name]
 
 
-def load(tensors: Sequence[OnDiskTensor]) -> None:
+def load(tensors: Sequence[OnDiskTensor], beside: Collection[Any] = ()) -> None:
     """Reads tensors for user code. Afterwards they are ordinary tensors.
+
+    Args:
+        tensors: the tensors to read.
+        beside: all arguments of user code's call. Reading must not evict any of these tensors.
 
     Raises:
         RuntimeError: this is a forked process (a ``DataLoader`` worker, for example). It has neither the threads that read state
@@ -131,7 +136,7 @@ def load(tensors: Sequence[OnDiskTensor]) -> None:
         if (owner := found.get("owner")) is not None:  # else another thread has just read it
             owners.setdefault(owner, []).append(tensor)
     for owner, its in owners.items():
-        owner.bring_for_user(its)
+        owner.bring_for_user(its, beside)
 
 
 def save(content: Any, stream: IO[bytes]) -> None:

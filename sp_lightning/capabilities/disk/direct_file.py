@@ -375,3 +375,16 @@ def _close(descriptor: int, threads: Sequence[ThreadPoolExecutor], process: int)
     for pool in threads if os.getpid() == process else ():  # a forked process does not have the threads
         pool.shutdown(wait=False)  # a transfer holds the file, so no transfer is in flight when the file is deleted
     os.close(descriptor)
+
+
+def file_system(folder: Path) -> str:
+    """Returns the type of a folder's file system (``ext4``); an empty string if it is unknown."""
+    try:
+        device = os.stat(folder).st_dev
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for fields in map(str.split, lines):
+        if fields[2] == f"{os.major(device)}:{os.minor(device)}":
+            return fields[fields.index("-") + 1]
+    return ""

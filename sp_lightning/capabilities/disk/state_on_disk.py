@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -54,6 +55,8 @@ class StateOnDisk:
         self._stored: dict[Key, Stored] = {}
         self._updates = AccessPredictor[Key](1)
         self._roomy: set[Key] = set()  # the keys for whose new state `load` has freed the buffers
+        self._seen: list[tuple[Tensor, Stored, Span]] = []  # tensors that user code has read, and their places
+        self._looking: set[int] = set()  # the ids of the threads in which user code has read state
 
     # ------------------------------------------------------------------ around an update
 
@@ -121,6 +124,9 @@ class StateOnDisk:
             for each in old:  # the places that the tensors had before, if user code has exchanged tensors
                 if each is not stored:
                     self._transfers.release(each)
+            # Forget tensors that user code has read, if they are stored again or were replaced: their places have other bytes.
+            again = set(map(id, leaving))
+            self._seen = [seen for seen in self._seen if seen[1] is not stored and id(seen[0]) not in again]
             self._transfers.write(stored)
 
     def absorb(self, optimizers: Iterable[Optimizer], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
@@ -167,16 +173,36 @@ class StateOnDisk:
 
     # ------------------------------------------------------------------ what users see
 
-    def bring_for_user(self, tensors: Iterable[OnDiskTensor]) -> None:
-        """Reads tensors for user code. They stay in memory until their next update.
+    def bring_for_user(self, tensors: Sequence[OnDiskTensor], beside: Collection[Any]) -> None:
+        """Reads tensors for user code. They stay in memory until their next update, or until other tensors need the memory.
+
+        Args:
+            tensors: the tensors to read.
+            beside: all arguments of user code's call, which must stay in memory.
 
         Raises:
             OSError: the disk failed.
         """
         with self._still(), self._lock, no_dispatch_modes(), torch.no_grad():
+            # Another thread may have read some of them meanwhile.
+            tensors = [tensor for tensor in tensors if type(tensor) is OnDiskTensor]
+            self._looking.add(threading.get_ident())
+            if self._alone():
+                self._make_room(sum(tensor.span.nbytes for tensor in tensors), set(map(id, beside)))
             for tensor in dict.fromkeys(tensors):
-                if type(tensor) is OnDiskTensor:  # otherwise another thread has just read it
-                    self.give(tensor)
+                stored, span = tensor.stored, tensor.span
+                self.give(tensor)
+                self._seen.append((tensor, stored, span))
+
+    def _alone(self) -> bool:
+        """Returns True if no other thread can be computing with tensors that user code has read. Then their memory may be freed.
+
+        No code runs when a thread computes with a tensor that is in memory already. So any other thread may be doing that, except
+        threads of this package, and daemon threads that have never read state.
+        """
+        others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+        ours = "superpipeline"  # the names of this package's threads begin so
+        return all((each.daemon and each.ident not in self._looking) or each.name.startswith(ours) for each in others)
 
     def give(self, tensor: OnDiskTensor) -> None:
         """Reads a tensor into new memory that it owns. From then on it is an ordinary tensor."""
@@ -185,6 +211,35 @@ class StateOnDisk:
             memory = torch.empty_strided(span.shape, span.stride, dtype=span.dtype, device="cpu")
         memory.copy_(part(self._read(tensor), span))
         return_to(tensor, memory)
+
+    def _make_room(self, nbytes: int, beside: Collection[int]) -> None:
+        """Writes tensors that user code has read back to the disk, the oldest first, until few enough are in memory.
+
+        Together with the tensors that are read next, they may take as much memory as the buffers. A tensor stays if user code
+        holds a view of it, or has changed its size.
+
+        Args:
+            nbytes: the bytes of the tensors that are read next.
+            beside: the ``id`` of each tensor that stays, because the same call uses it.
+
+        Raises:
+            OSError: the disk failed.
+        """
+        nbytes += sum(span.nbytes for _, _, span in self._seen)
+        for seen in [each for each in self._seen if id(each[0]) not in beside]:
+            if nbytes <= self._transfers.limit:
+                return
+            tensor, stored, span = seen
+            nbytes -= span.nbytes
+            if can_go_away(tensor, 0) and tensor.nbytes == span.nbytes and not shared(tensor):
+                memory = aligned_memory(span.nbytes)
+                part(memory, replace(span, offset=0)).copy_(tensor)
+                if stored in self._transfers.behind:
+                    self._transfers.written(stored)
+                self._transfers.release(stored)  # user code may have written the tensor, so a buffer is out of date
+                self._transfers.file.begin_write(stored.extent.offset + span.offset, memory).wait()
+                send_away(tensor, self, span, stored)
+                self._seen = [each for each in self._seen if each is not seen]  # "==" would read tensors from the disk
 
     def read(self, tensor: OnDiskTensor) -> Tensor:
         """Returns the bytes of a tensor, from the disk or from a buffer. The tensor stays on the disk."""

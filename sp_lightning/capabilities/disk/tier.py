@@ -19,7 +19,7 @@ from torch import nn
 
 from sp_lightning.capabilities.disk import state_on_disk
 from sp_lightning.capabilities.disk.away import leave_files
-from sp_lightning.capabilities.disk.direct_file import ScratchFile, refuse_full
+from sp_lightning.capabilities.disk.direct_file import ScratchFile, file_system, refuse_full
 from sp_lightning.capabilities.disk.file_source import WINDOW as STAGED
 from sp_lightning.capabilities.disk.host_budget import room_for
 from sp_lightning.capabilities.disk.mapped_file import is_on_disk, supported
@@ -74,7 +74,10 @@ class DiskTier(StateStore):
         self.state: StateOnDisk | None = None
         self.steps = 0
         self._moved_first = 0  # bytes before the second step, which the average leaves out: the first reads no state
-        if not self._file.direct:
+        if file_system(folder) in ("tmpfs", "ramfs"):
+            tmpfs = "is on a tmpfs, which is CPU memory and no disk. It saves none: name a folder on a drive."
+            say_once(log, f"Superpipeline: disk={str(folder)!r} {tmpfs}")
+        elif not self._file.direct:
             copied = "has no direct I/O: bytes are copied once more."
             say_once(log, f"Superpipeline: the file system of disk={str(folder)!r} {copied}")
 
