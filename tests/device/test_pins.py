@@ -122,6 +122,6 @@ def test_a_run_gives_every_lock_back_after_the_last_copy(end: str, monkeypatch: 
 def test_the_wait_for_it_is_needed(end: str) -> None:
     """In other runs, the host has waited for every transfer by then, for another reason."""
     if end == "rows of a table":
-        needs("experts")
+        needs("capabilities.experts")
     with pytest.raises(Race, match="unpinned by host"), simulated(Wait.UNPIN_AFTER_COPY):
         ENDS[end]()

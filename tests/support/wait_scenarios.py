@@ -224,7 +224,7 @@ class Text(Stack):
 
 
 def looked_up(strategy: Any) -> Outcome:
-    needs("experts")
+    needs("capabilities.experts")
     return fit(lambda: Module(Text()), vectors(), strategy)
 
 
@@ -240,7 +240,7 @@ def predicted(make: Any, batches: Any, strategy: Any) -> Outcome:
 
 def left_out_with_a_cache(strategy: Any, *, kept: int = 2, run: Callable[..., Outcome] | None = None) -> Outcome:
     """A cache keeps this number of experts on the device. They are copied to slots on the compute stream."""
-    needs("experts")
+    needs("capabilities.experts")
     if isinstance(strategy, SuperpipelineStrategy):
         plan = make_plan(find_layers(LeavesOut()), k=2, k_prime=1, training=run is not None)
         kept *= max(layer.row_bytes for layer in plan.layers)

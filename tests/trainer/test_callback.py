@@ -382,7 +382,7 @@ class Descends(Module):
 def test_what_keeps_the_host_from_running_ahead_is_counted(net: Any, waits: int) -> None:
     """In each of three batches: the indices of rows, or a weight that was written on the device."""
     if issubclass(net, LooksUp):
-        needs("experts")
+        needs("capabilities.experts")
     strategy = SuperpipelineStrategy(k=1)
     trainer_for(strategy).fit(Descends(net()), loader(vectors(3)))
     stats = strategy.stats()
