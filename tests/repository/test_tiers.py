@@ -72,7 +72,7 @@ class Item:
 
 def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = (
-        "0.70s call     t/a.py::x[1, 2]\n0.30s setup    t/a.py::y\n0.30s call     t/a.py::y\n0.10s call     t/a.py::z\n"
+        "0.70s call     t/a.py::x[1, 2]\n0.30s setup    t/a.py::y\n0.30s call     t/a.py::y\n0.05s call     t/a.py::z\n"
     )
     log += "0.40s call     t/b.py::x\n2.00s call     t/b.py::y\n9.00s call     t/c.py::x\n"
     tiers = {
