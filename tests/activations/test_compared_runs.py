@@ -16,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.capabilities.activations.fingerprints import SavedRun, differences, may_be_unwritten
+from sp_lightning.capabilities.activations.host_ring import HostRing
 from sp_lightning.capabilities.activations.recompute import Unrepeatable
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused, superpipeline
 from tests.support.simdevice import simulated
+from tests.support.tiers import first
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 
@@ -157,6 +159,24 @@ def test_what_is_around_a_forward_alone_raises(kind: str) -> None:
 def test_what_changes_nothing_that_is_saved_is_equal(kind: str) -> None:
     ours = fit(lambda: Steered(kind), vectors(), superpipeline(k=1, activations="recompute"))
     assert_same(ours, fit(lambda: Steered(kind), vectors()))
+
+
+@pytest.mark.parametrize("kind", first(RAISE, "hook", why="offload that recomputes is as recompute"))
+def test_offload_without_room_raises(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostRing, "free_bytes", -1)
+    with pytest.raises(Unrepeatable, match=r"of 'net\.blocks\.\d'"):
+        fit(lambda: Steered(kind), vectors(), superpipeline(k=1, activations="offload"))
+
+
+@pytest.mark.parametrize("kind", first(list(AROUND), "hook", "submodule", why="each is as with recompute"))
+@pytest.mark.usefixtures("nothing_fits")
+def test_auto_recomputes_no_such_forward(kind: str) -> None:
+    batches = [*vectors(), *vectors()]
+    with simulated(capacity=26_000):
+        strategy = superpipeline(k=1, k_prime=1, activations="auto")
+        ours = fit(lambda: Steered(kind), batches, strategy)
+    assert_same(ours, fit(lambda: Steered(kind), batches))
+    assert (strategy.activations["net.blocks.1"] == "recompute") <= (kind in EQUAL)
 
 
 def test_it_names_the_layer_and_what_to_paste() -> None:

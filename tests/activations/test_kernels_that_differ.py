@@ -119,6 +119,13 @@ def test_memory_that_a_kernel_writes_later_is_compared_again() -> None:
     assert WritesLater.batch == 2
 
 
+@pytest.mark.rest("recompute finds such memory in the same way")
+def test_auto_recomputes_a_forward_with_such_memory() -> None:
+    ours, modes = auto(with_one(RunsKernel))
+    assert_same(ours, fit(with_one(RunsKernel), BATCHES))
+    assert set(modes.values()) == {"recompute"}
+
+
 @pytest.mark.parametrize("block", [ReadsIndices, LastBits, AddsByIndex, Noise])
 def test_recompute_raises_for_all_that_differs(block: type[nn.Module]) -> None:
     with simulated(unrepeatable=True), pytest.raises(Unrepeatable, match="computed other values in backward"):
@@ -298,6 +305,13 @@ def test_saved_tensors_may_be_read_twice(block: type[nn.Module]) -> None:
     ours = fit(make, vectors(), superpipeline(k=1, activations="recompute"))
     assert_same(ours, fit(make, vectors()))
     _nodes.clear()
+
+
+@pytest.mark.rest("recompute is the same")
+def test_auto_recomputes_a_forward_whose_saved_tensors_are_read_twice() -> None:
+    ours, modes = auto(twice(CountsSaved))
+    assert_same(ours, fit(twice(CountsSaved), BATCHES))
+    assert set(modes.values()) == {"recompute"}
 
 
 def test_what_is_read_twice_is_computed_once_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,15 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.capabilities.gpu_steps.away import _NEED_NO_VALUES
@@ -27,7 +29,7 @@ from tests.support.engine import Slots
 from tests.support.models import vectors
 from tests.support.nets import Does
 from tests.support.on_device import Stepped, on_device
-from tests.support.runs import Outcome, assert_equal, assert_same, fit, superpipeline
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
@@ -88,6 +90,42 @@ def test_a_batch_that_steps_no_layer_is_plains(kept: int, way: str) -> None:
     with simulated():
         ours = trained(WAYS[way]())
     assert_same(ours, trained("auto"))
+
+
+class ReturnsParameters(Stepped):
+    """Steps return parameters, and hooks read what they have returned."""
+
+    seen: ClassVar[list[Any]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "weight": weight(self)}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return [self.net(batch), weight(self), {"all": list(self.parameters())}]
+
+    predict_step = validation_step
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen.append(tree_map_only(Tensor, lambda each: each.detach().clone(), outputs))
+
+    on_validation_batch_end = on_predict_batch_end = on_train_batch_end
+
+
+@pytest.mark.rest("a special case of layers that user code reads")
+@pytest.mark.parametrize("options", [{}, {"optimizer_on": "gpu", "gpu_layers": 3}], ids=str)
+def test_steps_that_return_parameters(options: dict[str, Any]) -> None:
+    def run(strategy: Any) -> tuple[Outcome, list[Any]]:
+        ReturnsParameters.seen = seen = []
+        trained = fit(ReturnsParameters, vectors(4), strategy, vectors(2), recorded="losses")
+        seen.append(trained.trainer.predict(trained.module, loader(vectors(2))))
+        return trained, seen
+
+    with simulated():
+        ours, seen = run(superpipeline(k=1, **options))
+    plain, expected = run("auto")
+    assert_same(ours, plain)
+    assert_equal(seen, expected, "what steps return")
+    assert {type(each) for each in tree_leaves(seen[-1])} == {Tensor, Parameter}
 
 
 # ---------------------------------------------------------------------- functions that land nothing

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from sp_lightning import SuperpipelineStrategy
 from tests.support.ranks import in_ranks, rank, start
 from tests.support.runs import assert_equal
-from tests.support.tiers import first
+from tests.support.tiers import first, some
 
 BOTH = 2
 """In place of a rank's number: both fail."""
@@ -128,6 +128,14 @@ ALL = [(who, where, how) for who in (0, 1) for where in WHERE for how in ("raise
 )  # fmt: skip
 def test_everybody_ends_with_the_first_error(who: int, where: str, how: str, tmp_path: Any) -> None:
     check(who, where, how, tmp_path, {})
+
+
+@pytest.mark.rest("the same moments as without updates in the background")
+@pytest.mark.parametrize("where", ["forward", "backward", "step", "on_train_batch_end"])
+@pytest.mark.parametrize("how", some(["raise", "kill"], "raise", why="the next test has the other"))
+@pytest.mark.parametrize("who", [0, 1])
+def test_everybody_ends_where_updates_run_under_forward(who: int, how: str, where: str, tmp_path: Any) -> None:
+    check(who, where, how, tmp_path, {"optimizer_overlap": "forward"})
 
 
 @pytest.mark.rest("workers, which keep a killed rank's connections open")

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.ranks import LAUNCHERS
+from tests.support.tiers import some
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,6 +147,30 @@ def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
         states.append(assert_files_are_one_runs(tmp_path, 4)["state_dict"])
         shutil.rmtree(tmp_path / "saved")
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+@pytest.mark.long("processes that import torch; test_ranks_faults has errors")
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param((), id="script"),
+        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.long("torchrun ends its processes by itself")),
+    ],
+)
+@pytest.mark.parametrize("who", some([0, 1], 1, why="test_ranks_faults has both"))
+def test_an_error_ends_all_processes(who: int, command: tuple[str, ...], tmp_path: Path) -> None:
+    """The exit status says so, and the log has the error of the rank that it happened on. In the first batch a
+    rank waits for the others to share memory for gradients; its backward, which fails, once raised another error in passing.
+    """
+    write_script(tmp_path)
+    status, printed = run(tmp_path, *command, "script.py", "1", FAILS=str(who))
+    assert status == 1
+    assert f"[rank{who}]: ValueError: what the user's code says" in printed
+    if not command:  # torchrun may end the other process before it has said why it stops
+        assert f"rank {who} has failed while rank {1 - who} waited" in printed
+    assert "Exception ignored" not in printed
+    assert not ended(printed)
+    assert_gone(map(int, re.findall(r"process (\d+) has begun", printed)))
 
 
 @pytest.mark.long("processes that import torch, three times")

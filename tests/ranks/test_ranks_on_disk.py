@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
+from sp_lightning import SuperpipelineStrategy
 from tests.equality.on_ranks import InOrder, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import NoBatch, fails, on_disk, without_room
@@ -81,6 +83,19 @@ def test_too_little_memory_for_all_processes_is_refused_on_each(tmp_path: Path) 
     assert "CPU memory is" in str(second)
 
 
+def cap(host_memory: str) -> None:
+    fit(Net, vectors(4), SuperpipelineStrategy(host_memory=host_memory), devices=2)
+
+
+@pytest.mark.rest("as with a disk, in the first tier")
+def test_without_a_disk_too_little_memory_is_refused_on_each() -> None:
+    with pytest.raises(RanksFailed) as caught:
+        in_ranks(2, cap, "100MiB")
+    for error in caught.value.errors:
+        assert 'host_memory="100MiB" is too little' in str(error)
+    in_ranks(2, cap, "16GiB")
+
+
 # ---------------------------------------------------------------------- faults
 
 
@@ -105,3 +120,24 @@ def test_a_disk_that_fails_ends_all_ranks_with_its_error(call: str, what: str, o
     assert "rank 0 has failed" in str(second)
     assert "Input/output error" in str(second)
     assert list(tmp_path.iterdir()) == []
+
+
+class Looks(pl.Callback):
+    """Reads and writes state on the rank that has it, between steps."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.is_global_zero:
+            for state in trainer.optimizers[0].state.values():
+                state["exp_avg"].mul_(0.5)
+
+
+def write_state(disk: str | None) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        without_room(patch)
+        strategy: Any = SuperpipelineStrategy(k=1, fused_optimizer=False) if disk is None else on_disk(Path(disk))
+        return seen(fit(Net, vectors(8), strategy, devices=2, callbacks=[Looks()]))
+
+
+@pytest.mark.rest("one device has user code of every kind")
+def test_state_that_user_code_writes(tmp_path: Path) -> None:
+    assert_equal(in_ranks(2, write_state, str(tmp_path)), in_ranks(2, write_state, None), "seen")

@@ -174,6 +174,12 @@ def test_ranks_that_part_end_soon(name: str, tmp_path: Any) -> None:
     check(name, tmp_path)
 
 
+@pytest.mark.rest("the same as without updates in the background")
+@pytest.mark.parametrize("name", ["rank 1 has a batch more", "rank 0 changes a dtype", "rank 1 stops"])
+def test_ranks_that_part_while_updates_run_under_forward(name: str, tmp_path: Any) -> None:
+    check(name, tmp_path, optimizer_overlap="forward")
+
+
 def check(name: str, folder: Any, **options: Any) -> None:
     started = start(2, train, name, str(folder), **options)
     errors = [error for error, _ in started.outcomes() if error is not None]

@@ -190,6 +190,16 @@ WRITES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.rest("a special case of the same rule")
+@pytest.mark.parametrize("way", ["scale_data", "data kept", "average"])
+@pytest.mark.parametrize("options", [{"keep_on_gpu": ["net.2"]}, {"precision": "bf16-mixed"}, {"k": 2}], ids=str)
+def test_writes_of_residents_and_masters(way: str, options: dict[str, Any]) -> None:
+    act, starts = WRITES[way]
+    precision = {"precision": options.pop("precision")} if "precision" in options else {}
+    ours = run(superpipeline(**{"k": LAYERS, "k_prime": 1} | options), callbacks=[Acts(act, starts)], **precision)
+    assert_equal(ours, run("auto", callbacks=[Acts(act, starts)], **precision), way)
+
+
 @pytest.mark.parametrize("k", first([LAYERS, 2], LAYERS, why="each way again, with prefetches under way"))
 @pytest.mark.parametrize("way", WRITES)
 def test_a_layer_that_a_hook_writes_is_uploaded_again(way: str, k: int) -> None:
@@ -210,10 +220,45 @@ def test_memory_that_a_hook_drops_after_its_write_was_held() -> None:
     assert strategy.stats().fetched_layers == LAYERS + 1
 
 
+@pytest.mark.rest("a special case of the same rule")
+@pytest.mark.parametrize("loop", ["validate", "test"])
+def test_writes_of_hooks_in_other_loops(loop: str) -> None:
+    strategy = superpipeline(k=LAYERS, k_prime=1)
+    ours = run(strategy, callbacks=[Acts(scale_data)], loop=loop)
+    assert_equal(ours, run("auto", callbacks=[Acts(scale_data)], loop=loop), loop)
+    assert strategy.stats().fetched_layers == LAYERS + BATCHES - 1
+
+
 def test_hooks_that_read_weights_cost_nothing() -> None:
     strategy = superpipeline(k=LAYERS, k_prime=1)
     assert_equal(run(strategy, callbacks=[Acts(read)]), run("auto", callbacks=[Acts(read)]), "outputs")
     assert strategy.stats().fetched_layers == LAYERS
+
+
+@pytest.mark.rest("a special case of the same rule")
+def test_exchanged_modules_are_found() -> None:
+    def act(layer: Any, callback: Any) -> None:
+        net = callback.net
+        net[0], net[1] = net[1], net[0]
+
+    class Swaps(Acts):
+        def on_predict_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            self.net = pl_module.net
+
+    strategy = superpipeline(k=LAYERS, k_prime=1)
+    assert_equal(run(strategy, callbacks=[Swaps(act)])[0], run("auto", callbacks=[Swaps(act)])[0], "outputs")
+
+
+@pytest.mark.rest("a special case of the same rule")
+def test_calls_of_modules_in_hooks_upload_no_other_layer() -> None:
+    def act(layer: Any, callback: Any) -> None:
+        layer(torch.ones(1, 16))
+        layer.weight.data.mul_(0.5)
+        layer(torch.ones(1, 16))
+
+    strategy = superpipeline(k=LAYERS, k_prime=1)
+    assert_equal(run(strategy, callbacks=[Acts(act)]), run("auto", callbacks=[Acts(act)]), "outputs")
+    assert strategy.stats().fetched_layers == LAYERS + BATCHES
 
 
 class Captures(Six):
