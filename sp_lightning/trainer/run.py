@@ -352,16 +352,18 @@ class Run:
 
         Raises:
             RuntimeError: a step runs, or several devices or trials train.
-            ValueError: the model does not fit. The former limit stays.
+            ValueError: the model does not fit.
+            BaseException: another error. The former limit stays after each error, and the engine is built with it.
         """
         self._refuse_to_lend("gpu_memory")
-        before, self._window.budget = self._window.budget, budget
         self.finish_updates()
-        self._end_engine()
+        before, self._window.budget = self._window.budget, budget
         try:
+            self._end_engine()
             self._build()
-        except ValueError:
+        except BaseException:
             self._window.budget = before
+            self._end_engine()
             self._build()
             raise
         finally:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from sp_lightning import stream
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.layers.ring import Slots
+from sp_lightning.trainer.run import Run
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.nets import Does
@@ -171,3 +176,38 @@ def test_a_limit_that_is_too_small_leaves_the_former(former: int | None) -> None
         return fit(Stepped, vectors(3), strategy, callbacks=[Does(on_train_batch_end=act)], recorded="losses")
 
     assert_same(train(superpipeline(gpu_memory=former), changes), train("auto", lambda *_: None))
+
+
+@contextmanager
+def fails_once(owner: type, method: str, error: type[BaseException]) -> Iterator[None]:
+    """A context in which the first call of a method raises an error."""
+    own, errors = getattr(owner, method), [error()]
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return own(*args, **kwargs)
+
+    with mock.patch.object(owner, method, fails):
+        yield
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "where", [(Run, "finish_updates"), (Slots, "_make_planned"), (Streamer, "_connect"), (Run, "_find_and_plan")]
+)
+def test_an_error_while_the_limit_changes_leaves_the_former(where: tuple[type, str], error: type[BaseException]) -> None:
+    """The engine is built with the former limit, and training goes on with it."""
+
+    def changes(trainer: Any, module: Any, *_: Any) -> None:
+        plan, parameters = trainer.strategy.plan, list(module.parameters())
+        with pytest.raises(error), fails_once(*where, error):
+            trainer.strategy.gpu_memory = "2MiB"
+        assert trainer.strategy.gpu_memory == 2**20
+        assert trainer.strategy._run._window.budget == 2**20
+        assert (trainer.strategy.plan, list(module.parameters())) == (plan, parameters)
+
+    def train(strategy: Any, act: Any) -> Any:
+        return fit(Stepped, vectors(3), strategy, callbacks=[Does(on_train_batch_end=act)], recorded="losses")
+
+    assert_same(train(superpipeline(gpu_memory=2**20, k=1), changes), train("auto", lambda *_: None))
