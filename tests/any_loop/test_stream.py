@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning import compile_blocks, stream
 from sp_lightning.any_loop.stream import StreamedLoop
 from sp_lightning.core.engine.step import Step
+from sp_lightning.core.observe import messages
 from tests.equality.cases import CASES
 from tests.support.loops import Loop, assert_streams, compare
 from tests.support.models import Module, Stack, llama, tokens, vectors
@@ -327,6 +329,25 @@ def test_an_ordinary_module_after_an_error() -> None:
     assert {type(parameter) for parameter in net.parameters()} == {nn.Parameter}
     assert optimizer.step == own
     assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_caught_error_keeps_no_view(
+    keeps: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frames of an error hold weights until the loop has caught it. Code that keeps a view is told so, if only at the end."""
+    monkeypatch.setattr(messages, "_SAID", set())
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    net = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    net[2].weight = net[0].weight
+    views = list[torch.Tensor]()
+    if keeps:
+        net[2].register_forward_hook(lambda module, *_: views.append(module.weight[:2]))
+    with stream(net, torch.optim.SGD(net.parameters()), k=1):
+        for token in (8, 1):
+            with suppress(IndexError):
+                net(torch.tensor([token])).sum().backward()
+    assert caplog.messages.count(messages.KEPT_VIEW) == keeps
 
 
 def test_a_weight_has_one_stream() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,9 @@ class WriteBack:
             # A weight has other memory, and user code has written the weight's former place in the slot. So the slot does not
             # have the layer's values any more.
             layer.leave_slot()
+        # The frames of an error that is being handled may view the slot, too. So one step later, and not while it is handled.
+        if viewed and guard is not None and guard.digests is not None and sys.exception() is None:
+            say_once(LOG, KEPT_VIEW)
         if not viewed:
             if guard is not None:
                 guard.drop_views()
@@ -256,7 +260,6 @@ class WriteBack:
         All weights of the layer count as exposed from then on.
         """
         assert slot.layer is not None
-        say_once(LOG, KEPT_VIEW)
         group = slot.layer.parameters
         self._wait_for_update(slot.layer)
         group.expose()
