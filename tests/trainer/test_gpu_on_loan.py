@@ -196,7 +196,9 @@ def fails_once(owner: type, method: str, error: type[BaseException]) -> Iterator
 @pytest.mark.parametrize(
     "where", [(Run, "finish_updates"), (Slots, "_make_planned"), (Streamer, "_connect"), (Run, "_find_and_plan")]
 )
-def test_an_error_while_the_limit_changes_leaves_the_former(where: tuple[type, str], error: type[BaseException]) -> None:
+def test_an_error_while_the_limit_changes_leaves_the_former(
+    where: tuple[type, str], error: type[BaseException]
+) -> None:
     """The engine is built with the former limit, and training goes on with it."""
 
     def changes(trainer: Any, module: Any, *_: Any) -> None:
