@@ -4,13 +4,12 @@ From the root of the repository, on a machine with a GPU, in a minute and a half
 
     python -m examples.benchmarks.beside_plan --size 0.1B --tokens 8192 --length 1024 --out runs/benchmarks/
 
-Beside the rows come ``timeline.json``, one batch for https://ui.perfetto.dev, and its picture ``timeline.png``.
+Beside the rows comes ``timeline.png``, a picture of one batch.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import logging
 import os
 import warnings
@@ -30,8 +29,6 @@ from sp_lightning.core.device.timeline import Interval
 ALL = 99
 """More layers than any of the models has."""
 WINDOWS = ((ALL, 1), (2, 1), (1, 1))
-MOST_BYTES = 2**20
-"""Of a file that comes back. A larger timeline is compressed, which Perfetto reads as well."""
 
 
 def peaks(workload: Workload, seconds: float) -> Iterator[rows.Row]:
@@ -86,20 +83,15 @@ def window(workload: Workload, seconds: float, budget: int) -> rows.Row:
 
 
 def timeline(workload: Workload, seconds: float, folder: Path) -> rows.Row:
-    """One batch, as a file and as a picture."""
-    file, picture = folder / "timeline.json", folder / "timeline.png"
+    """A picture of one batch, if matplotlib is installed."""
+    picture = folder / "timeline.png"
     try:
-        callback = SuperpipelineCallback(timeline=file, plot=picture, every_n_steps=10**6)
+        callback = SuperpipelineCallback(plot=picture, every_n_steps=10**6)
     except ImportError as error:
         print(f"There is no picture: {error}", flush=True)
-        callback = SuperpipelineCallback(timeline=file, every_n_steps=10**6)
+        return {"what": "timeline", "picture": False}
     _trained(workload, seconds, callbacks=[callback], k=2, k_prime=1)
-    if file.stat().st_size > MOST_BYTES:
-        compressed = gzip.compress(file.read_bytes())
-        file.unlink()
-        file = folder / "timeline.json.gz"
-        file.write_bytes(compressed)
-    return {"what": "timeline", "file": file.name, "bytes": file.stat().st_size, "picture": picture.is_file()}
+    return {"what": "timeline", "picture": picture.is_file()}
 
 
 def _trained(

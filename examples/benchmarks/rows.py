@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import torch
 
-from sp_lightning.core.observe.reached import processor
+from sp_lightning.core.observe.machine import processor
 
 Row = dict[str, Any]
 

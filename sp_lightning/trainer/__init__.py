@@ -55,7 +55,7 @@ the closure:
 Lightning calls            what happens
 =========================  =============================================================================================
 strategy.connect           If the trainer has no callback of this package, attaches one.
-callback.setup             Creates the files of a timeline, so that an error is raised before training.
+callback.setup             Creates the file of a picture, so that an error is raised before training.
 restoring weights          ``strategy.load_checkpoint``, ``strategy.load_model_state_dict``. There is no run yet.
 strategy.setup             Fills modules on the meta device (``given_values``). ``loops.model_to_device`` makes the ``Run``, which
                            finds layers, plans, and builds the engine. In ``fit``: makes the optimizers, then
@@ -112,6 +112,6 @@ Checkpoints and files:
 - ``frozen_weights`` leaves frozen weights out of checkpoints, and adds them when a checkpoint is loaded.
 - ``given_values`` fills modules on the meta device from a checkpoint or a file of weights.
 
-``callback`` logs, and records timelines. ``signals`` defers signal handlers. Only ``compat`` uses private names of Lightning, or
+``callback`` logs, and draws a batch. ``signals`` defers signal handlers. Only ``compat`` uses private names of Lightning, or
 depends on its version or on its two packages. This folder may import all other folders of the core.
 """

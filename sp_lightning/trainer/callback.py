@@ -1,8 +1,7 @@
-"""The strategy's callback: logs the plan and the longest wait of a run, writes metrics and timelines, and prefetches layers."""
+"""The strategy's callback: logs the plan and the longest wait of a run, writes metrics and a picture, and prefetches layers."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from sp_lightning.core.device.timeline import Interval, Timeline, chrome_trace
+from sp_lightning.core.device.timeline import Interval, Timeline
 from sp_lightning.core.observe.messages import say_once
 from sp_lightning.core.observe.plot import draw_timeline, supported_formats
-from sp_lightning.core.observe.reached import Reached, machine_of, today
 from sp_lightning.core.observe.stats import (
     DEFAULT_METRICS,
     METRICS,
@@ -38,7 +36,7 @@ from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 class SuperpipelineCallback(Callback):
     """Logs one line at the beginning and one at the end of a run, and prefetches the next batch's layers.
 
-    The callback can also write metrics and a timeline. If the trainer has no such callback, the strategy attaches one, except
+    The callback can also write metrics and a picture. If the trainer has no such callback, the strategy attaches one, except
     with ``SuperpipelineStrategy(callback=False)``. Training is correct without the callback. The callback has no state, so
     checkpoints are the same with and without it.
 
@@ -46,14 +44,12 @@ class SuperpipelineCallback(Callback):
     are uploaded while its data loads.
 
     Args:
-        timeline: file for a Chrome trace (JSON) of some training batches. Open it in https://ui.perfetto.dev.
-        plot: file (PNG, PDF, SVG) for a picture of the last recorded batch; needs matplotlib. With several devices, ``timeline``
-            and ``plot`` show only rank 0, which updates the weights for all ranks of its node. Other ranks write no files.
+        plot: file (PNG, PDF, SVG) for a picture of the last recorded batch; needs matplotlib. With several devices, it shows
+            only rank 0, which updates the weights for all ranks of its node. Other ranks write no file.
         every_n_steps: Record every n-th batch, from the second on. Log metrics every n-th step.
         progress_bar: show two metrics in the progress bar: ``waited`` (a share of the time) and ``window`` (k).
         metrics: log these metrics to the trainer's loggers, as ``superpipeline/NAME``: True for ``waited`` and ``window``,
             ``"all"``, or a list of names. The guide on logging has a table of them.
-        report: file (JSON) for the measured speed and the settings of the run, written at the end of training.
         verbose: show the plan, the ledger and the reasons of decisions, which are otherwise logged at DEBUG only. Log a line
             about time and memory every ``every_n_steps`` steps.
 
@@ -68,12 +64,10 @@ class SuperpipelineCallback(Callback):
     def __init__(
         self,
         *,
-        timeline: str | Path | None = None,
         plot: str | Path | None = None,
         every_n_steps: int = 50,
         progress_bar: bool = False,
         metrics: bool | str | Sequence[str] = False,
-        report: str | Path | None = None,
         verbose: bool = False,
     ) -> None:
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
@@ -82,11 +76,7 @@ class SuperpipelineCallback(Callback):
         self._progress_bar = progress_bar
         self._metrics = _checked_metrics(metrics)
         self._verbose = verbose
-        self._timeline = _checked_file("timeline", timeline)
-        self._plot = _checked_file("plot", plot)
-        self._report = _checked_file("report", report)
-        if self._plot is not None and self._plot.suffix[1:] not in (formats := supported_formats()):
-            raise ValueError(f"plot={str(plot)!r} must end in one of {sorted(formats)}. For example plot='run.png'.")
+        self._plot = _checked_picture(plot)
         self._active = self._running = self._records = self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -97,9 +87,10 @@ class SuperpipelineCallback(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._running = self._records = False
-        self._begun_batches, self._start, self._reached = 0, 0.0, Reached()
+        self._begun_batches, self._start = 0, 0.0
         self._intervals: Timeline | None = None
-        self._batches: dict[int, list[Interval]] = {}  # the intervals of each recorded batch, by its number
+        self._recorded = 0  # the number of the last recorded batch; 0 before the first
+        self._batch: list[Interval] = []  # the intervals of this batch
         self._tokens: int | None = 0  # the tokens of this run so far; None if a batch's number of tokens is unknown
         self._last: dict[str, tuple[float, Stats | None, int]] = {}  # time, counters and tokens at the last `_measure`
         self._active = hasattr(trainer.strategy, "_expect_next_batch")
@@ -116,22 +107,16 @@ class SuperpipelineCallback(Callback):
             self._level = self._strategy.log.level
             self._strategy.log.setLevel(logging.DEBUG)
         self._records = stage == "fit" and trainer.is_global_zero
-        for file in self._files:  # created now, so that an error is raised before training
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.open("ab").close()
-        if self._report is not None and self._records:
-            self._report.parent.mkdir(parents=True, exist_ok=True)
+        if self._file is not None:  # created now, so that an error is raised before training
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.open("ab").close()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(training=True)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._reached.begins(trainer.global_step)  # only now is a checkpoint's number of steps loaded
-
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
         self._stop_recording()  # validation does not count as part of the batch before it
-        self._reached.interrupted()
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
@@ -155,7 +140,7 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ training batches
 
     def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self._files:
+        if self._file is None:
             return
         self._stop_recording()
         self._begun_batches += 1
@@ -163,9 +148,7 @@ class SuperpipelineCallback(Callback):
         if self._begun_batches > 1 and (self._begun_batches - 2) % self._every == 0:
             device = self._strategy._computing_device
             assert device is not None
-            if self._timeline is None:  # only the picture needs the batches, and it shows the last one
-                self._batches.clear()
-            self._batches[self._begun_batches - 1] = []
+            self._recorded, self._batch = self._begun_batches - 1, []
             self._intervals = self._intervals or device.make_timeline()
             device.timelines.append(self._intervals)
 
@@ -175,8 +158,6 @@ class SuperpipelineCallback(Callback):
         if not self._active:
             return
         self._strategy._expect_next_batch()
-        if self._report is not None:
-            self._reached.batch_ended(perf_counter(), batch, trainer.global_step)
         tokens = _tokens_in(batch)
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         has_no_step = pl_module.automatic_optimization and accumulates(trainer)  # a later batch has the optimizer step
@@ -209,7 +190,6 @@ class SuperpipelineCallback(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write_recording()
-        self._write_report(trainer)
         self._end()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -241,7 +221,7 @@ class SuperpipelineCallback(Callback):
         self._restore_level()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restores the log's level, and removes files of set-up that are still empty.
+        """Restores the log's level, and removes the file of set-up if it is still empty.
 
         Lightning calls this hook after the strategy's teardown, so the run is over. Lightning does not call it
 
@@ -250,21 +230,21 @@ class SuperpipelineCallback(Callback):
         """
         self._restore_level()
         self._intervals = None
-        for file in self._files:
-            if file.is_file() and not file.stat().st_size:  # no batch was recorded
-                file.unlink()
+        file = self._file
+        if file is not None and file.is_file() and not file.stat().st_size:  # no batch was recorded
+            file.unlink()
 
     def _restore_level(self) -> None:
         if self._level is not None:
             self._strategy.log.setLevel(self._level)
             self._level = None
 
-    # ------------------------------------------------------------------ a timeline
+    # ------------------------------------------------------------------ a picture
 
     @property
-    def _files(self) -> list[Path]:
-        """The files that this rank writes in this run."""
-        return [file for file in (self._timeline, self._plot) if file is not None and self._records]
+    def _file(self) -> Path | None:
+        """The picture that this rank draws in this run; None without one."""
+        return self._plot if self._records else None
 
     def _stop_recording(self) -> None:
         """Stops recording, and adds the recorded intervals to the last batch. No-op before the first recorded batch."""
@@ -273,76 +253,31 @@ class SuperpipelineCallback(Callback):
         device = self._strategy._computing_device  # a new device if the engine was built again in the meantime
         if device is not None and self._intervals in device.timelines:
             device.timelines.remove(self._intervals)
-        if self._batches:
-            # Intervals that had not ended when an earlier batch was stopped are added to the last recorded batch as well.
-            self._batches[max(self._batches)] += self._intervals.take()
+        # Intervals that had not ended when an earlier batch was stopped are added to the last recorded batch as well.
+        self._batch += self._intervals.take()
 
     def _write_recording(self) -> None:
-        """Stops recording, and writes the timeline and the picture. An error is only logged.
+        """Stops recording, and draws the picture. An error is only logged.
 
         If the disk is full, for example, checkpoints must not be lost, and the error that ended a run must not be hidden.
         """
         self._stop_recording()
         try:
-            if self._batches:
-                self._write_files()
+            if self._recorded:
+                self._draw()
         except Exception:
-            self._strategy.log.exception("Superpipeline: the timeline could not be written.")
+            self._strategy.log.exception("Superpipeline: the picture could not be drawn.")
 
-    def _write_report(self, trainer: pl.Trainer) -> None:
-        """Writes the report. An OSError is only logged, for example if the disk is full."""
-        if self._report is None or not self._records:
-            return
-        log, device = self._strategy.log, self._strategy._computing_device
+    def _draw(self) -> None:
+        """Draws the last recorded batch, and then drops it."""
+        plan, device = self._strategy.plan, self._strategy._computing_device
+        title = f"Training batch {self._recorded}, k = {plan.k}, k' = {plan.k_prime}"
+        if not plan.alone:
+            title += f", rank 0 of {plan.ranks * plan.nodes}"
+        assert self._file is not None
         assert device is not None
-        found = self._reached.as_dict(trainer.accumulate_grad_batches)
-        if not found:
-            log.warning(
-                "Superpipeline: %s was not written: it needs two training batches in succession, from the third step on.",
-                self._report,
-            )
-            return
-        place, overlap = self._strategy._stepping
-        plan, module = self._strategy.plan, trainer.lightning_module
-        modes = set(self._strategy.activations.values())
-        counts = [(weight.numel(), weight.requires_grad) for weight in module.parameters()]
-        waited = {name: value for name, value in vars(self._strategy.stats()).items() if name.endswith("seconds")}
-        found |= {
-            "kind": "report", "date": today(), "machine": machine_of(device),
-            "model": type(module).__name__, "parameters": sum(count for count, _ in counts),
-            "trained": sum(count for count, trains in counts if trains),
-            "devices": plan.ranks * plan.nodes, "precision": str(trainer.precision),
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
-            "k": plan.k, "k_prime": plan.k_prime, "activations": modes.pop() if len(modes) == 1 else "auto",
-            "optimizer_overlap": overlap, "optimizer_on": place, "gpu_layers": len(plan.stay),
-            "device_bytes": self._strategy.stats().peak_allocated_bytes,
-            "waited": waited,
-        }  # fmt: skip
-        try:
-            self._report.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        except OSError:
-            log.exception("Superpipeline: the report could not be written.")
-
-    def _write_files(self) -> None:
-        """Writes the timeline and the picture of the recorded batches, and then drops the batches."""
-        plan = self._strategy.plan
-        masters = (f"{layer.name}, float32" for layer in plan.masters)
-        rows = [*(layer.name for layer in plan.layers), *masters, *(table.name for table in plan.tables)]
-        if self._timeline is not None:
-            process = None if plan.alone else f"rank 0 of {plan.ranks * plan.nodes}"
-            self._timeline.write_text(json.dumps(chrome_trace(self._batches, rows, process)))
-            self._strategy.log.info(
-                "Superpipeline: %d batches are in %s; open it in https://ui.perfetto.dev.",
-                len(self._batches),
-                self._timeline,
-            )
-        if self._plot is not None:
-            last = max(self._batches)
-            title = f"Training batch {last}, k = {plan.k}, k' = {plan.k_prime}"
-            if not plan.alone:
-                title += f", rank 0 of {plan.ranks * plan.nodes}"
-            draw_timeline(self._batches[last], rows, self._plot, title)
-        self._batches.clear()
+        draw_timeline(self._batch, device.layer_names, self._file, title)
+        self._recorded, self._batch = 0, []
 
 
 WRITE_NO_WEIGHTS.add(SuperpipelineCallback)
@@ -369,11 +304,13 @@ def _tokens_in(batch: Any) -> int | None:
     return ids.numel() if isinstance(ids, Tensor) else None
 
 
-def _checked_file(option: str, path: str | Path | None) -> Path | None:
-    """Returns the path of an option. Raises a ValueError if it is a folder."""
+def _checked_picture(path: str | Path | None) -> Path | None:
+    """Returns the path of ``plot=``. Raises a ValueError for a folder, or an extension that matplotlib cannot write."""
     if path is None:
         return None
     file = Path(path)
     if file.is_dir():
-        raise ValueError(f"{option}={str(path)!r} is a folder; name a file in it.")
+        raise ValueError(f"plot={str(path)!r} is a folder; name a file in it.")
+    if file.suffix[1:] not in (formats := supported_formats()):
+        raise ValueError(f"plot={str(path)!r} must end in one of {sorted(formats)}. For example plot='run.png'.")
     return file

@@ -198,12 +198,6 @@ class ReadableStrategy(HostStrategy):
         return "" if self._run is None else self._run.steps.advice()
 
     @property
-    def _stepping(self) -> tuple[str, str]:
-        """The place in which the present run's optimizers step, "cpu" or "gpu", and the mode of updates."""
-        assert self._run is not None
-        return "gpu" if self._run.steps_on_device else "cpu", self._run.steps.overlap
-
-    @property
     def _device_memory(self) -> tuple[int, int] | None:
         """The peak of device memory and its limit, in bytes; None on the CPU, and outside of a run."""
         return None if self._run is None else self._run.device_memory

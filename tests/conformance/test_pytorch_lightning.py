@@ -108,11 +108,11 @@ def test_the_callback_is_attached_once_and_is_its_own(tmp_path: Path, own: type)
     (attached,) = (each for each in seen if isinstance(each, LightningsCallback))
     assert isinstance(attached, ptl.Callback)
     assert attached not in trainer.callbacks  # type: ignore[attr-defined]
-    given = own(timeline=tmp_path / "run.json", every_n_steps=1)
+    given = own(plot=tmp_path / "run.png", every_n_steps=1)
     trainer = trainer_for("superpipeline", callbacks=[given], enable_checkpointing=False)
     trainer.fit(Deep())
     assert [each for each in trainer.callbacks if isinstance(each, LightningsCallback)] == [given]
-    assert (tmp_path / "run.json").stat().st_size
+    assert (tmp_path / "run.png").stat().st_size
 
 
 class Reads(BoringModel):

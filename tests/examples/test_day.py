@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from examples.demos import cram_llm
 from sp_lightning.__main__ import main
-from tests.support.models import llama, tokens
 from tests.support.pages import ROOT, blocks
-from tests.support.runs import loader
 from tests.support.ticks import Ticks
 
 GUIDE = ROOT / "examples" / "demos" / "day.md"
@@ -27,7 +23,7 @@ def test_the_days_commands_follow_one_another(
 ) -> None:
     """As they stand there, but for the sizes: a tenth of a second for the rates, seconds in place of a day, a small model."""
     monkeypatch.chdir(tmp_path)
-    rates, cram, corrected = (shlex.split(block.strip()) for block in blocks(GUIDE, "bash"))
+    rates, cram = (shlex.split(block.strip()) for block in blocks(GUIDE, "bash"))
 
     assert rates == ["python", "-m", "sp_lightning", "rates", ">", "rates.json"]
     capsys.readouterr()
@@ -43,17 +39,3 @@ def test_the_days_commands_follow_one_another(
     Path(given["--text"]).write_text("A day has hours, and an hour has minutes. " * 2000)
     cram_llm.main([*(word for pair in given.items() for word in pair), "--layers", "2", "--hidden", "32"])
     assert "reached" in capsys.readouterr().out
-
-    model: Any = llama()
-    model.train_dataloader = lambda: loader(tokens(4))
-    namespace: dict[str, Any] = {"model": model}
-    for block in blocks(GUIDE, "python"):
-        exec(block, namespace)
-    capsys.readouterr()
-    Path("my-model").mkdir()
-    config = {**model.net.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
-    Path("my-model/config.json").write_text(json.dumps(config, default=str))
-    main(corrected[3:])
-    said = capsys.readouterr().out
-    assert "report.json: a batch in 32-true took " in said
-    assert "(rates.json)" in said

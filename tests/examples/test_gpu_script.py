@@ -286,7 +286,7 @@ def test_a_list_runs_through_on_a_cpu() -> None:
     assert run.stdout.count(": ok, ") == len(agenda.pretended())
     assert "first light: all went well" in run.stdout
     files = run.stdout.rsplit("left: ", 1)[1].split()
-    assert {"rows.jsonl", "rates.json", "timeline.json", "timeline.png", "report.md"} <= set(files)
+    assert {"rows.jsonl", "rates.json", "timeline.png", "report.md"} <= set(files)
     assert not Path("/nowhere").exists()
 
 

@@ -212,21 +212,21 @@ def test_out_of_memory_says_which_window_takes_less() -> None:
     assert "Use less: SuperpipelineStrategy(k=4, k_prime=1)" in "\n".join(raised.value.__notes__)
 
 
-def test_a_timeline_has_every_kind_and_its_fetches_end_before_their_use(tmp_path: Path) -> None:
-    import json
-
+def test_a_timeline_has_every_kind_and_its_fetches_end_before_their_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from sp_lightning import SuperpipelineCallback
 
-    file = tmp_path / "run.json"
+    drawn: list[Any] = []
+    monkeypatch.setattr("sp_lightning.trainer.callback.draw_timeline", lambda intervals, *_: drawn.extend(intervals))
     batch = {"input_ids": torch.ones(4, 32, dtype=torch.long), "labels": torch.ones(4, 32, dtype=torch.long)}
     strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_overlap="forward")
-    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+    callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=1)
     trainer_for(strategy, accelerator="gpu", callbacks=[callback]).fit(large_llama(), loader([batch] * 4))
-    events = [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
-    assert {each["cat"] for each in events} == {"fetch", "forward", "backward", "between", "drain", "update"}
-    for use in (each for each in events if each["cat"] in ("forward", "backward")):
-        before = [f for f in events if f["cat"] == "fetch" and f["name"] == use["name"] and f["ts"] < use["ts"]]
-        assert all(f["ts"] + f["dur"] <= use["ts"] + 50 for f in before)
+    assert {each.kind for each in drawn} == {"fetch", "forward", "backward", "between", "drain", "update"}
+    for use in (each for each in drawn if each.kind in ("forward", "backward")):
+        before = [f for f in drawn if f.kind == "fetch" and f.layer == use.layer and f.begin < use.begin]
+        assert all(f.end <= use.begin + 50e-6 for f in before)
 
 
 class NoSync(Module):

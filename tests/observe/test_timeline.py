@@ -1,24 +1,24 @@
-"""What happened when: intervals of every kind, in files and in a picture, at no cost where nobody asked."""
+"""What happened when: intervals of every kind, in a picture, at no cost where nobody asked."""
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 import re
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.core.device.device import Device, Stream, Wait
-from sp_lightning.core.device.timeline import Interval, Timeline
+from sp_lightning.core.device.timeline import Interval, Timeline, name_of
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.observe import stats as observed
 from sp_lightning.core.observe.stats import Stats, bottleneck, counters_line
@@ -26,56 +26,74 @@ from sp_lightning.core.plan.plan import make_plan
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for
 
+PNG = b"\x89PNG"
 
-def run(tmp_path: Path, overlap: Any = "off", **options: Any) -> tuple[list[dict[str, Any]], Any]:
-    file = tmp_path / "a folder" / "run.json"
-    callback = SuperpipelineCallback(timeline=file, every_n_steps=2, **options)
+
+class Drawn(NamedTuple):
+    """What a picture was made of."""
+
+    intervals: list[Interval]
+    names: Sequence[str]
+    title: str
+
+    def named(self, kind: str) -> list[str]:
+        """The names of the layers of a kind's intervals, in their order."""
+        return [name_of(each.layer, self.names) for each in self.intervals if each.kind == kind]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Drawn]:
+    """The pictures so far, which are not drawn."""
+    found = list[Drawn]()
+
+    def draws(intervals: list[Interval], names: Sequence[str], path: Path, title: str) -> None:
+        found.append(Drawn(sorted(intervals, key=lambda each: each.begin), names, title))
+        path.write_bytes(PNG)
+
+    monkeypatch.setattr("sp_lightning.trainer.callback.draw_timeline", draws)
+    return found
+
+
+def run(tmp_path: Path, overlap: Any = "off", every: int = 2) -> Any:
+    callback = SuperpipelineCallback(plot=tmp_path / "a folder" / "run.png", every_n_steps=every)
     strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap=overlap)
-    outcome = fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], recorded="losses")
-    return [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"], outcome
+    return fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], recorded="losses")
 
 
-def test_a_trace_of_some_batches(tmp_path: Path) -> None:
-    events, outcome = run(tmp_path, "forward")
-    assert {each["args"]["step"] for each in events} == {1, 3, 5}
-    assert {each["cat"] for each in events} == {"fetch", "forward", "backward", "between", "drain", "update"}
-    assert all(each["ts"] >= 0 and each["dur"] >= 0 for each in events)
-    third = [each for each in events if each["args"]["step"] == 3]
-    names = [layer.name for layer in outcome.trainer.strategy.plan.layers]
-    forward = [each["name"] for each in sorted(third, key=lambda each: each["ts"]) if each["cat"] == "forward"]
-    assert forward == names, "each layer once, in order"
-    backward = [each["name"] for each in sorted(third, key=lambda each: each["ts"]) if each["cat"] == "backward"]
-    assert backward == names[:0:-1], "an embedding's backward needs no weights"
-    drained = Counter(each["name"] for each in third if each["cat"] == "drain")
-    assert set(drained) == {*names, "weights outside layers"}
-    for each in third:
-        if each["cat"] == "fetch":
-            planned = next(layer for layer in outcome.trainer.strategy.plan.layers if layer.name == each["name"])
-            assert each["args"]["bytes"] == planned.nbytes
+@pytest.mark.parametrize(("every", "last"), [(1, 5), (2, 5), (3, 4), (9, 1)])
+def test_the_last_recorded_batch(every: int, last: int, drawn: list[Drawn], tmp_path: Path) -> None:
+    plan = run(tmp_path, "forward", every).trainer.strategy.plan
+    (picture,) = drawn
+    assert picture.title == f"Training batch {last}, k = 1, k' = 1"
+    kinds = {each.kind for each in picture.intervals}
+    assert kinds == {"fetch", "forward", "backward", "between", "drain", "update"}
+    assert all(each.end >= each.begin for each in picture.intervals)
+    names = [layer.name for layer in plan.layers]
+    assert picture.named("forward") == names, "each layer once, in order"
+    assert picture.named("backward") == names[:0:-1], "an embedding's backward needs no weights"
+    assert set(picture.named("drain")) == {*names, "weights outside layers"}
+    for each in picture.intervals:
+        if each.kind == "fetch" and each.layer is not None:
+            assert each.nbytes == plan.layers[each.layer].nbytes
 
 
-def test_compute_waits_for_its_fetch(tmp_path: Path) -> None:
-    events, _ = run(tmp_path)
-    for use in events:
-        if use["cat"] == "forward" and use["args"]["step"] == 1:
-            before = [
-                each
-                for each in events
-                if each["cat"] == "fetch" and each["name"] == use["name"] and each["ts"] < use["ts"]
-            ]
-            assert all(each["ts"] + each["dur"] <= use["ts"] + 1 for each in before)
+def test_compute_waits_for_its_fetch(drawn: list[Drawn], tmp_path: Path) -> None:
+    run(tmp_path)
+    intervals = drawn[0].intervals
+    fetches = [each for each in intervals if each.kind == "fetch"]
+    for use in (each for each in intervals if each.kind == "forward"):
+        before = [each for each in fetches if each.layer == use.layer and each.begin < use.begin]
+        assert all(each.end <= use.begin + 1e-6 for each in before)
 
 
 @pytest.mark.usefixtures("everything_is_worth_moving")
-def test_activations_travel_in_the_row_of_the_layer_that_saved_them(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    callback = SuperpipelineCallback(timeline=file, every_n_steps=2)
+def test_activations_travel_in_the_row_of_the_layer_that_saved_them(drawn: list[Drawn], tmp_path: Path) -> None:
+    callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=2)
     strategy = SuperpipelineStrategy(k=1, k_prime=1, activations="offload")
     fit(lambda: Module(Stack()), vectors(), strategy, callbacks=[callback], recorded="losses")
-    events = [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
-    forward = {each["name"] for each in events if each["cat"] == "forward"}
+    forward = set(drawn[0].named("forward"))
     for kind in ("store", "return"):
-        assert {each["name"] for each in events if each["cat"] == kind} == forward - {"net.blocks.4", "net.head"}, (
+        assert set(drawn[0].named(kind)) == forward - {"net.blocks.4", "net.head"}, (
             "the two that backward comes to first keep theirs"
         )
 
@@ -83,22 +101,21 @@ def test_activations_travel_in_the_row_of_the_layer_that_saved_them(tmp_path: Pa
 def test_results_are_the_same_with_a_timeline(tmp_path: Path) -> None:
     strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="forward")
     without = fit(lambda: llama(layers=4), tokens() * 2, strategy, recorded="losses")
-    assert_same(run(tmp_path, "forward", plot=tmp_path / "run.png")[1], without)
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert_same(run(tmp_path, "forward"), without)
+    assert (tmp_path / "a folder" / "run.png").read_bytes().startswith(PNG)
 
 
-def test_a_run_that_fails_leaves_what_it_has(tmp_path: Path) -> None:
+def test_a_run_that_fails_leaves_what_it_has(drawn: list[Drawn], tmp_path: Path) -> None:
     class Fails(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if batch_idx == 2:
                 raise KeyError("on purpose")
             return self.loss(batch)
 
-    file = tmp_path / "run.json"
-    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+    callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=1)
     with pytest.raises(KeyError):
         fit(lambda: Fails(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
-    assert json.loads(file.read_text())["traceEvents"]
+    assert drawn[0].intervals
 
 
 def test_nothing_is_marked_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,16 +129,14 @@ def test_nothing_is_marked_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -
     assert Device(torch.device("cpu")).mark(Stream.COMPUTE) is None
 
 
-def test_what_happens_between_batches_is_no_computation(tmp_path: Path) -> None:
+def test_what_happens_between_batches_is_no_computation(drawn: list[Drawn], tmp_path: Path) -> None:
     class Sleeps(Module):
         def on_train_batch_end(self, *args: Any) -> None:
             time.sleep(0.2)
 
-    file = tmp_path / "run.json"
-    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+    callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=1)
     fit(lambda: Sleeps(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback], recorded="losses")
-    events = json.loads(file.read_text())["traceEvents"]
-    assert max(each["dur"] for each in events if each["ph"] == "X") < 100_000
+    assert max(each.end - each.begin for each in drawn[0].intervals) < 0.1
 
 
 def test_metrics_and_progress_bar(tmp_path: Path) -> None:
@@ -188,29 +203,19 @@ def test_what_was_hardly_waited_for_is_not_worth_a_word(seconds: float) -> None:
     assert bottleneck(stats(stall_seconds=seconds), 10.0, make_plan(find_layers(Stack()), k=1, k_prime=1)) == ""
 
 
-@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"every_n_steps": True}, {"timeline": "/"}, {"plot": "/"}])
+@pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"every_n_steps": True}, {"plot": "/"}])
 def test_bad_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"every_n_steps must be|is a folder; name a file in it"):
         SuperpipelineCallback(**options)
 
 
-def test_a_run_is_predicted_from_its_own_timeline(tmp_path: Path) -> None:
+def test_a_run_is_predicted_from_its_own_timeline(drawn: list[Drawn], tmp_path: Path) -> None:
     """The measured batch, walked again with the same k: the same fetches, and all of its computation."""
     from sp_lightning.capabilities.tuning.simulator import Walk
     from sp_lightning.capabilities.tuning.visits import measured
 
-    taken: list[Any] = []
-
-    class Watches(SuperpipelineCallback):
-        def on_train_end(self, *args: Any) -> None:
-            self._stop_recording()
-            taken.extend(self._batches.values())
-            super().on_train_end(*args)
-
-    strategy = SuperpipelineStrategy(k=1, k_prime=1)
-    callback = Watches(timeline=tmp_path / "unused.json", every_n_steps=2)
-    fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], recorded="losses")
-    intervals = taken[1]
+    strategy = run(tmp_path).trainer.strategy
+    intervals = drawn[0].intervals
     visits, rates = measured(intervals, len(strategy.plan.layers), synchronous=True)
     found = Walk(strategy.plan, visits, rates).predict()
     fetched = [each.layer for each in intervals if each.kind == "fetch"]
@@ -231,27 +236,23 @@ def test_a_layer_without_gradients_leaves_with_no_bytes() -> None:
     assert rates.update == 8
 
 
-def test_validation_is_no_part_of_the_batch_before_it(tmp_path: Path) -> None:
-    file = tmp_path / "run.json"
-    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+def test_validation_is_no_part_of_the_batch_before_it(drawn: list[Drawn], tmp_path: Path) -> None:
+    callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=1)
     strategy = SuperpipelineStrategy(k=1, k_prime=1)
     fit(lambda: llama(layers=4), tokens() * 2, strategy, val=tokens(), val_check_interval=2, callbacks=[callback])
-    events = [each for each in json.loads(file.read_text())["traceEvents"] if each["ph"] == "X"]
-    forwards = Counter(each["args"]["step"] for each in events if each["cat"] == "forward")
-    assert set(forwards.values()) == {6}
+    assert len(drawn[0].named("forward")) == 6
 
 
-def test_two_callbacks_keep_a_timeline_each(tmp_path: Path) -> None:
-    files = [tmp_path / "a.json", tmp_path / "b.json"]
-    callbacks = [SuperpipelineCallback(timeline=file, every_n_steps=1) for file in files]
+def test_two_callbacks_draw_a_picture_each(drawn: list[Drawn], tmp_path: Path) -> None:
+    callbacks = [SuperpipelineCallback(plot=tmp_path / name, every_n_steps=1) for name in ("a.png", "b.png")]
     fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(), callbacks=callbacks)
-    first, second = (json.loads(file.read_text())["traceEvents"] for file in files)
-    assert len(first) == len(second) > 50
+    first, second = (each.intervals for each in drawn)
+    assert len(first) == len(second) > 20
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    callback = SuperpipelineCallback(timeline=tmp_path / "file" / "run.json")
+    callback = SuperpipelineCallback(plot=tmp_path / "file" / "run.png")
     with pytest.raises(OSError, match="file"):
         fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
     with pytest.raises(ValueError, match=r"must end in one of"):
@@ -259,7 +260,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path
 
 
 def test_a_run_without_a_batch_that_is_kept_leaves_no_file(tmp_path: Path) -> None:
-    callback = SuperpipelineCallback(timeline=tmp_path / "run.json", plot=tmp_path / "run.png")
+    callback = SuperpipelineCallback(plot=tmp_path / "run.png")
     trainer = trainer_for(SuperpipelineStrategy(), callbacks=[callback])
     trainer.fit(Module(Stack()), loader(vectors(1)))
     trainer.predict(Module(Stack()), loader(vectors(1)))
@@ -269,11 +270,11 @@ def test_a_run_without_a_batch_that_is_kept_leaves_no_file(tmp_path: Path) -> No
 def test_a_disk_that_fills_up_costs_neither_checkpoint_nor_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Any) -> None:
+    def full(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(SuperpipelineCallback, "_write_files", full)
-    callback = SuperpipelineCallback(timeline=tmp_path / "run.json", every_n_steps=1)
+    monkeypatch.setattr("sp_lightning.trainer.callback.draw_timeline", full)
+    callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=1)
     fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
 
     class Fails(Module):
@@ -288,30 +289,29 @@ class Pickles(Module):
     def on_train_batch_end(self, *args: Any) -> None:
         (callback,) = (each for each in self.trainer.callbacks if isinstance(each, SuperpipelineCallback))
         state = pickle.loads(pickle.dumps(callback.__getstate__()))
-        assert isinstance(state["_batches"], dict)
+        assert isinstance(state["_batch"], list)
         assert callback.__getstate__()["_strategy"] is None
 
 
 def test_the_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
-    callback = SuperpipelineCallback(timeline=tmp_path / "run.json", every_n_steps=1)
+    callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=1)
     outcome = fit(lambda: Pickles(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
     assert outcome.losses
     assert type(pickle.loads(pickle.dumps(callback))) is SuperpipelineCallback
 
 
-def test_masters_have_names_of_their_own(tmp_path: Path) -> None:
+def test_masters_have_names_of_their_own(drawn: list[Drawn], tmp_path: Path) -> None:
     class Penalized(Module):
         def loss(self, batch: Any) -> Any:
             return super().loss(batch) + sum(p.norm() for p in self.parameters())
 
-    file = tmp_path / "run.json"
-    callback = SuperpipelineCallback(timeline=file, every_n_steps=1)
+    callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=1)
     fit(
         lambda: Penalized(Stack()), vectors(), SuperpipelineStrategy(k=1, k_prime=1), callbacks=[callback],
         precision="bf16-mixed",
     )  # fmt: skip
-    names = {each["name"] for each in json.loads(file.read_text())["traceEvents"] if each.get("cat") == "forward"}
-    assert {"net.head", "net.head, float32"} <= names or any(name.endswith(", float32") for name in names)
+    names = drawn[0].named("forward")
+    assert {"net.head", "net.head, float32"} <= set(names) or any(name.endswith(", float32") for name in names)
 
 
 def test_ranges_in_torchs_profiler() -> None:

@@ -1,29 +1,24 @@
-"""``plan --hours`` and ``--rates``, and the report of a run."""
+"""``plan --hours`` and ``--rates``."""
 
 from __future__ import annotations
 
 import json
-import logging
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.__main__ import main
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.observe.reached import Reached
 from sp_lightning.tools.planner import rates as measuring
 from sp_lightning.tools.planner.arguments import Question, make_parser
 from sp_lightning.tools.planner.budget import best_first, budgets
 from tests.support.answers import plan
-from tests.support.models import Module, Stack, vectors
-from tests.support.runs import fit, fused
+from tests.support.models import Module, Stack
 from tests.support.tiers import first
 
 FACTORY = "tests.planner.test_plan_hours:Example"
@@ -216,9 +211,6 @@ def test_another_file_is_refused(text: str, config: str, tmp_path: Path, capsys:
     assert "No such file" in refused(capsys, config, "--rates", str(tmp_path / "none.json"))
 
 
-# ---------------------------------------------------------------------- what a run has reached
-
-
 class Example(Module):
     def __init__(self) -> None:
         super().__init__(Stack())
@@ -226,82 +218,6 @@ class Example(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net(x)
-
-
-def trained(file: Path, batches: int = 8, **options: Any) -> None:
-    callback = SuperpipelineCallback(report=file)
-    fit(
-        fused(Example),
-        vectors(batches),
-        SuperpipelineStrategy(k=2, k_prime=1),
-        recorded="nothing",
-        callbacks=[callback],
-        **options,
-    )
-
-
-def test_a_run_that_is_too_short_reports_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, "lightning.pytorch")
-    monkeypatch.setattr("sp_lightning.core.observe.messages._SAID", set())
-    file = tmp_path / "report.json"
-    trained(file, batches=2)
-    assert not file.exists()
-    assert "was not written: it needs two training batches in succession" in caplog.text
-
-
-def test_the_first_two_steps_of_a_resumed_run_do_not_count(tmp_path: Path) -> None:
-    checkpoint, file = tmp_path / "last.ckpt", tmp_path / "report.json"
-
-    class Saves(Example):
-        def on_train_end(self) -> None:
-            self.trainer.save_checkpoint(checkpoint)
-
-    fit(fused(Saves), vectors(4), SuperpipelineStrategy(k=2), recorded="nothing")
-    trained(file, ckpt_path=checkpoint, max_epochs=2)
-    assert json.loads(file.read_text())["batches"] == 6, "of the eight of the second epoch"
-
-
-def test_accumulated_batches_count_as_often_as_they_come() -> None:
-    """A step of 0.2 s after eight batches of 0.02 s, three of which were measured."""
-    reached, now, step = Reached(), 0.0, 0
-    for batch in range(1, 28):
-        now += 0.22 if batch % 8 == 0 else 0.02
-        step += batch % 8 == 0
-        reached.batch_ended(now, torch.zeros(2), step)
-    found = reached.as_dict(8)
-    assert found["seconds"] == pytest.approx((8 * 0.02 + 0.2) / 8)
-    assert found["batches"] == 11, "the third step's batches, and three more"
-
-
-def test_validation_is_no_batch(tmp_path: Path) -> None:
-    class Slow(Example):
-        def validation_step(self, *_: Any) -> None:
-            sleep(0.5)
-
-    file = tmp_path / "a folder that is made" / "report.json"
-    callback = SuperpipelineCallback(report=file)
-    fit(
-        fused(Slow), vectors(8), SuperpipelineStrategy(k=2), val=vectors(1), recorded="nothing", callbacks=[callback],
-        val_check_interval=4,
-    )  # fmt: skip
-    found = json.loads(file.read_text())
-    assert found["seconds"] < 0.25
-    assert found["batches"] == 5, "of the six after the first two steps, the one after validation is left out"
-
-
-def test_a_full_disk_ends_no_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any, **__: Any) -> int:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with caplog.at_level(logging.ERROR, "lightning.pytorch"):
-        trained(tmp_path / "report.json")
-    assert "the report could not be written" in caplog.text
-    assert "No space left on device" in caplog.text
 
 
 def test_a_disk_is_measured_by_whole_pages(tmp_path: Path) -> None:

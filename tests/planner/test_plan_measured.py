@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.observe.reached import Reached
 from sp_lightning.tools.planner import measured, rates
 from sp_lightning.tools.planner.answer import Answer, answer
 from sp_lightning.tools.planner.arguments import command
@@ -161,30 +160,3 @@ def test_memory_that_is_not_locked_is_no_measure_of_a_link() -> None:
     with pytest.raises(OSError, match="cannot page-lock 1 MiB of host memory: raise `ulimit -l`"):
         rates.link_bytes(device, 2**20, 1)
     assert not device.locked
-
-
-# ---------------------------------------------------------------------- what a run has reached
-
-
-def test_accumulated_batches_without_any_between_steps_are_no_report() -> None:
-    reached = Reached()
-    for step in range(5):
-        reached.batch_ended(step, torch.zeros(2), step)
-    assert reached.as_dict(4) == {}
-    assert reached.as_dict(1)["batches"] == 2
-
-
-@pytest.mark.parametrize(
-    ("batch", "shape"),
-    [
-        ({"pixel_values": torch.zeros(4, 3, 8, 8), "input_ids": torch.zeros(4, 32)}, [4, 32]),
-        ((torch.zeros(4), torch.zeros(4, 16)), [4, 16]),
-        (torch.zeros(4), [4]),
-        ("text", []),
-    ],
-)
-def test_the_shape_of_a_batch(batch: Any, shape: list[int]) -> None:
-    reached = Reached()
-    for step in (2, 3):
-        reached.batch_ended(step, batch, step)
-    assert reached.as_dict(1)["shape"] == shape

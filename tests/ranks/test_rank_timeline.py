@@ -1,9 +1,8 @@
-"""Timelines of several devices: rank 0's alone is written, with the sums over ranks in it."""
+"""Pictures of several devices: rank 0 alone draws one, with the sums over ranks in it."""
 
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +37,7 @@ def train(folder: str) -> tuple[list[str], list[str], list[str]]:
         titles.append(title)
         draw(intervals, names, path, title)
 
-    callback = SuperpipelineCallback(timeline=f"{folder}/run.json", plot=f"{folder}/run.png", every_n_steps=1)
+    callback = SuperpipelineCallback(plot=f"{folder}/run.png", every_n_steps=1)
     strategy = SuperpipelineStrategy(k=1)
     with (
         mock.patch("io.open", opens),
@@ -48,15 +47,11 @@ def train(folder: str) -> tuple[list[str], list[str], list[str]]:
     return touched, drawn, titles
 
 
-def test_rank_0_alone_writes_its_timeline(tmp_path: Path) -> None:
+def test_rank_0_alone_draws_its_batch(tmp_path: Path) -> None:
     (first, drawn, titles), (second, *_) = in_ranks(RANKS, train, str(tmp_path))
-    assert set(first) == {"run.json", "run.png"}
+    assert set(first) == {"run.png"}
     assert second == []
-    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
-    (process,) = (each["args"]["name"] for each in events if each["name"] == "process_name")
-    assert process == "rank 0 of 2"
-    assert {each["cat"] for each in events if each["ph"] == "X"} >= {"fetch", "backward", "reduce", "drain"}
     assert titles == ["Training batch 3, k = 1, k' = 1, rank 0 of 2"]
-    assert "reduce" in drawn
+    assert set(drawn) >= {"fetch", "backward", "reduce", "drain"}
     assert set(drawn) <= set(plot.COLORS), "everything has a colour"
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")

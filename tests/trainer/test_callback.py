@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import logging
 import re
 import time
@@ -64,9 +63,8 @@ def test_the_log_of_a_default_run_is_one_line(heard: Any) -> None:
 def test_beside_another_strategy_the_callback_warns_once_and_does_nothing(tmp_path: Path) -> None:
     """It raised an error, so that a script could not compare strategies by the strategy's name alone."""
     callback = SuperpipelineCallback(
-        timeline=tmp_path / "run.json", report=tmp_path / "report.json", every_n_steps=1, progress_bar=True, metrics="all",
-        verbose=True,
-    )  # fmt: skip
+        plot=tmp_path / "run.png", every_n_steps=1, progress_bar=True, metrics="all", verbose=True
+    )
     runs = []
     for callbacks in ([], [callback]):
         pl.seed_everything(1)
@@ -84,7 +82,7 @@ def test_beside_another_strategy_the_callback_warns_once_and_does_nothing(tmp_pa
     assert "does nothing: the trainer has SingleDeviceStrategy" in runs[1][1][0]
     assert runs[0][2] == runs[1][2]
     assert all(torch.equal(value, runs[1][0][name]) for name, value in runs[0][0].items())
-    assert not [*tmp_path.glob("*.json")]
+    assert not [*tmp_path.glob("*.png")]
 
 
 def test_what_a_run_waited_for_is_said_at_its_end(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,18 +325,6 @@ def test_layers_come_early_only_where_that_is_safe() -> None:
 
     early = fetched(Quiet(Stack())) - fetched(Hooked(Stack()))
     assert early == 3, "k + k' layers for a batch that did not come"
-
-
-@pytest.mark.parametrize(
-    ("modes", "said"), [(["keep"] * 2, "keep"), (["recompute", "keep"], "auto"), ([], "auto")], ids=str
-)
-def test_a_report_says_which_mode_all_units_have(
-    modes: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SuperpipelineStrategy, "activations", property(lambda _: dict(enumerate(modes))))
-    callback = SuperpipelineCallback(report=tmp_path / "report.json")
-    trainer_for(SuperpipelineStrategy(k=1), callbacks=[callback]).fit(Module(Stack()), loader(vectors(4)))
-    assert json.loads((tmp_path / "report.json").read_text())["activations"] == said
 
 
 def test_bytes_read_well() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal[
     "fetch", "forward", "backward", "between", "reduce", "network", "drain", "update", "store", "return", "read",
@@ -15,7 +15,7 @@ LABELS: dict[Kind, str] = {
     "write": "disk write", "bring": "optimizer state upload", "take": "optimizer state download",
     "reduce": "sum of gradients", "network": "sum over nodes",
 }  # fmt: skip
-"""The words for each kind in pictures and traces."""
+"""The words for each kind in pictures and in torch's profiler."""
 
 
 class Interval(NamedTuple):
@@ -68,38 +68,8 @@ class Timeline:
         return sorted(done, key=lambda interval: interval.begin)
 
 
-def chrome_trace(
-    steps: Mapping[int, Sequence[Interval]], names: Sequence[str], process: str | None = None
-) -> dict[str, Any]:
-    """Returns the intervals in the format of https://ui.perfetto.dev and ``chrome://tracing``, with one row per kind.
-
-    Args:
-        steps: the intervals of every step, by the step's number.
-        names: the names of the layers; residents have the next index.
-        process: the name of the process in the trace; None for no name.
-    """
-    rows = {kind: row for row, kind in enumerate(get_args(Kind))}
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": LABELS[kind]}}
-        for kind, row in rows.items()
-    ]
-    if process is not None:
-        events.append({"ph": "M", "name": "process_name", "pid": 0, "args": {"name": process}})
-    zero = min((each.begin for step in steps.values() for each in step), default=0.0)
-    for step, intervals in steps.items():
-        for each in intervals:
-            events.append(
-                {
-                    "ph": "X", "name": name_of(each.layer, names), "cat": each.kind, "pid": 0, "tid": rows[each.kind],
-                    "ts": (each.begin - zero) * 1e6, "dur": (each.end - each.begin) * 1e6,
-                    "args": {"step": step, "bytes": each.nbytes},
-                }
-            )  # fmt: skip
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
 def name_of(layer: int | None, names: Sequence[str]) -> str:
-    """Returns the name of a layer, of the residents (index: the number of layers) or of None in the trace."""
+    """Returns the name of a layer, of the residents (index: the number of layers) or of None."""
     if layer is None:
         return "between layers"
     return names[layer] if layer < len(names) else "weights outside layers"

@@ -110,7 +110,8 @@ class Streamer:
         allocate, block = placement.allocate(device, plan), placement.block
         self._layers = make_layers(self.found, plan, device, self._staging, allocate, block, pin=pin)
         *self._moving, self._resident_layer = self._layers
-        device.layer_names = [layer.name for layer in self._moving]
+        masters = (f"{layer.name}, float32" for layer in plan.masters)
+        device.layer_names = [*(layer.name for layer in plan.layers), *masters, *(table.name for table in plan.tables)]
         self._device_storages: set[int] = set()
         self._embeddings = row_finder().make_rows(self.found, self._layers, device, log, pin=pin)
         self._slots = Slots(plan, self._moving, device, placement.uploads(device, log))

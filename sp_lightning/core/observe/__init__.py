@@ -2,8 +2,8 @@
 
 - ``stats``: the counters of a run, its metrics, and the lines in the log that explain them.
 - ``messages``: notes that are added to errors, and errors that replace unclear ones of torch's.
-- ``reached``: the measured speed of a run, for its report.
-- ``plot``: draws a timeline or a range of windows with matplotlib, if that is installed.
+- ``machine``: the properties of a machine that its speed depends on.
+- ``plot``: draws one batch or a range of windows with matplotlib, if that is installed.
 
 The inputs are numbers, intervals (``device.timeline``) and plans; the outputs are text and files. This folder may import
 ``device``, ``model`` and ``plan``.

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 
 from sp_lightning.core.device.accelerator import device_for
+from sp_lightning.core.observe.machine import machine_of, today
 from sp_lightning.core.observe.plot import DialPoint
-from sp_lightning.core.observe.reached import machine_of, today
 from sp_lightning.core.plan.plan import cap_remarks
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.tools.comparison.check import is_fused, is_refusal
