@@ -119,6 +119,7 @@ def test_a_forward_hook_on_all_modules_may_read_all_experts() -> None:
         handle.remove()
 
 
+@stacked.of_transformers
 class AddsToAll(stacked.Stack):
     """Adds to all experts what PEFT adds to them, and uses all of them."""
 

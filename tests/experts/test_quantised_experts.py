@@ -107,6 +107,7 @@ def test_resumes_without_frozen_weights(tmp_path: Path) -> None:
     assert_equal(ours.losses, plain.losses[len(batches) :], "losses")
 
 
+@stacked.of_transformers
 class Linears(stacked.Stack):
     """torchao multiplies by ``linear`` alone."""
 
@@ -119,6 +120,7 @@ class Linears(stacked.Stack):
         return out
 
 
+@stacked.of_transformers
 class ReadsInside(Linears):
     """Reads the tensors inside of a stack, too."""
 

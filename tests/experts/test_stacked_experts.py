@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -133,7 +131,7 @@ class OutOfRange(Router):
 
 
 class ByScript(Stack):
-    """A kernel that torch sees nothing of."""
+    """A user's own class. It has a kernel that torch sees nothing of."""
 
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         return stacked.kernel(super().forward(x, indices, weights), self.inner)
@@ -141,106 +139,6 @@ class ByScript(Stack):
 
 class Unseen(Router):
     stack = ByScript
-
-
-class Launcher:
-    """An object with a launcher of kernels, as those of Triton and of C++ extensions are."""
-
-    launch = staticmethod(stacked.kernel)
-
-
-class KeepsLauncher(Stack):
-    """A launcher that a module keeps, in one of several ways; its class has no word of it."""
-
-    kept: Any = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = self.kept
-
-
-class OnTheInstance(KeepsLauncher):
-    kept = staticmethod(stacked.kernel)
-
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return self.kernel(super().forward(x, indices, weights), self.inner)
-
-
-class InAList(KeepsLauncher):
-    kept = (stacked.kernel,)
-
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return self.kernel[0](super().forward(x, indices, weights), self.inner)
-
-
-class OnAnObject(KeepsLauncher):
-    kept = Launcher()
-
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return self.kernel.launch(super().forward(x, indices, weights), self.inner)
-
-
-class InTheClass(Stack):
-    """A launcher that is no function of Python is no method."""
-
-    kernel = partial(stacked.kernel)
-
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return self.kernel(super().forward(x, indices, weights), self.inner)
-
-
-class InAProperty(Stack):
-    @property
-    def kernel(self) -> Any:
-        return partial(stacked.kernel)
-
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return self.kernel(super().forward(x, indices, weights), self.inner)
-
-
-class Imported(Stack):
-    def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        from tests.support.stacked import kernel
-
-        return kernel(super().forward(x, indices, weights), self.inner)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    first(
-        [OnTheInstance, InAList, OnAnObject, InTheClass, InAProperty, Imported],
-        OnTheInstance,
-        InTheClass,
-        why="it is found in the same reading of the class",
-    ),
-)
-def test_launchers_that_a_class_does_not_name_bring_all_experts(kind: type[Stack]) -> None:
-    """Only names of globals were looked at: a launcher on the instance was given a stack whose other rows were not filled."""
-
-    class Launches(Router):
-        stack = kind
-
-    def results(strategy: Any) -> Any:
-        torch.manual_seed(5)
-        return trainer_for(strategy).predict(Module(Routers(Launches)), loader(stacked.rows()))
-
-    with poisoned():
-        ours = results(superpipeline(k=1))
-    assert_equal(ours, results("auto"), "predictions")
-
-
-def test_what_a_module_keeps_of_torch_and_numbers_is_no_launcher() -> None:
-    """Else experts of a class of one's own would all come whole."""
-
-    class Keeps(Stack):
-        def __init__(self) -> None:
-            super().__init__()
-            self.act, self.config, self.kept = torch.nn.functional.silu, SimpleNamespace(scale=2.0), [1, torch.tanh]
-
-        def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-            return self.act(super().forward(x, indices, weights)) * self.config.scale + self.kept[0]
-
-    assert how_it_reads(Keeps()) is StackReading.BY_TORCH
 
 
 class AllKept(Router):
@@ -329,8 +227,8 @@ def test_what_is_known_of_forwards() -> None:
     for kernels in ("sonicmoe", "deepgemm"):
         experts.config._experts_implementation = kernels
         assert how_it_reads(experts) is StackReading.UNKNOWN
-    assert how_it_reads(Stack()) is StackReading.BY_TORCH
-    assert how_it_reads(ByScript()) is StackReading.UNKNOWN
+    assert how_it_reads(Stack()) is StackReading.BY_TORCH, "a class of transformers without its decorator"
+    assert how_it_reads(ByScript()) is StackReading.UNKNOWN, "a user's own"
     exchanged = Stack()
     vars(exchanged)["forward"] = lambda *args: args[0]
     assert how_it_reads(exchanged) is StackReading.UNKNOWN

@@ -1,4 +1,4 @@
-"""Models whose experts are stacked in one parameter, of transformers and of a user's own."""
+"""Models whose experts are stacked in one parameter: transformers' own, and small ones that read them in the same way."""
 
 from __future__ import annotations
 
@@ -105,9 +105,16 @@ def adapted(
     return make
 
 
-# ---------------------------------------------------------------------- experts of a user's own
+# ---------------------------------------------------------------------- small experts
 
 
+def of_transformers(kind: type[nn.Module]) -> Any:
+    """Gives a class the place of transformers' own, whose forwards read stacks only through torch functions."""
+    kind.forward.__module__ = "transformers.models.of_tests"
+    return kind
+
+
+@of_transformers
 class Stack(nn.Module):
     """Experts in one parameter, read one by one."""
 
@@ -130,9 +137,6 @@ def kernel(x: Tensor, stack: Tensor) -> Tensor:
     """Stands for a kernel that takes pointers: torch sees nothing of what it reads."""
     with torch.DisableTorchFunctionSubclass():
         return x + stack.sum()
-
-
-kernel.__module__ = "elsewhere"
 
 
 class Router(nn.Module):
@@ -193,6 +197,7 @@ class Few(Router):
         return indices + 2, weights
 
 
+@of_transformers
 class KeepsOne(Stack):
     """A view of one expert is kept from one call to the next, in which something may be routed to others."""
 
@@ -209,6 +214,7 @@ class KeptViews(CalledTwice):
     stack = KeepsOne
 
 
+@of_transformers
 class WritesOne(Stack):
     """Experts that are written in their forward, in place."""
 
@@ -224,6 +230,7 @@ class Written(Router):
     stack = WritesOne
 
 
+@of_transformers
 class Everything(Stack):
     """Each expert computes for each row, and what is not routed to counts nothing."""
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dis import get_instructions
-from functools import cache
-from inspect import Parameter, getattr_static, signature
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Sequence
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -33,7 +30,6 @@ NEARLY_ALL = 3 / 4
 """If a call uses at least this share of the experts, the whole layer is uploaded, and prefetched for the next call."""
 # The module of transformers that defines ``use_experts_implementation``.
 _INTERFACE = "transformers.integrations.moe"
-_TORCH = ("torch", "math", "builtins", "typing")
 
 
 def stacked_rows(module: nn.Module) -> int:
@@ -135,19 +131,12 @@ def how_it_reads(module: nn.Module) -> StackReading:
 
     Called before each call of the module, because the forward and the configuration may have changed.
     """
-    owner: Any = type(module)
-    forward = owner.forward
+    forward: Any = type(module).forward
     if "forward" in vars(module):
         return StackReading.UNKNOWN
     original = getattr(forward, "__wrapped__", None)
     if original is None:
-        names = _names_beside_torch(owner)
-        if names is None:
-            return StackReading.UNKNOWN
-        alone = all(_is_of_torch(type(child)) for child in module.children())
-        # The module, or an object in one of its attributes, may hold the launcher of a kernel.
-        alone = alone and all(_is_data(value, names) for name, value in vars(module).items() if name in names)
-        return StackReading.BY_TORCH if alone else StackReading.UNKNOWN
+        return _reading_by(forward)
     if forward.__globals__["__name__"] != _INTERFACE:
         return StackReading.UNKNOWN
     known = {forward.__globals__.get(name) for name in ("batched_mm_experts_forward", "grouped_mm_experts_forward")} - {
@@ -159,73 +148,10 @@ def how_it_reads(module: nn.Module) -> StackReading:
     )
     function = variables["experts_interface"].get_interface(chosen, original)
     if function is original:
-        return StackReading.BY_TORCH if original.__module__.startswith("transformers.models.") else StackReading.UNKNOWN
+        return _reading_by(original)
     return StackReading.ROUTED_ROWS if function in known else StackReading.UNKNOWN
 
 
-@cache
-def _names_beside_torch(owner: Any) -> frozenset[str] | None:
-    """Returns the names that a class's forward uses; None if it may use more than torch and functions of its own file.
-
-    Functions of the class's file that the forward uses, and methods of the class, are checked in the same way.
-    """
-    seen: set[Any] = set()
-    functions: list[Any] = [owner.forward]
-    of_all: set[str] = set()
-    while functions:
-        function = functions.pop()
-        # A closure may hold any object. The variable ``__class__``, which ``super()`` needs, only holds the class.
-        if not isinstance(function, FunctionType) or {*function.__code__.co_freevars} - {"__class__"}:
-            return None
-        seen.add(function)
-        codes = [*_codes(function.__code__)]
-        names = {name for code in codes for name in code.co_names}
-        of_all |= names
-        imported = [each.argval for code in codes for each in get_instructions(code) if each.opname == "IMPORT_NAME"]
-        used = [function.__globals__[name] for name in names if name in function.__globals__]
-        methods = [_unbound(vars(each)[name]) for name in names for each in owner.__mro__ if name in vars(each)]
-        beside = [each for each in used if isinstance(each, FunctionType) and each.__module__ == function.__module__]
-        others = [each for each in used if each not in beside] + [each for each in methods if _is_foreign(each, names)]
-        if not all(map(_is_of_torch, others)) or not all(name.split(".")[0] in _TORCH for name in imported):
-            return None
-        mine = [each for each in (*beside, *methods) if isinstance(each, FunctionType)]
-        functions += [each for each in mine if each not in seen and not _is_of_torch(each)]
-    return frozenset(of_all)
-
-
-def _unbound(attribute: Any) -> Any:
-    """Returns the function of a method of any kind or of a property; other attributes unchanged."""
-    function = attribute.fget if isinstance(attribute, property) else attribute
-    return getattr(function, "__func__", function)
-
-
-def _is_foreign(attribute: Any, names: Collection[str]) -> bool:
-    """Returns True if a class attribute is neither a Python function, which is checked itself, nor data."""
-    return not isinstance(attribute, FunctionType) and not _is_data(attribute, names)
-
-
-def _is_data(value: Any, names: Collection[str]) -> bool:
-    """Returns True if a value belongs to torch, or neither is callable nor has a callable attribute with one of these names.
-
-    Callables of torch are allowed as attributes. Of a container, all values must fulfil this.
-    """
-    if isinstance(value, (list, tuple, set, dict)):
-        return all(_is_data(each, names) for each in (value.values() if isinstance(value, dict) else value))
-    if isinstance(value, Tensor) or _is_of_torch(value):
-        return True
-    inside = (getattr_static(value, name, None) for name in names)
-    return not callable(value) and all(_is_of_torch(each) or not callable(_unbound(each)) for each in inside)
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _is_of_torch(value: Any) -> bool:
-    if isinstance(value, (int, float, str, bool, type(None))):
-        return True
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or ""
-    return name.split(".")[0] in _TORCH or name == "transformers.activations"
+def _reading_by(forward: Any) -> StackReading:
+    """Returns how a class's own forward reads stacks. Classes of transformers read them only through torch functions."""
+    return StackReading.BY_TORCH if forward.__module__.startswith("transformers.models.") else StackReading.UNKNOWN
