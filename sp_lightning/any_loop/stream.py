@@ -15,13 +15,14 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.any_loop.words import LOG, in_loop, reword
 from sp_lightning.core.device.accelerator import present_device
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
-from sp_lightning.core.torch_compat.patched import Patch, in_place_of
+from sp_lightning.core.torch_compat.patched import Patch, in_place_of, unwatch, watch
 from sp_lightning.core.torch_compat.private import checkpoint_hook, tree_leaves
 from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.trainer.group import ALONE
@@ -34,6 +35,7 @@ _OF_LIGHTNING = {
 """Options of the strategy that concern Lightning's Trainer or its checkpoints."""
 
 
+@in_loop()
 def stream(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] = (),
@@ -116,7 +118,7 @@ def stream(
             )
     loop = UserLoop(model, optimizers, device, only_steps_write=only_steps_write)
     return StreamedLoop(
-        Run(model, strategy._options, device, autocast, ALONE, strategy.log, bool(optimizers), loop)  # type: ignore[arg-type]
+        Run(model, strategy._options, device, autocast, ALONE, LOG, bool(optimizers), loop)  # type: ignore[arg-type]
     )
 
 
@@ -175,6 +177,8 @@ class StreamedLoop:
         weights: the ``id`` of each parameter.
     """
 
+    tasks = ()  # none are its own; see `failed`
+
     def __init__(self, run: Run) -> None:
         self._run = run
         self._module: nn.Module = run.module
@@ -184,6 +188,7 @@ class StreamedLoop:
         self._graphs: list[weakref.ref[_Awaited]] = []  # of the running step's outputs
         self._replaced = ExitStack()
         _open.append(self)
+        watch(self)
         try:
             self._surround()
             if run.trains:
@@ -206,6 +211,7 @@ class StreamedLoop:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @in_loop()
     def close(self) -> None:
         """Ends the stream: waits for all updates. The module is then an ordinary module on the CPU. May be called again.
 
@@ -217,6 +223,7 @@ class StreamedLoop:
         if self not in _open:
             return
         _open.remove(self)
+        unwatch(self)
         for patch in () if _open else _scaler_patches:
             patch.remove()
         release(self._module, self)
@@ -248,6 +255,11 @@ class StreamedLoop:
 
     # ------------------------------------------------------------------ a call of the root
 
+    def failed(self, _: Any) -> None:
+        """Called when a backward has raised an error; see :func:`~sp_lightning.core.torch_compat.patched.watch`."""
+        if (error := sys.exception()) is not None:
+            reword(error)
+
     def _surround(self) -> None:
         """Puts this object around all calls of the root, outside of the engine's own function."""
         release(self._module, self)
@@ -270,6 +282,7 @@ class StreamedLoop:
         """True in a call of the root, in backward, and in a thread that is not the loop's: a further call begins no step."""
         return self._inside or self._run.is_foreign or self._run.engine.in_backward
 
+    @in_loop()
     def _call(self, forward: partial[Any], *, training: bool) -> Any:
         if self._is_within:
             return forward()
@@ -320,6 +333,7 @@ class StreamedLoop:
 
     # ------------------------------------------------------------------ an optimizer's step
 
+    @in_loop()
     def _step(self, own: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Runs an optimizer's step through the run's :class:`~sp_lightning.trainer.optimizer_steps.OptimizerSteps`.
 

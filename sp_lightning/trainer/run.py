@@ -523,7 +523,8 @@ class Run:
         Raises:
             MemoryError: the host does not have that much memory.
         """
-        spare = check_host(needed, less_host_memory(self._options.optimizer_overlap), self._host_budget())
+        advice = less_host_memory(self._options.optimizer_overlap) if self.automatic else less_host_memory()
+        spare = check_host(needed, advice, self._host_budget())
         # Each process of the node offloads its own activations, so they divide the rest.
         self._host_room = None if spare is None else spare // self.group.size
         self.engine.activations.limit_host_memory(self._host_room)

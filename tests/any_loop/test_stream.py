@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import compile_blocks, stream
 from sp_lightning.any_loop.stream import StreamedLoop
+from sp_lightning.any_loop.words import LOG
 from sp_lightning.core.engine.step import Step
 from sp_lightning.core.observe import messages
 from tests.equality.cases import CASES
@@ -331,6 +333,29 @@ def test_an_ordinary_module_after_an_error() -> None:
     assert torch.amp.GradScaler.step.__module__ == "torch.amp.grad_scaler"
 
 
+def test_errors_in_the_words_of_a_loop() -> None:
+    """Notes on an error in forward, and an error in backward."""
+    net, optimizer = a_stream()
+    calls = count()
+    net.blocks[1].inner.register_forward_pre_hook(lambda module, args: args[0] + next(calls))
+    with stream(net, optimizer, k=2, activations="recompute"):
+        with (
+            mock.patch.object(net.head, "forward", side_effect=torch.OutOfMemoryError),
+            pytest.raises(torch.OutOfMemoryError) as raised,
+        ):
+            net(vectors(1)[0])
+        assert "Use less: sp_lightning.stream(model, optimizer, k=1, k_prime=1)" in raised.value.__notes__[0]
+        loss = net(vectors(1)[0]).sum()
+        with pytest.raises(RuntimeError, match=r"use_deterministic_alg.*stream\(model, optimizer, activations="):
+            loss.backward()
+
+
+def test_log_lines_in_the_words_of_a_loop(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    LOG.info("%s, or %s", "SuperpipelineStrategy(k=1)", 'Trainer(precision="bf16-true")')
+    assert caplog.messages == ["sp_lightning.stream(model, optimizer, k=1), or model.to(torch.bfloat16)"]
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_caught_error_keeps_no_view(
     keeps: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -390,13 +415,15 @@ def test_weights_elsewhere_and_options_of_the_trainer() -> None:
         stream(nn.Linear(2, 2, device="meta"))
     with pytest.raises(TypeError, match="no option 'save_frozen', which belongs to Lightning's Trainer"):
         stream(Stack(2), save_frozen=False)
-    with pytest.raises(TypeError, match="no option 'memory'"):
+    with pytest.raises(TypeError, match=r"stream\(\) has no option 'memory'"):
         stream(Stack(2), memory="1GiB")
+    with pytest.raises(TypeError, match=r"no option 'precision'. Use autocast=torch\.bfloat16"):
+        stream(Stack(2), precision="bf16-mixed")
 
 
 def test_options_that_need_lightning() -> None:
     net, optimizer = a_stream()
-    with pytest.raises(ValueError, match="optimization is manual"):
+    with pytest.raises(ValueError, match=r"a loop does not say before a backward.*Use sp_lightning\.stream\(model, opti"):
         stream(net, optimizer, optimizer_overlap="backward")
     with stream(net, optimizer, gpu_memory="1GiB") as streamed:
         net(vectors(1)[0]).sum().backward()
