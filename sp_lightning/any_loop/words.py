@@ -15,7 +15,7 @@ _WORDS = {
     "inside training_step": "between forward and backward",
     r"trainer\.fit( \(validate, test, predict\))?": "the loop",
     ", or with a new model: this trainer has saved none": " or with a new model",
-    r'It is an option of the Trainer: Trainer\(precision=.*?\)\.': "Use autocast=torch.bfloat16, and call the model in torch.autocast.",
+    r"It is an option of the Trainer: Trainer\(precision=.*?\)\.": "Use autocast=torch.bfloat16, in torch.autocast.",
     r"It is an option of the Trainer: .*?\)\.": "Leave it out: that is done by your loop.",
     r'Trainer\(accelerator="cpu"\) or Trainer\(accelerator="gpu"\)': 'device="cpu" or device="cuda"',
     r'Trainer\(precision="bf16-true"\)': "model.to(torch.bfloat16)",

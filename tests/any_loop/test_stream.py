@@ -417,13 +417,15 @@ def test_weights_elsewhere_and_options_of_the_trainer() -> None:
         stream(Stack(2), save_frozen=False)
     with pytest.raises(TypeError, match=r"stream\(\) has no option 'memory'"):
         stream(Stack(2), memory="1GiB")
-    with pytest.raises(TypeError, match=r"no option 'precision'. Use autocast=torch\.bfloat16"):
+    with pytest.raises(TypeError, match=r"no option 'precision'. Use autocast=torch\.bf"):
         stream(Stack(2), precision="bf16-mixed")
 
 
 def test_options_that_need_lightning() -> None:
     net, optimizer = a_stream()
-    with pytest.raises(ValueError, match=r"a loop does not say before a backward.*Use sp_lightning\.stream\(model, opti"):
+    with pytest.raises(
+        ValueError, match=r"a loop does not say before a backward.*Use sp_lightning\.stream\(model, opti"
+    ):
         stream(net, optimizer, optimizer_overlap="backward")
     with stream(net, optimizer, gpu_memory="1GiB") as streamed:
         net(vectors(1)[0]).sum().backward()
