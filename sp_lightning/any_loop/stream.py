@@ -245,7 +245,7 @@ class StreamedLoop:
         """Returns the counters. Also after the end."""
         return self._run.results.stats
 
-    def gpu_released(self) -> AbstractContextManager[None]:
+    def gpu_released(self) -> AbstractContextManager[int]:
         """A context between two steps in which other code can use the GPU's memory.
 
         See :meth:`SuperpipelineStrategy.gpu_released`.

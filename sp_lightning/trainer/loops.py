@@ -177,17 +177,19 @@ class ReadableStrategy(HostStrategy):
             self._run.change_gpu_memory(budget)
         self._options = replace(self._options, gpu_memory=budget)
 
-    def gpu_released(self) -> AbstractContextManager[None]:
+    def gpu_released(self) -> AbstractContextManager[int]:
         """A context between two batches in which other code can use the GPU's memory, for example an engine that generates.
 
         Weights, buffers and optimizer state leave the GPU, with the layers that stay there. They return afterwards, each when it
         is needed, and results do not change. Modules may be called in the context. Tensors of your code stay where they are.
 
+        ``with strategy.gpu_released() as staying`` gives the bytes of weights that stay: those whose memory your tensors view.
+
         Raises:
             RuntimeError: a step runs, the GPU is released already, or several devices train.
             torch.OutOfMemoryError: at the end of the context, other code still has the memory.
         """
-        return nullcontext() if self._run is None else self._run.gpu_released()
+        return nullcontext(0) if self._run is None else self._run.gpu_released()
 
     def remarks(self) -> list[str]:
         """Returns sentences for the user about this run, which are logged with the plan."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sp_lightning import registry
 from sp_lightning._version import TESTED_TORCH
@@ -46,6 +46,7 @@ from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.host_memory import HostBudget, check_host
 from sp_lightning.core.plan.plan import Plan, cap_remarks
 from sp_lightning.core.plan.window import Window, about_others
+from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.trainer.compat import last_checkpoint, note_device, skips_backward
 from sp_lightning.trainer.group import Group
@@ -371,10 +372,14 @@ class Run:
                 self.steps.engine_rebuilt()
 
     @contextmanager
-    def gpu_released(self) -> Generator[None, None, None]:
-        """A context between two steps, in which the run has no weights and buffers on the device, and no state of layers.
+    def gpu_released(self) -> Generator[int, None, None]:
+        """A context between two steps, in which the run has no weights and buffers on the device, and no optimizer state.
 
-        At its end, buffers and modules that stay on the device as a whole return; layers are uploaded when they are needed.
+        At its end, buffers and modules that stay on the device as a whole return, with their optimizer state; layers are uploaded
+        when they are needed.
+
+        Yields:
+            Bytes of weights that stay on the device, because tensors of user code view their memory.
 
         Raises:
             RuntimeError: a step runs, the device is released already, or several devices or trials train.
@@ -387,21 +392,30 @@ class Run:
         self.tuner.stop_timing()
         engine = self.engine
         plan, found, averages = engine.plan, engine.found, find_averages(self.module)
+        whole = [parameter for _, aside in found.aside for parameter in aside.parameters()]
+        state = tree_leaves([each.state[p] for each in self.trainer.optimizers for p in whole if p in each.state])
+        state = [each for each in state if isinstance(each, Tensor) and each.device.type != "cpu"]
         self._lent = True
         try:
             engine.leave_device()
-            move_to_device(self.module, found, (), torch.device("cpu"))
+            self._move_whole(found, (), state, torch.device("cpu"))
             engine.device.release_unused()
-            yield
+            yield engine.weight_bytes - found.staying[0]
         finally:
             self._lent = False
             if self.streamer is engine:  # otherwise the run has ended
-                move_to_device(self.module, found, averages, self._device)
+                self._move_whole(found, averages, state, self._device)
                 try:
                     engine.resize(plan)
                 except torch.OutOfMemoryError as error:
                     error.add_note("Free what was allocated in the context gpu_released() before its end.")
                     raise
+
+    def _move_whole(self, found: Found, averages: Any, state: Sequence[Tensor], device: torch.device) -> None:
+        """Does the same as :func:`move_to_device`, and moves the optimizer state of modules that are moved as a whole."""
+        move_to_device(self.module, found, averages, device)
+        for each in state:
+            each.data = each.data.to(device)
 
     def _refuse_to_lend(self, what: str) -> None:
         """Raises a RuntimeError if a step runs, if the device is released, or if others use the engine, too."""

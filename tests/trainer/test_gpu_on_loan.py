@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -53,8 +53,8 @@ def lends(trainer: Any, module: Any, *_: Any) -> None:
     """Lends the GPU, and uses the module meanwhile."""
     streamer = streamer_of(trainer.strategy)
     plan = streamer.plan
-    with trainer.strategy.gpu_released():
-        assert streamer.weight_bytes == streamer.found.staying[0]
+    with trainer.strategy.gpu_released() as staying:
+        assert staying == 0
         with torch.no_grad():
             module.net(vectors(1)[0])
         assert all(parameter.isfinite().all() for parameter in module.parameters())
@@ -122,8 +122,53 @@ def test_a_loan_within_a_step_and_within_another_one() -> None:
 
 
 def test_a_loan_outside_of_a_run() -> None:
-    with superpipeline().gpu_released():
-        pass
+    with superpipeline().gpu_released() as staying:
+        assert staying == 0
+
+
+class OnGpu(Tensor):
+    """Says that it is on a GPU, and notes where it is moved."""
+
+    moves: ClassVar[list[str]] = []
+    device = property(lambda self: torch.device("cuda"))
+
+    def to(self, device: Any) -> Any:  # type: ignore[override]
+        self.moves.append(str(device))
+        return self
+
+
+class Scripted(Stepped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.head = torch.jit.script(self.net.head)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_the_state_of_whole_modules_leaves_and_returns() -> None:
+    """A ScriptModule is on the GPU as a whole, so its optimizer makes state there."""
+
+    def lends(trainer: Any, module: Any, *_: Any) -> None:
+        state = trainer.optimizers[0].state[module.net.head.weight]
+        state["more"], OnGpu.moves[:] = OnGpu(torch.ones(2)), ()
+        with trainer.strategy.gpu_released() as staying:
+            assert (staying, OnGpu.moves) == (0, ["cpu"])
+        assert OnGpu.moves == ["cpu", str(trainer.strategy.root_device)]
+        del state["more"]
+
+    fit(Scripted, vectors(1), superpipeline(k=1), callbacks=[Does(on_train_batch_end=lends)])
+
+
+def test_memory_that_tensors_view_stays_and_is_reported() -> None:
+    net = Stack()
+    views = list[Tensor]()
+    net.head.register_forward_hook(lambda module, *_: views.append(module.weight[:1]))
+    with stream(net, k=1) as streamed:
+        net(vectors(1)[0])
+        with streamed.gpu_released() as staying:
+            assert staying >= net.head.weight.nbytes
+        views.clear()
+        with streamed.gpu_released() as staying:
+            assert staying == 0
 
 
 def test_a_loan_in_a_loop_of_the_users() -> None:
