@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from examples.benchmarks import clocked_steps
+from examples.benchmarks import clocked_loan, clocked_steps
 from sp_lightning.capabilities.tuning.clocks import ClockDevice
 from sp_lightning.capabilities.tuning.visits import Rates
 from sp_lightning.core.device.device import Stream
@@ -45,6 +45,14 @@ def test_a_step_with_layers_that_stay_takes_no_longer_than_planned(
 ) -> None:
     row = clocked_steps.measure(overlap, precision, ratio, stay)
     assert 0.9 < row.times <= clocked_steps.MOST
+
+
+@pytest.mark.rest("two trainings on clocks")
+@pytest.mark.parametrize(("stay", "most"), [(0, 0.01), (2, 1.0)])
+def test_a_loan_of_the_gpu_takes_less_than_a_second(stay: int, most: float) -> None:
+    """With an 8B model, copies at 25 GB/s."""
+    without, lent = (clocked_loan.train("all weights", stay, 2, lends=lends)[0] for lends in (False, True))
+    assert lent - without < most
 
 
 def test_steps_take_the_models_time_where_they_overlap() -> None:
