@@ -140,7 +140,7 @@ class OnGpu(Tensor):
 class Scripted(Stepped):
     def __init__(self) -> None:
         super().__init__()
-        self.net.head = torch.jit.script(self.net.head)
+        self.net.head = torch.jit.script(self.net.head)  # type: ignore[assignment]
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
