@@ -20,8 +20,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -34,19 +34,14 @@ if TYPE_CHECKING:
     from sp_lightning.core.device.device import Device
     from sp_lightning.core.device.host_kernels import HostKernels
     from sp_lightning.core.engine.activations import ActivationPlan
-    from sp_lightning.core.engine.placement import Placement
-    from sp_lightning.core.engine.state_store import StateStore
     from sp_lightning.core.engine.streamer import MakeStepper, Streamer
     from sp_lightning.core.engine.tuner import BaseTuner
     from sp_lightning.core.model.found import Found
     from sp_lightning.core.model.rows import RowFinder
     from sp_lightning.core.plan.choices import ActivationChoice, OptimizerOn, Share
     from sp_lightning.core.plan.host_memory import HostBudget
-    from sp_lightning.core.plan.ledger import Ledger
-    from sp_lightning.core.plan.plan import Plan
     from sp_lightning.core.plan.window import Window
     from sp_lightning.core.updates.gpu_bits import GpuBits
-    from sp_lightning.trainer.options import Options
     from sp_lightning.trainer.step_place import StepPlace
 
 CAPABILITIES = {
@@ -191,10 +186,7 @@ def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, ma
 
 
 def require_disk(option: str) -> None:
-    """Checks that ``disk=`` is possible. Without the folder, it raises an error.
-
-    :func:`placement_on_disk` and :func:`state_on_disk` are called only after this check.
-    """
+    """Checks that ``disk=`` is possible. Without the folder, it raises an error."""
     with needed_for(option):
         import sp_lightning.capabilities.disk  # noqa: F401
 
@@ -206,27 +198,14 @@ def host_budget(host_memory: int | float) -> HostBudget:
     return LimitedMemory(host_memory)
 
 
-def placement_on_disk(
-    found: Found, plan: Plan, options: Options, device: torch.device, *, accumulate: int
-) -> Placement:
-    """Returns the placement of weights and gradients with ``disk=``. The arguments are those of ``disk.tier.place``."""
-    from sp_lightning.capabilities.disk.tier import place
+def disk_tier() -> Any:
+    """Returns the module of ``disk=``, which makes the placement of weights and gradients, and the store of optimizer state.
 
-    return place(found, plan, options, device, accumulate=accumulate)
+    Called only after :func:`require_disk`.
+    """
+    from sp_lightning.capabilities.disk import tier
 
-
-def state_on_disk(
-    run: Any,
-    options: Options,
-    optimizers: Sequence[Any],
-    ledger: Ledger,
-    still: Callable[[], AbstractContextManager[None]],
-    log: logging.Logger,
-) -> tuple[StateStore, int]:
-    """Returns the store of optimizer state with ``disk=``, and its host memory. See ``disk.tier.open_store``."""
-    from sp_lightning.capabilities.disk.tier import open_store
-
-    return open_store(run, options, optimizers, ledger, still, log)
+    return tier
 
 
 def checkpoint_writer() -> Callable[[Any, IO[bytes]], None]:

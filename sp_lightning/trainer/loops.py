@@ -24,7 +24,6 @@ from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.ledger import Ledger
 from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.plan.plan import Plan
-from sp_lightning.core.plan.update_policy import UpdatePolicy
 from sp_lightning.trainer.compat import last_checkpoint
 from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.options import Options, autocast_dtype
@@ -47,8 +46,6 @@ class ReadableStrategy(HostStrategy):
         self._last: Results | None = None
         self._ledger: Ledger | None = None
         self._remarks: list[str] = []
-        self._bits: list[str] = []  # sentences on the bits of optimizer steps
-        self._updates: UpdatePolicy | None = None  # how layers were updated
         self._said: set[str] = set()  # lines that earlier runs logged when they began, and that are not logged again
         self._signals = DeferredSignals()
         super().__init__(*args)
@@ -66,8 +63,6 @@ class ReadableStrategy(HostStrategy):
                 # Counted now, when the size of the optimizers' state is known.
                 self._ledger = run.steps.ledger or self._ledger
                 self._remarks = run.remarks()
-                self._bits = run.steps.bits()
-                self._updates = run.steps.policy
         finally:
             try:
                 run.close()
@@ -92,11 +87,7 @@ class ReadableStrategy(HostStrategy):
         Raises:
             RuntimeError: before set-up.
         """
-        plan = self._results("plan").plan
-        run = self._run
-        bits = self._bits if run is None else run.steps.bits()
-        updates = self._updates if run is None else run.steps.policy
-        return replace(plan, notes=(*plan.notes, *bits), updates=updates)
+        return self._results("plan").plan
 
     @property
     def activations(self) -> dict[str, Mode]:

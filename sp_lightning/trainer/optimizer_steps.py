@@ -414,7 +414,7 @@ class OptimizerSteps:
         if self._options.disk is None:
             return ledger.state or 0
         optimizers = self._real_optimizers
-        self.state, nbytes = registry.state_on_disk(
+        self.state, nbytes = registry.disk_tier().open_store(
             self._run, self._options, optimizers, ledger, self._still, self._log
         )
         return nbytes

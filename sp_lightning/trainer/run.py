@@ -61,7 +61,7 @@ class Results:
     """The results of a run that users can read, also after its end.
 
     Attributes:
-        plan: the plan.
+        plan: the plan, with how layers are updated and notes on the bits of optimizer steps.
         activations: the mode of activations of each unit, by name.
         stats: the counters.
         fetches: the number of fetches of each layer, by name.
@@ -248,8 +248,9 @@ class Run:
         """The present results; after the end of the run, the results from when the engine was closed."""
         streamer = self.streamer
         if streamer is not None:
+            plan = streamer.plan
             self._results = Results(
-                plan=streamer.plan,
+                plan=replace(plan, notes=(*plan.notes, *self.steps.bits()), updates=self.steps.policy),
                 activations=dict(streamer.activations.modes),
                 stats=streamer.stats(),
                 fetches=streamer.fetches(),
@@ -500,7 +501,7 @@ class Run:
         if self._options.disk is None:
             return ONE_DEVICE
         accumulate = self.trainer.accumulate_grad_batches if self.trains else 0
-        return registry.placement_on_disk(found, plan, self._options, self._device, accumulate=accumulate)
+        return registry.disk_tier().place(found, plan, self._options, self._device, accumulate=accumulate)
 
     def _find_and_plan(self, device: Device) -> tuple[Found, Plan]:
         """Finds the layers, makes the plan of device memory, and resolves ``activations=``."""
