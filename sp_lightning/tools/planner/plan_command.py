@@ -61,8 +61,8 @@ def _within_hours(question: Question) -> Answer:
 
 
 def _print_with_remedies(found: Answer) -> None:
-    """Prints an answer as text. If plain Lightning does not fit, remedies are tried."""
-    for line in as_text(found, [] if found.fits_plain else remedies(found, _notify)):
+    """Prints an answer as text. If the model does not fit, remedies are tried."""
+    for line in as_text(found, remedies(found, _notify) if found.status else []):
         print(line, flush=True)
 
 

@@ -13,7 +13,6 @@ from sp_lightning.tools.planner.verdict import enough_host_memory
 _STEP = 2**29  # memory sizes are rounded up to a multiple of these bytes
 _MOST = 3  # the most changes that are shown, besides more memory
 _MOST_RUNS = 4  # the most dry runs of changed questions
-_OF_LOSS = 3  # a loss over tokens needs at most this multiple of the bytes that it saves for backward
 
 Changes = dict[str, Any]
 """New values of arguments, by their names."""
@@ -22,20 +21,20 @@ Changes = dict[str, Any]
 def remedies(asked: Answer, notify: Callable[[str], None]) -> Iterator[Answer]:
     """Yields the answers to changed questions that fit: the three cheapest changes, and more memory.
 
-    A change that contains a cheaper one is left out, except if only with it plain Lightning fits.
+    A change that contains a cheaper one is left out.
 
     Args:
-        asked: an answer in which plain Lightning does not fit. If this strategy fits, only changes for plain Lightning are tried.
+        asked: an answer in which the model does not fit.
         notify: is called with a message before each slow step.
     """
     found: list[frozenset[str]] = []
     estimates = [asked.estimate]
-    for for_plain, changes in [*((False, way) for way in _ways(asked)), *((True, way) for way in _for_plain(asked))]:
+    for changes in _ways(asked):
         names = frozenset(changes)
-        if len(found) == _MOST or (not for_plain and any(other <= names for other in found)):
+        if len(found) == _MOST or any(other <= names for other in found):
             continue
         tried = _try(asked, changes, estimates, notify)
-        if tried is not None and (tried.fits_plain if for_plain else tried.status == 0):
+        if tried is not None and tried.status == 0:
             found.append(names)
             yield tried
             if tried.fits_plain:
@@ -54,8 +53,6 @@ def _ways(refused: Answer) -> Iterator[Changes]:
     3. Another training (adapters).
     """
     asked, estimate, lacking = refused.question, refused.estimate, refused.lacking
-    if refused.best is not None:
-        return
     backward: Changes = {}
     if estimate.step is not None and estimate.step.overlap != "off" and not asked.frees:
         backward = {"optimizer_overlap": "backward"}
@@ -90,22 +87,6 @@ def _usual(asked: Question) -> Changes:
     if asked.gpu_layers:
         usual["gpu_layers"] = 0 if asked.gpu_memory is None or asked.gpu_layers == "auto" else "auto"
     return usual if asked.activations == "auto" or asked.predict else {**usual, "activations": "auto"}
-
-
-def _for_plain(asked: Answer) -> Iterator[Changes]:
-    """Yields changes with which plain Lightning may fit: the model's own checkpoints, a chunked loss, adapters in 16 bits."""
-    estimate, question, limit = asked.estimate, asked.question, asked.question.gpu_memory
-    if limit is None:
-        return
-    if asked.fits_checkpointed and asked.best is None:
-        yield {"gradient_checkpointing": True}
-    least = min(estimate.plain_bytes, estimate.checkpointed_bytes)
-    # A chunked loss cannot save more than the whole loss needs.
-    if _has_loss(asked) and least - _OF_LOSS * estimate.work.outside <= limit < least:
-        yield {"loss_tokens": 1024}
-        yield {"loss_tokens": 1024, "gradient_checkpointing": True}
-    if asked.best is None and not question.predict and question.lora is None:
-        yield {"lora": 16, "precision": "bf16-true"} | ({"loss_tokens": 1024} if _has_loss(asked) else {})
 
 
 def _has_loss(asked: Answer) -> bool:

@@ -27,9 +27,8 @@ def as_text(answer: Answer, remedies: Iterable[Answer]) -> Iterator[str]:
         remedies: the answers to changed questions that fit, which may be found when they are asked for.
     """
     yield verdict(answer)
-    heading = "These changes fit:" if answer.best is None else "With this change, plain Lightning fits:"
     for index, other in enumerate(remedies):
-        yield from [*[heading] * (index == 0), *_remedy(answer, other)]
+        yield from [*["These changes fit:"] * (index == 0), *_remedy(answer, other)]
     asked = answer.question
     windows = ["", *_windows(answer)] if len(asked.k or ()) > 1 or len(asked.k_prime or ()) > 1 else []
     yield from ["", *_reasons(answer), *windows]
