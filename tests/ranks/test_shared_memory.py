@@ -5,11 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-import socket
-import threading
-from contextlib import suppress
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from sp_lightning.core.device import pages as device_pages
 from sp_lightning.core.device.layout import PAGE
 from sp_lightning.core.device.pages import create
 from sp_lightning.experimental.ranks import shared_memory
-from sp_lightning.experimental.ranks.shared_memory import SharedMemory, commit_or_drop, hand_out
+from sp_lightning.experimental.ranks.shared_memory import SharedMemory, commit_or_drop
 
 PAGES = 16
 
@@ -168,23 +164,3 @@ def flags(tensor: torch.Tensor) -> list[str]:
         elif inside and line.startswith("VmFlags:"):
             return line.split()[1:]
     raise AssertionError("there is no such mapping")
-
-
-def test_a_process_of_another_user_gets_no_memory() -> None:
-    """Whoever guesses the name of the socket may connect to it."""
-    answers: list[list[int]] = []
-
-    def connect(token: str) -> None:
-        for _ in range(2):
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(f"\0{token}")
-                with suppress(ConnectionError):  # who is refused may be so before it has said anything
-                    answers.append(list(socket.recv_fds(connection, 1, 1)[1]))
-
-    def announce(token: str) -> None:
-        threading.Thread(target=connect, args=(token,)).start()
-
-    descriptor = create(PAGE, "test")
-    with mock.patch.object(shared_memory, "_user_of", side_effect=[os.getuid() + 1, os.getuid()]):
-        hand_out(descriptor, 1, announce)
-    assert sum(map(len, answers)) <= 1

@@ -20,7 +20,7 @@ from sp_lightning.core.device.layout import PAGE, whole_pages
 from sp_lightning.core.device.pages import create, supported
 from sp_lightning.experimental.ranks.collectives import Collectives
 from sp_lightning.experimental.ranks.process_locks import ProcessLocks
-from sp_lightning.experimental.ranks.shared_memory import SharedMemory, hand_out, receive
+from sp_lightning.experimental.ranks.shared_memory import SharedMemory
 
 
 class Ranks(Collectives):
@@ -84,12 +84,20 @@ class Ranks(Collectives):
             os.close(descriptor)
 
     def _file(self, nbytes: int, name: str) -> int:
-        """Makes a file in memory that all ranks of the node share, and returns a descriptor of it. Collective."""
+        """Makes a file in memory that all ranks of the node share, and returns a descriptor of it. Collective.
+
+        The other ranks open the primary's descriptor through ``/proc``, where only processes of the same user may open it. So the
+        processes need no common file system, and the memory has no name that other users could find.
+        """
+        made = -1
         with self._for_memory(nbytes, name):
-            made = create(nbytes, f"superpipeline {name}") if self.primary else None
-        if made is None:
-            return receive(self._broadcast_object(None, name))
-        hand_out(made, self.size - 1, lambda token: self._broadcast_object(token, name))
+            if self.primary:
+                made = create(nbytes, f"superpipeline {name}")
+        path = self._broadcast_object(f"/proc/{os.getpid()}/fd/{made}", name)
+        with self._for_memory(nbytes, name):
+            if not self.primary:
+                made = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.barrier(f"access to memory for {name}")  # until here the primary's descriptor must stay open
         return made
 
     @contextmanager

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import socket
-import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from uuid import uuid4
 from zlib import crc32
 
 import torch
@@ -123,61 +120,3 @@ def commit_or_drop(parts: Iterable[tuple[OwnView, Page]], *, commit: bool) -> in
 
 def _tensor(memory: mmap.mmap) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-# ---------------------------------------------------------------------- sending descriptors
-# The processes need no common file system, and the memory has no name that other users could find.
-
-
-def hand_out(descriptor: int, number: int, announce: Callable[[str], object]) -> None:
-    """Sends the descriptor of memory to other processes.
-
-    Args:
-        descriptor: the descriptor.
-        number: the number of processes that receive it.
-        announce: sends the token for :func:`receive` to these processes.
-
-    Raises:
-        OSError: a process has not connected within 60 seconds.
-    """
-    sent = 0
-    with socket.socket(socket.AF_UNIX) as server:
-        token = f"superpipeline-{uuid4().hex}"
-        server.bind(f"\0{token}")
-        server.listen(number + 1)
-        server.settimeout(_PATIENCE)
-        announce(token)
-        while sent < number:
-            connection, _ = server.accept()
-            with connection:
-                if _user_of(connection) == os.getuid():  # any process of the machine may connect to an abstract address
-                    socket.send_fds(connection, [b"."], [descriptor])
-                    sent += 1
-
-
-def receive(token: str) -> int:
-    """Receives a descriptor from :func:`hand_out`.
-
-    Args:
-        token: the token that the sender has announced.
-
-    Returns:
-        The descriptor, which the caller has to close.
-
-    Raises:
-        OSError: the sender has not answered within 60 seconds.
-    """
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(_PATIENCE)
-        connection.connect(f"\0{token}")
-        return socket.recv_fds(connection, 1, 1)[1][0]
-
-
-_PATIENCE = 60.0
-"""How many seconds a rank waits for another rank to send or receive a descriptor."""
-
-
-def _user_of(connection: socket.socket) -> int:
-    """Returns the id of the user at the other end of a connection."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user
