@@ -319,12 +319,14 @@ def check_command(option: str) -> Any:
 @cache
 def host_kernels() -> HostKernels:
     """Returns the kernels for updates and norms on the CPU. Without ``kernels`` (slower), torch's operators do both."""
-    if is_installed("capabilities.kernels"):
-        from sp_lightning.capabilities.kernels.host import CompiledKernels
-
-        return CompiledKernels()
     from sp_lightning.core.device.host_kernels import HostKernels
 
+    if is_installed("capabilities.kernels"):
+        from sp_lightning.capabilities.kernels.jit import is_installed as has_compiler
+        from sp_lightning.capabilities.kernels.norms import norms_of
+        from sp_lightning.capabilities.kernels.update import update_in_one_pass
+
+        return HostKernels(update_in_one_pass, norms_of, "" if has_compiler() else "llvmlite")
     return HostKernels()
 
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.capabilities.kernels import host, norms
+from sp_lightning.capabilities.kernels import norms
 from sp_lightning.capabilities.kernels.jit import Compiled
 from sp_lightning.capabilities.kernels.norms import norms_of
 from sp_lightning.capabilities.kernels.variants import NORM_RECIPES
+from sp_lightning.core.device.host_kernels import HostKernels
+from sp_lightning.core.layers import narrow_gradient
 from sp_lightning.core.layers.narrow_gradient import Factor, Norms, change, keep_narrow, stored
 from sp_lightning.core.updates.scaler import _are_finite
 
@@ -82,7 +84,7 @@ def test_what_was_unscaled_has_its_norm_multiplied(
 ) -> None:
     """Where that is exact, the smallest numbers included."""
     asked = Mock(wraps=norms_of)
-    monkeypatch.setattr(host, "norms_of", asked)
+    monkeypatch.setattr(narrow_gradient, "host_kernels", lambda: HostKernels(norms=asked))
     factor, parameters = Factor(torch.tensor(number)), [nn.Parameter(torch.zeros(1001)) for _ in range(3)]
     came = [(torch.randn(1001) * scale).half() for scale in (2e4, 1.0, 1e-7)]
     for parameter, gradient in zip(parameters, came, strict=True):

@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.capabilities.kernels import host, jit, update
+from sp_lightning.capabilities.kernels import jit, update
 from sp_lightning.capabilities.kernels.norms import norms_of
 from sp_lightning.capabilities.kernels.update import update_in_one_pass
 from sp_lightning.capabilities.kernels.variants import RECIPES, Recipe, Variant
 from sp_lightning.core.device.background_thread import BackgroundThread
-from sp_lightning.core.device.host_kernels import Operands
+from sp_lightning.core.device.host_kernels import HostKernels, Operands
 from sp_lightning.core.torch_compat.private import FUSED_STEPS
+from sp_lightning.core.updates import pieces
 from tests.kernels.agree import variants
 from tests.support.mixed import scaled
 from tests.support.models import Module
@@ -42,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.extend([FUSED_STEPS[operator]] * done)
         return done
 
-    monkeypatch.setattr(host, "update_in_one_pass", noting)
+    monkeypatch.setattr(pieces, "host_kernels", lambda: HostKernels(noting, norms_of))
     monkeypatch.setattr(update, "LEAST", 16)
     return seen
 

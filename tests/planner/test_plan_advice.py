@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.__main__ import main
+from sp_lightning.core.device.host_kernels import HostKernels
 from sp_lightning.core.plan.units import parse_bytes
 from tests.support.answers import plan
 from tests.support.models import Module, Stack, vectors
@@ -347,7 +348,8 @@ def test_an_answer_says_that_it_counts_on_kernels(
 ) -> None:
     said = {}
     for there in (True, False):
-        monkeypatch.setattr("sp_lightning.capabilities.kernels.host.is_installed", lambda there=there: there)
+        kernels = HostKernels(missing="" if there else "llvmlite")
+        monkeypatch.setattr("sp_lightning.tools.planner.report.host_kernels", lambda kernels=kernels: kernels)
         main(["plan", "resnet18", "--k", "1", "--k-prime", "1"])
         said[there] = "pip install llvmlite" in capsys.readouterr().out
     assert said == {True: False, False: True}

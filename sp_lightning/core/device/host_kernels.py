@@ -48,44 +48,35 @@ class Operands:
         return [each for each in self.state if each is not None and each.shape == self.weight.shape]
 
 
+def _no_update(
+    operator: Callable[..., Any], settings: Mapping[str, Any], operands: Operands, factors: Sequence[float]
+) -> bool:
+    return False
+
+
+def _no_norms(gradients: Sequence[Tensor]) -> dict[int, Tensor]:
+    return {}
+
+
+@dataclass(frozen=True)
 class HostKernels:
-    """Kernels for the CPU. This default has none: torch's operators compute the same results with more passes over memory.
+    """Kernels for the CPU. By default there are none: torch's operators compute the same results with more passes over memory.
 
     :func:`host_kernels` returns the kernels of this installation.
+
+    Attributes:
+        update: updates a weight as a fused operator of torch does: widens and multiplies its gradient first, and casts it
+            afterwards. Arguments: torch's fused operator for Adam, AdamW, SGD or Adagrad; its keyword arguments; contiguous
+            operands; factors by which the gradient is multiplied, one after the other. Returns True if the update is done. If
+            False, nothing was done, and torch's operators must do it.
+        norms: computes norms of gradients on the host, in float32. Returns by the ``id`` of each gradient that a kernel can read
+            its norm: a float32 tensor without dimensions.
+        missing: the package to install to get kernels, for advice to users; empty if no installation helps.
     """
 
-    @property
-    def missing(self) -> str:
-        """The package to install to get kernels, for advice to users; empty if no installation helps."""
-        return ""
-
-    def update(
-        self,
-        operator: Callable[..., Any],
-        settings: Mapping[str, Any],
-        operands: Operands,
-        factors: Sequence[float],
-    ) -> bool:
-        """Updates a weight as a fused operator of torch does: widens and multiplies its gradient first, and casts it afterwards.
-
-        Args:
-            operator: torch's fused operator for Adam, AdamW, SGD or Adagrad.
-            settings: the operator's keyword arguments.
-            operands: contiguous tensors.
-            factors: the gradient is multiplied by each of these, one after the other.
-
-        Returns:
-            True if the update is done. If False, nothing was done, and torch's operators must do it.
-        """
-        return False
-
-    def norms(self, gradients: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Computes norms of gradients on the host, in float32. This default has no kernels, and computes none.
-
-        Returns:
-            By the ``id`` of each gradient that a kernel can read, its norm: a float32 tensor without dimensions.
-        """
-        return {}
+    update: Callable[[Callable[..., Any], Mapping[str, Any], Operands, Sequence[float]], bool] = _no_update
+    norms: Callable[[Sequence[Tensor]], dict[int, Tensor]] = _no_norms
+    missing: str = ""
 
 
 _make: Callable[[], HostKernels] = HostKernels
