@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.capabilities.disk.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
 from sp_lightning.capabilities.disk.mapped_file import page_out
-from sp_lightning.core.device.layout import PAGE, addresses, bytes_of, whole_pages
+from sp_lightning.core.device.layout import PAGE, bytes_of, whole_pages
 from sp_lightning.core.device.pages import pages_in_memory, was_written
 from sp_lightning.core.layers.writes import digest_of_values, known_digests
 from sp_lightning.core.model.found import Layer
@@ -232,7 +232,9 @@ class FileBlock(HostBlock):
     def _absorb(self, index: int, into: Tensor | None) -> None:
         """Absorbs a parameter if its memory is not the mapping of its file. It is not in a file any more after that."""
         mapped = self._mapped.get(index)
-        if mapped is None or addresses([self.parameters[index]]) != [mapped.data_ptr()]:
+        with torch.DisableTorchFunctionSubclass():
+            at = self.parameters[index].data_ptr()
+        if mapped is None or at != mapped.data_ptr():
             super()._absorb(index, into)
             self._mapped.pop(index, None)
             self.in_file.discard(index)

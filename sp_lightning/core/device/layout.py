@@ -97,35 +97,7 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
         return list(map(version_of, tensors))
 
 
-def addresses(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns the address of each tensor's first element; for hidden memory the address before it was hidden."""
-    with torch.DisableTorchFunctionSubclass():  # must not fetch values
-        if not _hidden:
-            return list(map(_data_ptr, tensors))
-        return [_hidden[id(each)] if id(each) in _hidden else _data_ptr(each) for each in tensors]
-
-
-_hidden: dict[int, int] = {}
-"""The former address of each tensor whose memory is hidden, by the ``id`` of the tensor."""
-
-
-def hide(tensor: Tensor, span: Span, why: str) -> None:
-    """Removes the memory of a host tensor. A read raises a RuntimeError with the text ``why``, until the tensor has memory again.
-
-    Notes the former address for :func:`addresses`. The caller restores the memory, and then calls :func:`shown`.
-    """
-    with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-        _hidden[id(tensor)] = tensor.data_ptr()
-        tensor.data = absent(span, tensor.device, why)
-
-
-def shown(tensor: Tensor) -> None:
-    """Notes that the caller has given a hidden tensor memory again."""
-    _hidden.pop(id(tensor), None)
-
-
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 
 
 def view(memory: Tensor, span: Span) -> Tensor:

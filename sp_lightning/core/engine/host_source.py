@@ -136,7 +136,6 @@ class HostSource(BlockSource):
             keep_saved(layer, index)  # before the block gets the new values
             layer.parameters.unversioned_writes[index] += 1
         block.reabsorb()
-        layer.parameters.adopted()
         if layer.owner is not layer:
             layer.owner.casts.invalidate()  # the masters have new values in the same memory
 

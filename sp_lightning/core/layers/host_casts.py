@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sp_lightning.core.device.device import Device, Stream
-from sp_lightning.core.device.layout import addresses, part, versions
+from sp_lightning.core.device.layout import part, versions
 from sp_lightning.core.layers.casts import SavedValues, are_saved, keep_saved_values
 from sp_lightning.core.layers.layer import NoCasts, StreamedLayer
 from sp_lightning.core.store.block import HostBlock
@@ -128,5 +128,4 @@ class Casts(NoCasts):
 
     def _state(self) -> tuple[list[int], list[int]]:
         """Returns the versions and addresses of the masters now. Equal ones show that the masters were not written since."""
-        masters = self._masters.parameters
-        return versions(masters), addresses(masters)
+        return versions(self._masters.parameters), self._masters.addresses

@@ -366,7 +366,8 @@ class StreamedLayer:
 
         For a layer with casts also if its casts are out of date.
         """
-        return self.parameters.stale or not self.casts.current
+        block = self.block
+        return self.parameters.host_written or block.addresses != block.absorbed_at or not self.casts.current
 
     def refuse_updated(self, why: str = "its weights were needed again") -> None:
         """Checks that the running backward has not updated the layer, because an operation needs the weights before the update.

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, increment_version
 from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.device.layout import Span, absent, addresses, version_of, versions
+from sp_lightning.core.device.layout import Span, absent, version_of, versions
 from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.layers.casts import SavedValues
 from sp_lightning.core.layers.device_parameter import (
@@ -168,7 +168,6 @@ class ParameterGroup:
             self.counters = [parameter.detach() for parameter in self.all]
             self._host_counters = [_counter(host) for host in hosts]
         self._versions, self._host_versions = versions(self.counters), versions(hosts)
-        self._addresses = addresses(hosts)
 
     def notice_uses_of(self, indices: Iterable[int]) -> None:
         """Keeps the class of stand-ins for these parameters while the layer is attached: the slot may lack some of their rows."""
@@ -430,11 +429,10 @@ class ParameterGroup:
                         counted[index] += 1 if wanted[index] else -1
 
     @property
-    def stale(self) -> bool:
-        """True if a host parameter was written, or given other memory, since :meth:`fetched`."""
+    def host_written(self) -> bool:
+        """True if versions show that a host parameter was written since :meth:`fetched`."""
         with Untouched():
-            written = list(map(version_of, self.hosts)) != self._host_versions
-        return written or addresses(self.hosts) != self._addresses
+            return list(map(version_of, self.hosts)) != self._host_versions
 
     def fetched(self) -> None:
         """Records that the device has the host's present values.
@@ -452,10 +450,6 @@ class ParameterGroup:
                     increment_version(self.all[index])
                     self._versions[index] += 1  # so that `take_written` does not take this for a write on the device
         self._host_versions = now
-
-    def adopted(self) -> None:
-        """Records the addresses of the host parameters after their block has adopted other memory."""
-        self._addresses = addresses(self.hosts)
 
     def written_back(self) -> None:
         """Records that a write-back has changed the host's versions, so that the copy on the device is not out of date."""

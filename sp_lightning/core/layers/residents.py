@@ -50,10 +50,10 @@ class Residents:
         layer = self.layer
         if layer.update is not None:
             self._source.wait(layer)
-        is_current = self._current and not group.stale  # `stale`: versions show a write on the host
-        if not group.hosts or is_current:
+        outdated = layer.outdated
+        if not group.hosts or (self._current and not outdated):
             return
-        if not group.stale or self._is_compared:
+        if not outdated or self._is_compared:
             self.take_back_writes()
         weights, staged = self._source.stage(layer)
         if self._is_absent or self._slot.stale or self._slot.lease.moved:

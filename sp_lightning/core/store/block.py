@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.device.layout import addresses, bytes_of, hide, part, shown, view
+from sp_lightning.core.device.layout import absent, bytes_of, part, view
 from sp_lightning.core.device.lease import lend, shared
 from sp_lightning.core.model.found import Layer
 from sp_lightning.core.observe.messages import HIDDEN_ON_GPU, KEPT_MEMORY, LOG, say_once
@@ -40,7 +40,7 @@ class HostBlock:
             memory of their own until the engine is rebuilt, before the next batch.
         memory: the block itself.
         gradients: the memory for the parameters' gradients.
-        addresses: the address of each parameter's data when the block last absorbed parameters.
+        absorbed_at: the value of :attr:`addresses` when the block last absorbed parameters.
         hidden: True if the parameters have no memory, because only the device has their values (:meth:`hide`).
 
     Args:
@@ -74,11 +74,11 @@ class HostBlock:
         # The place of each parameter in its own storage.
         self._own_spans = [replace(span, offset=0) for span in planned.spans]
         self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
+        self.hidden = False
         # Each original is freed when it is absorbed, so that set-up takes the memory of the model and of one layer.
         for index in range(len(self.parameters)):
             self._absorb(index, self.memory.initial)
-        self.addresses = addresses(self.parameters)
-        self.hidden = False
+        self.absorbed_at = self.addresses
 
     @property
     def weights(self) -> Tensor:
@@ -86,12 +86,20 @@ class HostBlock:
         return self.memory.fetched
 
     @property
+    def addresses(self) -> list[int]:
+        """The address of each parameter's data; while the parameters are hidden, :attr:`absorbed_at`."""
+        if self.hidden:
+            return self.absorbed_at
+        with torch.DisableTorchFunctionSubclass():  # must not fetch values
+            return list(map(Tensor.data_ptr, self.parameters))
+
+    @property
     def displaced(self) -> list[int]:
         """The indices of parameters that got other memory (``param.data = other``) after they were absorbed."""
-        now = addresses(self.parameters)
-        if now == self.addresses:  # nearly always true, and this is called before each fetch
+        now = self.addresses
+        if now == self.absorbed_at:  # nearly always true, and this is called before each fetch
             return []
-        pairs = enumerate(zip(now, self.addresses, strict=True))
+        pairs = enumerate(zip(now, self.absorbed_at, strict=True))
         return [index for index, (at, before) in pairs if at != before and index not in self.retyped]
 
     def hide(self) -> None:
@@ -99,18 +107,18 @@ class HostBlock:
 
         Code that reads the memory without torch's dispatch gets an error instead of stale values.
         """
-        for parameter, span in zip(self.parameters, self.planned.spans, strict=True):
-            hide(parameter, span, HIDDEN_ON_GPU.format(name=span.name))
         self.hidden = True
+        with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            for parameter, span in zip(self.parameters, self.planned.spans, strict=True):
+                parameter.data = absent(span, parameter.device, HIDDEN_ON_GPU.format(name=span.name))
         self.memory.release_pages()
 
     def show(self) -> None:
         """Makes the parameters views of the block again after :meth:`hide`. Values are undefined until the caller writes them."""
         if self.hidden:
             self.hidden = False
-            for index, parameter in enumerate(self.parameters):
+            for index in range(len(self.parameters)):
                 self._make_view(index)
-                shown(parameter)
 
     def weight_bytes(self, index: int) -> Tensor:
         """Returns the bytes of a weight, flat ``uint8``."""
@@ -198,7 +206,7 @@ class HostBlock:
             displaced = in_block  # all parameters of the block have to be copied to the new memory
         for index in displaced:
             self._absorb(index, self.memory.seen)
-        self.addresses = addresses(self.parameters)
+        self.absorbed_at = self.addresses
 
     def detach_views(self, index: int) -> None:
         """Moves other tensors that view a weight to memory of their own. The parameter gets a new storage in the block.
