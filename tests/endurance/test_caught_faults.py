@@ -134,8 +134,10 @@ IN, BETWEEN, BOTH = ("in",), ("between",), ("in", "between")
 RECOMPUTE, OFFLOAD, AHEAD = {"activations": "recompute"}, {"activations": "offload"}, {"optimizer_overlap": "forward"}
 ROWS = [
     Row("enter of a call / leave", Step, "begin_outside", 1, calls, BETWEEN),
-    Row("enter of a call / leave", Step, "activate", 1, calls),
-    Row("enter of a call / leave", Residents, "refresh", 2, calls),
+    Row("enter of a call / leave", Step, "activate", 1, calls, BETWEEN),
+    Row("enter of a call / leave", Residents, "refresh", 1, calls, BETWEEN),
+    Row("enter of a call / leave", Calls, "_activate", 1, calls, IN),
+    Row("enter of a call / leave", Calls, "_activate", 2, calls, IN),
     Row("enter of a call / leave", Slots, "fetch", 2, calls),
     Row("enter of a call / leave", torch, "tanh", 2, calls),
     Row("leave of a call, its parts", WriteBack, "write_back", 1, writes_and_calls),

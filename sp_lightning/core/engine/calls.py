@@ -97,7 +97,7 @@ class Calls:
             try:
                 if outside:
                     step.begin_outside()
-                step.activate(in_backward=bool(self.backward.tasks))
+                self._activate()
                 self.residents.group.sync_requires_grad()
                 self.residency.begin_call(visits, backward=bool(self.backward.tasks))
             except BaseException:  # user code may catch the error, so undo everything: no call has begun
@@ -112,6 +112,13 @@ class Calls:
                 if layer.running_calls == 1:  # this call is the outermost one that uses the layer
                     layer.parameters.count_references()
         return visits
+
+    def _activate(self) -> None:
+        """Calls :meth:`Step.activate` if modules hold host parameters or the residents may be out of date, which is seldom."""
+        residents = self.residents
+        layer = residents.layer
+        if not (self.step.swap.on_device and residents.current and layer.update is None) or layer.outdated:
+            self.step.activate(in_backward=bool(self.backward.tasks))
 
     def _outside(self) -> bool:
         """Returns True if no step, backward or module call runs."""
@@ -179,7 +186,7 @@ class Calls:
         """
         with held(self.lock):
             self.backward.join()
-            self.step.activate(in_backward=True)
+            self._activate()
             self.residency.pre_backward(visits)
         self.backward.make_room(visits)
 

@@ -129,8 +129,7 @@ class Step:
     def activate(self, *, in_backward: bool = False) -> None:
         """Puts device parameters into the modules, if they hold host parameters. Uploads residents that are out of date.
 
-        Called when a step begins or continues, before each module call, and when backward begins. If modules hold device
-        parameters and the residents are current, there is nothing to do.
+        Called when a step begins or continues, and if necessary before a module call and when its backward begins.
 
         Args:
             in_backward: True if this is called in backward, where operations on host parameters run on the host.

@@ -20,6 +20,7 @@ class Residents:
         writes: copies weights to the host that were written on the device.
 
     Attributes:
+        current: True unless the copy on the device was marked as out of date.
         nbytes: bytes of device memory.
     """
 
@@ -31,7 +32,7 @@ class Residents:
         self._device: Device = writes.device
         self._slot = self._new_slot(0)
         self._take_memory()
-        self._current = False
+        self.current = False
 
     @property
     def address(self) -> int:
@@ -46,12 +47,12 @@ class Residents:
 
         Called when a step begins or continues, before module calls, and before other operations on residents.
         """
-        group = self.group
-        layer = self.layer
+        group, layer = self.group, self.layer
         if layer.update is not None:
             self._source.wait(layer)
         outdated = layer.outdated
-        if not group.hosts or (self._current and not outdated):
+        self.current = not group.hosts or (self.current and not outdated)
+        if self.current:
             return
         if not outdated or self._is_compared:
             self.take_back_writes()
@@ -73,20 +74,20 @@ class Residents:
             self._attach()  # copies the host's values to weights of another dtype, which have memory outside the slot
         group.fetched()
         group.sync_requires_grad()
-        self._current = True
+        self.current = True
         if self._is_compared:
             self._writes.take_digests(self._slot)
 
     def distrust(self) -> None:
         """Marks the copy on the device as out of date, because user code may write host weights without a change of a version."""
-        self._current = False
+        self.current = False
 
     def invalidate(self) -> None:
         """Marks the copy on the device as out of date, because the host's weights were written, or may have been.
 
         If user code keeps views of the copy, the residents are uploaded at once, because views must show the writes.
         """
-        self._current = False
+        self.current = False
         if self._is_compared:
             self.refresh()
 
@@ -106,7 +107,7 @@ class Residents:
             self._writes.note_stale_views(old, replaced)
         if written:
             self._attach()  # a weight that had other memory is a view of the slot again, which has older values
-            self._current = False
+            self.current = False
         if self.group.hosts and self._held:
             self._writes.take_digests(self._slot)
         elif self.layer.guard is not None:
@@ -134,7 +135,7 @@ class Residents:
     def leave(self) -> None:
         """Frees the device memory between two steps, except memory that tensors view. :meth:`refresh` takes new memory."""
         self.take_back_writes()
-        self._current = False
+        self.current = False
         if not self._is_compared and self.group.detach():
             self._writes.resident_storages.discard(self.address)
             self._slot = self._new_slot(0)
