@@ -31,9 +31,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.lease import SavedView, SavedViews
 from sp_lightning.core.device.own_threads import OwnThreads
-from sp_lightning.core.engine.activations import Activations, SavedActivation
+from sp_lightning.core.engine.activations import Activations
 from sp_lightning.core.engine.host_source import HostSource
-from sp_lightning.core.engine.saved_objects import hooks_in_place_of_none
+from sp_lightning.core.engine.saved_objects import Noted, known, like_plain, with_attributes
 from sp_lightning.core.engine.schedule import Residency
 from sp_lightning.core.engine.step import Step, StepKind
 from sp_lightning.core.layers.casts import SavedValues
@@ -528,7 +528,9 @@ class SavedTensors:
         outer = top_saved_tensors_hooks()
         slots, store = self.residency.slots.by_address, self.activations.store
 
-        def pack(tensor: Tensor) -> _Packed | SavedActivation | _Kept | _Outer | _Wrapped:
+        def pack(tensor: Tensor, notes: bool = outer is None) -> Any:
+            if notes and known:
+                return with_attributes(tensor, pack(tensor, False))
             kind = type(tensor)
             if kind is not Tensor:
                 if issubclass(kind, DeviceParameter):
@@ -551,10 +553,10 @@ class SavedTensors:
                 return saved
             return tensor if tensor.is_leaf and not _is_of_frozen_weight(tensor) else tensor.detach(), tensor._version
 
-        hooks = saved_tensors_hooks if outer is not None else hooks_in_place_of_none
-        context = hooks(pack, self._unpack)
-        _our_packs.add(context.pack_hook)
-        return context
+        _our_packs.add(pack)
+        if outer is None:
+            like_plain.add(pack)
+        return saved_tensors_hooks(pack, self._unpack)
 
     def _in_slot(self, tensor: Tensor) -> bool:
         """Returns True if the memory of a plain tensor is in a slot."""
@@ -599,6 +601,8 @@ class SavedTensors:
             tensor, expected, version = self._unpack_from_slot(packed)
         elif type(packed) is _Outer:
             return packed.unpack(packed.packed)
+        elif type(packed) is Noted:
+            return self._unpack(packed.packed)
         elif type(packed) is _Wrapped:
             return packed.build(iter([self._unpack(part) for part in packed.parts]))
         else:  # a SavedActivation

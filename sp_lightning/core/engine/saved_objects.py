@@ -34,7 +34,8 @@ from sp_lightning.core.torch_compat.private import (
     top_saved_tensors_hooks,
 )
 
-_like_plain: WeakSet[Callable[..., Any]] = WeakSet()
+like_plain: WeakSet[Callable[..., Any]] = WeakSet()
+"""The pack hooks in whose place plain autograd has no hooks."""
 
 
 def hooks_in_place_of_none(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> saved_tensors_hooks:
@@ -44,22 +45,20 @@ def hooks_in_place_of_none(pack: Callable[[Tensor], Any], unpack: Callable[[Any]
     """
 
     def pack_noted(tensor: Tensor) -> Any:
-        noted = _known.get(id(tensor)) if _known else None
-        attributes = None if noted is None or noted.found() is not tensor else noted.give_attributes()
         packed = pack(tensor)
-        return packed if attributes is None else _Noted(packed, attributes)
+        return with_attributes(tensor, packed) if known else packed
 
     def unpack_noted(packed: Any) -> Tensor:
-        return unpack(packed.packed if type(packed) is _Noted else packed)
+        return unpack(packed.packed if type(packed) is Noted else packed)
 
-    _like_plain.add(pack_noted)
+    like_plain.add(pack_noted)
     return saved_tensors_hooks(pack_noted, unpack_noted)
 
 
 def plain_has_no_hooks() -> bool:
     """Returns True if hooks of a run are active, and plain autograd would have none now."""
     top = top_saved_tensors_hooks()
-    return top is not None and top[0] in _like_plain
+    return top is not None and top[0] in like_plain
 
 
 class _Attributes:
@@ -71,7 +70,7 @@ class _Attributes:
         self.values = vars(tensor)
 
 
-class _Noted(NamedTuple):
+class Noted(NamedTuple):
     """A packed tensor with the attributes of the tensor that was saved."""
 
     packed: Any
@@ -127,7 +126,17 @@ class _SavedObject:
         return unpacked
 
 
-_known: WeakValueDictionary[int, _SavedObject] = WeakValueDictionary()  # by the tensors' ids
+known: WeakValueDictionary[int, _SavedObject] = WeakValueDictionary()
+"""The tensors that custom Functions have saved, by their ids. Nearly always empty."""
+
+
+def with_attributes(tensor: Tensor, packed: Any) -> Any:
+    """Returns a packed tensor; if a custom Function has saved the tensor, a :class:`Noted` one."""
+    noted = known.get(id(tensor))
+    attributes = None if noted is None or noted.found() is not tensor else noted.give_attributes()
+    return packed if attributes is None else Noted(packed, attributes)
+
+
 _OBJECTS = "_superpipeline_saved_objects"
 
 
@@ -137,12 +146,12 @@ def _note(tensor: Any) -> _SavedObject | ref[DeviceParameter] | None:
         return ref(tensor)
     if not isinstance(tensor, Tensor) or tensor.is_inference():  # None; autograd saves no inference tensor
         return None
-    known = _known.get(id(tensor))
-    if known is None or known.found() is not tensor or known.version != tensor._version:
-        known = _known[id(tensor)] = _SavedObject(tensor)
-    elif not known.has_attributes:  # all packed tensors were freed, and another Function saves the tensor
-        known.hold_attributes(tensor)
-    return known
+    noted = known.get(id(tensor))
+    if noted is None or noted.found() is not tensor or noted.version != tensor._version:
+        noted = known[id(tensor)] = _SavedObject(tensor)
+    elif not noted.has_attributes:  # all packed tensors were freed, and another Function saves the tensor
+        noted.hold_attributes(tensor)
+    return noted
 
 
 @never_compiled
