@@ -60,6 +60,9 @@ class HostSource(BlockSource):
         Returns:
             The event after which the host has the results; None if the host already has them.
         """
+        owner = layer.owner
+        if owner.update is None and not owner.kept and self._updates.failure is None:
+            return None  # nearly always
         landed = self._updates.wait_until_issued(layer)
         if landed is None or (layer.step_results and self._fetches_as_updated(layer)):
             return landed

@@ -53,6 +53,7 @@ class BackgroundUpdates:
         device: runs work in its background thread, and waits for it.
 
     Attributes:
+        failure: the error of the update that has failed; None if all have succeeded.
         torn: the reason if only some layers have the weights of the last step; None if all have them.
         urgency: a number for each layer: updates with lower numbers run first. Empty if updates run in the order of submission.
         threads: the threads that belong to the run. Other threads only wait: an update's ``then`` is called by the run.
@@ -69,7 +70,7 @@ class BackgroundUpdates:
         # The layers whose updates are under way, in the order of submission, and the function to call after each.
         self._under_way: dict[StreamedLayer, Callable[[], None] | None] = {}
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._afterwards: list[Callable[[], None]] = []
         # Each object has its own subclass, because a parameter finds the updates that it waits for by its class.
         self._waiting_role = type("PendingUpdate", (_PendingUpdate,), {"_updates": self})
@@ -117,7 +118,7 @@ class BackgroundUpdates:
 
         def update() -> None:
             try:
-                if self._failure is None:
+                if self.failure is None:
                     layer.use_gradients()
                     for block in blocks:
                         block.memory.use()
@@ -131,7 +132,7 @@ class BackgroundUpdates:
                 error.add_note(
                     f"This was raised in the background, by the optimizer's update of layer {blocks[0].planned.name!r}."
                 )
-                self._failure = error
+                self.failure = error
             finally:
                 _this_thread.updates = False
 
@@ -167,7 +168,7 @@ class BackgroundUpdates:
         """
         with self._lock:
             self._complete(layer, Wait.READ_AFTER_UPDATE)
-        if self._failure is not None:
+        if self.failure is not None:
             self._raise_failure()
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
@@ -187,21 +188,19 @@ class BackgroundUpdates:
         is_fetch = why is Wait.FETCH_AFTER_UPDATE and layer is layer.owner
         if layer.owner.kept and not is_fetch:
             self.land(layer.owner)
-        if self._failure is not None:
+        if self.failure is not None:
             self._raise_failure()
 
     def wait_until_issued(self, layer: StreamedLayer) -> Any:
         """Waits, before a fetch, until the background has issued the update of a layer. Its download may still be in flight.
 
         In this case the upload stream waits for the download, and the host does not. As with :meth:`limit_pending`, the layer's
-        parameters then keep the waiting class.
+        parameters then keep the waiting class. Called only if the layer has an update or is ``kept``, or if an update has failed.
 
         Returns:
             The event after which the host has the layer; None if the host has it, because this did what :meth:`wait` does.
         """
         owner = layer.owner
-        if owner.update is None and not owner.kept and self._failure is None:
-            return None  # nearly always, and this is called for each fetch
         # A `then` has to be called after the download, as `wait` does.
         has_then = self._under_way.get(owner) is not None
         if owner.update is None or has_then:
@@ -212,7 +211,7 @@ class BackgroundUpdates:
                 with awaiting_steps():
                     self._device.finish(owner.update, Wait.FETCH_AFTER_UPDATE)
                 is_in_flight = owner.landed is not None and not self._device.has_happened(owner.landed)
-                if is_in_flight and self._failure is None:
+                if is_in_flight and self.failure is None:
                     return owner.landed
         self.wait(layer, Wait.FETCH_AFTER_UPDATE)
         return None
@@ -382,7 +381,7 @@ class BackgroundUpdates:
 
         Drops the error of an update: the error's traceback holds activations, whose graph holds this object.
         """
-        self._failure = None
+        self.failure = None
         _instances.discard(self)
 
     def _finish(self, layer: StreamedLayer, why: Wait) -> None:
@@ -413,9 +412,9 @@ class BackgroundUpdates:
 
     def _raise_failure(self) -> None:
         """Raises the error of an update, if one has failed. Every later wait raises it again: the weights stay torn."""
-        if self._failure is not None:
-            self.torn = f"the optimizer's update failed in the background: {self._failure!r}"
-            raise self._failure
+        if self.failure is not None:
+            self.torn = f"the optimizer's update failed in the background: {self.failure!r}"
+            raise self.failure
 
 
 def _restore_classes(layers: Iterable[StreamedLayer]) -> None:
