@@ -24,6 +24,7 @@ from sp_lightning.core.layers.gradients import Transfers
 from sp_lightning.core.layers.layer import Kind as LayerKind
 from sp_lightning.core.layers.layer import Slot, StreamedLayer
 from sp_lightning.core.layers.ring import BlockSource, Slots, Staged, Uploads
+from sp_lightning.core.layers.writes import LeftMemory
 from sp_lightning.core.plan.plan import Plan, PlannedLayer
 from sp_lightning.core.updates.layer_stepper import FRESH
 
@@ -54,7 +55,7 @@ class _Unbound(BoundWeights):
         self._slots = slots
         self.held = set()
         self.replaced = set()
-        self.take_back_late = lambda slots: None
+        self.left = LeftMemory()
 
     def fetched(self, layer: StreamedLayer) -> None: ...
 

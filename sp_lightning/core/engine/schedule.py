@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 from sp_lightning.core.layers.bound_weights import BoundWeights
 from sp_lightning.core.layers.layer import NOTHING, Slot, StreamedLayer
 from sp_lightning.core.layers.ring import BlockSource, Slots
-from sp_lightning.core.layers.states import IN_USE, RESTING
+from sp_lightning.core.layers.states import HELD, IN_USE, RESTING
 from sp_lightning.core.plan.plan import Plan, schedule
 
 L = TypeVar("L", bound=Hashable)
@@ -537,7 +537,9 @@ class Residency:
         All prefetches and fetches on demand end here. Before the slots are overwritten, writes through views of them are copied
         to the host.
         """
-        self._bound_weights.take_back_late(map(itemgetter(1), pairs))
+        slots = [slot for _, slot in pairs if slot.layer is not None and slot.layer.state is HELD]
+        if slots or self._bound_weights.left.noted:
+            self._bound_weights.take_back_late(slots)
         transfer = []
         try:
             for layer, slot in pairs:

@@ -29,7 +29,9 @@ class BoundWeights:
     Attributes:
         held: released layers whose device parameters a graph still holds.
         replaced: released layers with weights in other memory, which user code holds.
-        take_back_late: called with slots that are about to be overwritten, because writes through their views would be lost.
+        left: memory that weights have left.
+        take_back_late: called with viewed slots that are about to be overwritten, because writes through their views would be
+            lost, and if there is memory in ``left``.
     """
 
     def __init__(self, slots: Slots, writes: WriteBack) -> None:
@@ -37,6 +39,7 @@ class BoundWeights:
         self._writes = writes
         self.held: set[StreamedLayer] = set()
         self.replaced = writes.replaced
+        self.left = writes.left
         self.take_back_late: Callable[[Iterable[Slot]], None] = writes.take_back_late
 
     # ------------------------------------------------------------------ a use begins
@@ -155,12 +158,13 @@ class BoundWeights:
         group, writes = layer.parameters, self._writes
         replaced: dict[int, Tensor] = {}
         try:
-            if layer.guard is not None or writes.left.noted or group.changed:
+            if layer.guard is not None or self.left.noted or group.changed:
                 _, replaced = writes.take_back_slot(slot, held_is_compared_later=True)
         finally:  # after an error as well
             if not group.detach():
                 self.held.add(layer)
-            writes.left.forget_dropped()
+            if self.left.noted:
+                self.left.forget_dropped()
         if replaced:  # user code has given weights other memory (param.data = other), and holds that memory
             if not replaced.keys().isdisjoint(guard_of(layer).viewed):  # the slot has older values than that memory
                 writes.note_stale_views(slot, replaced)
