@@ -20,7 +20,7 @@ from sp_lightning.capabilities.kernels import gpu, gpu_norms, update
 from sp_lightning.capabilities.kernels.step_like import step_like
 from sp_lightning.capabilities.kernels.variants import GpuNormRecipe, GpuRecipe, Like, Variant, gpu_recipes
 from sp_lightning.core.device.host_kernels import HALVES, Operands
-from sp_lightning.core.layers.narrow_gradient import Factor, change, keep_narrow, note_alignment
+from sp_lightning.core.layers.narrow_gradient import Factor, change, keep_narrow, note_unaligned
 from sp_lightning.core.torch_compat.private import FUSED_STEPS, foreach_norm, step_as_torch
 from sp_lightning.core.updates.pieces import InPieces
 from tests.support.emulated_gpu import ALL, EmulatedGpu, forget, norm
@@ -290,7 +290,7 @@ def test_norms_have_the_gpus_bits(fused: bool) -> None:
 def test_norms_depend_on_the_place_of_a_gradient_in_the_gpus_memory() -> None:
     gradients = [torch.randn(8200) for _ in range(8)]
     for each in gradients:
-        note_alignment(each, torch.empty(2)[1:])
+        note_unaligned(each)
     with EmulatedGpu():
         assert gpu_norms.has_norms_of(CPU, 1)
     found = list(map(float, gpu_norms.norms_like(CPU, gradients)))

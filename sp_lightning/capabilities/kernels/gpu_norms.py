@@ -22,7 +22,7 @@ from sp_lightning.core.layers.narrow_gradient import (
     exact_scale,
     is_unaligned,
     narrow_and_changes,
-    note_alignment,
+    note_unaligned,
 )
 from sp_lightning.core.observe.messages import degrading
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
@@ -201,5 +201,5 @@ def sample(dtype: torch.dtype) -> list[Tensor]:
         drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
         gradients += [(drawn * scale).to(dtype) for scale in (1.0, 1e-21, 3e-4, 1e15)]
     for each in gradients[-4:]:
-        note_alignment(each, torch.empty(2, device="cpu")[1:])
+        note_unaligned(each)
     return gradients

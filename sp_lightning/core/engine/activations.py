@@ -117,11 +117,12 @@ class Activations(Protocol):
     def flush(self) -> None:
         """Called when a step or a backward has ended: no copy is in flight afterwards."""
 
-    def check(self, *, everything: bool = False) -> None:
-        """Called when gradients arrive on the host, and with ``everything`` at the end of a backward.
+    @property
+    def check(self) -> Callable[..., None] | None:
+        """Called when gradients arrive on the host, and with ``everything=True`` at the end of a backward.
 
-        Raises:
-            RuntimeError: the gradients are wrong, because a forward that ran again has computed other values.
+        Raises a RuntimeError if the gradients are wrong, because a forward that ran again has computed other values. None: no
+        forward runs again.
         """
 
     def first_run(self) -> object | None:
@@ -141,6 +142,7 @@ class KeepAll:
     store = None
     packs = False
     make_room = None
+    check = None
     moved_bytes = (0, 0)
 
     def __init__(self, setup: ActivationSetup) -> None:
@@ -155,8 +157,6 @@ class KeepAll:
     def remove(self) -> None: ...
 
     def flush(self) -> None: ...
-
-    def check(self, *, everything: bool = False) -> None: ...
 
     def first_run(self) -> object | None: ...
 

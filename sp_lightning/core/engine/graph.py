@@ -340,8 +340,8 @@ class Backward:
         try:
             with self._arrivals:
                 self.gradients.end(last=not self.tasks)
-            if well:  # otherwise an error is being raised already
-                self.activations.check(everything=True)
+            if well and (check := self.activations.check) is not None:  # otherwise an error is being raised already
+                check(everything=True)
             self.gradients.land(everything=True)
         except BaseException:
             with self._arrivals:

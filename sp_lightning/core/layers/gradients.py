@@ -28,7 +28,7 @@ from sp_lightning.core.layers.narrow_gradient import (
     add_on_device,
     drop,
     keep_narrow,
-    note_alignment,
+    note_unaligned,
     stored,
     waits_on_device,
 )
@@ -55,7 +55,7 @@ class Transfers(Generic[W]):
 
     Attributes:
         in_flight: the same number.
-        check: called before gradients are applied. It raises an error if the gradients are known to be wrong.
+        check: called before gradients are applied. It raises an error if the gradients are known to be wrong. None for no call.
         landed: transfers that compute has waited for, and whose gradients are not applied yet: the value, and the copy's event
             (None: nothing was copied).
         device_bytes: bytes of gradients that are on the device now.
@@ -66,7 +66,7 @@ class Transfers(Generic[W]):
         self.device = device
         self.in_flight = in_flight
         self._apply = apply
-        self.check: Callable[[], None] = lambda: None
+        self.check: Callable[[], None] | None = None
         self.device_bytes = self.offloaded_bytes = 0
         # Transfers in flight: the value, the device tensors to keep until compute has waited for the copy, the copy's event.
         self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
@@ -106,7 +106,8 @@ class Transfers(Generic[W]):
         while len(self.landed) > keep:
             what, landed = self.landed.popleft()
             self.device.synchronize(landed, Wait.APPLY_AFTER_DRAIN)
-            self.check()
+            if self.check is not None:
+                self.check()
             self._apply(what)
 
     @property
@@ -384,8 +385,10 @@ class Gradients(GradientSink):
                 used += aligned(gradient.nbytes)
             rows = None if layer.whole else layer.rows.gradient_rows(index)
             if rows is None:
-                if own is not None and gradient.dtype is parameter.dtype:  # otherwise plain Lightning converts it
-                    note_alignment(own, gradient)
+                if own is not None and gradient.storage_offset() % 4 and gradient.dtype is parameter.dtype:
+                    note_unaligned(
+                        own
+                    )  # a gradient of another dtype is converted on plain Lightning, to memory of its own
                 targets.append(target)
                 sources.append(gradient)
             else:

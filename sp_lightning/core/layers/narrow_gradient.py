@@ -160,21 +160,19 @@ def stored(parameter: nn.Parameter) -> Tensor | None:
     return found
 
 
-def note_alignment(own: Tensor, gradient: Tensor) -> None:
+def note_unaligned(own: Tensor) -> None:
     """Notes that backward has computed a gradient as a part of another tensor, not at a multiple of four elements.
 
     ``torch.cat`` of weights does so. A GPU adds up the norm of such a gradient in another order.
 
     Args:
         own: the host memory that becomes ``param.grad``. In-place operations on it keep the note, as a GPU's memory its address.
-        gradient: the gradient on the device.
     """
-    if gradient.storage_offset() % 4:
-        own._unaligned = True  # type: ignore[attr-defined]
+    own._unaligned = True  # type: ignore[attr-defined]
 
 
 def is_unaligned(gradient: Tensor) -> bool:
-    """Returns True if :func:`note_alignment` has noted this."""
+    """Returns True if :func:`note_unaligned` has noted this."""
     return hasattr(gradient, "_unaligned")
 
 
