@@ -539,7 +539,7 @@ class Residency:
         """
         slots = [slot for _, slot in pairs if slot.layer is not None and slot.layer.state is HELD]
         if slots or self._bound_weights.left.noted:
-            self._bound_weights.take_back_late(slots)
+            self._bound_weights.take_back_held(slots)
         transfer = []
         try:
             for layer, slot in pairs:

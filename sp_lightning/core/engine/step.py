@@ -207,7 +207,7 @@ class Step:
         else:
             self.residency.release_resting(layers)
         used = self.residency.used
-        self.writes.take_back_late(self.residency.slots.all)
+        self.writes.take_back_held(self.residency.slots.all)
         among = self.layers if layers is None else layers
         self.source.invalidate([layer for layer in among if layer.kind is not Kind.RESIDENTS and layer not in used])
         self.residency.renew_views()

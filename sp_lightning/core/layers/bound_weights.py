@@ -30,7 +30,7 @@ class BoundWeights:
         held: released layers whose device parameters a graph still holds.
         replaced: released layers with weights in other memory, which user code holds.
         left: memory that weights have left.
-        take_back_late: called with viewed slots that are about to be overwritten, because writes through their views would be
+        take_back_held: called with viewed slots that are about to be overwritten, because writes through their views would be
             lost, and if there is memory in ``left``.
     """
 
@@ -40,7 +40,7 @@ class BoundWeights:
         self.held: set[StreamedLayer] = set()
         self.replaced = writes.replaced
         self.left = writes.left
-        self.take_back_late: Callable[[Iterable[Slot]], None] = writes.take_back_late
+        self.take_back_held: Callable[[Iterable[Slot]], None] = writes.take_back_held
 
     # ------------------------------------------------------------------ a use begins
 

@@ -10,6 +10,25 @@ There are three rules:
    copied. A table in ``write_guard.py`` has each case. If views outlive their step, digests are compared (:class:`ViewDigests`).
 3. **Otherwise the write would be lost**, so it is an error: host and device have both written a weight, or a weight was written
    in memory that it has left (:class:`LeftMemory`).
+
+The methods that copy weights back:
+
+======================  =======================================  ===============================================================
+method                  copies back weights of                   called
+======================  =======================================  ===============================================================
+``take_back``           a layer, in use or not                   in a step: when modules get host parameters while a call of the layer
+                                                                 runs (``Step.take_back_writes``), or the layer is uploaded again;
+                                                                 before a gradient of another dtype arrives; before user code asks
+                                                                 how often a weight was written; before an update in backward
+``take_back_all``       all layers not in use                    when modules get host parameters: a step ends or pauses, or an
+                                                                 optimizer steps (``Step.take_back_writes``)
+``take_back_slot``      the layer in a slot                      when an attached layer is released; for residents
+``take_back_views``     a layer not attached                     when a layer is released that only autograd has used
+``take_back_held``      the HELD layers of slots                 before slots are overwritten, or copies are marked as out of date
+``take_back_replaced``  a layer whose weights have other memory  before the layer is used (``BoundWeights.before_use``)
+======================  =======================================  ===============================================================
+
+The first two call other ones of these.
 """
 
 from __future__ import annotations
@@ -110,8 +129,8 @@ class WriteBack:
                 group.casts = None
                 layer.rows.drop_cached()
 
-    def take_back_late(self, slots: Iterable[Slot]) -> None:
-        """Copies back weights that were written through views of these slots since the release of their layers."""
+    def take_back_held(self, slots: Iterable[Slot]) -> None:
+        """Copies back weights of HELD layers that were written through views of these slots since the layers' release."""
         self.compare_left()
         for slot in slots:
             if slot.layer is not None and slot.layer.state is HELD:
@@ -271,7 +290,7 @@ class WriteBack:
             self.take_back_slot(layer.slot)
         else:  # only tensors that user code has kept can have been written
             self.take_back_replaced(layer)
-            self.take_back_late([slot for slot in self._slots.all if slot.layer is layer])
+            self.take_back_held([slot for slot in self._slots.all if slot.layer is layer])
 
     def take_back_all(self) -> None:
         """Copies back all weights that were written on the device, after a step or in the middle of one.
@@ -284,7 +303,7 @@ class WriteBack:
             self.set_replaced(layer, {})
         self.resident_storages -= self._given
         self._given.clear()
-        self.take_back_late(self._slots.all)
+        self.take_back_held(self._slots.all)
         for slot in self._slots.all:
             guard = None if slot.layer is None else slot.layer.guard
             if slot.layer is not None and (guard is None or guard.digests is None) and slot.held:

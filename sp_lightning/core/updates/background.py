@@ -37,16 +37,25 @@ class BackgroundUpdates:
     Several methods wait. They differ in whether they raise the error of a failed update, whether they land layers that stay on
     the GPU, and whether the layers' parameters get their ordinary classes back:
 
-    ==================  ==========  ======  =====  ================  ================================================
-    method              waits for   raises  lands  ordinary classes  used by
-    ==================  ==========  ======  =====  ================  ================================================
-    ``complete``        one layer   yes     no     no                an optimizer step that may not continue before the update
-    ``wait``            one layer   yes     yes    yes               fetches (which do not land), and writes to weights
-    ``wait_for_all``    all         yes     no     yes               the next optimizer step
-    ``finish``          all         yes     yes    yes               readers of weights or state, for example checkpoints
-    ``join``            all         no      yes    yes               callers that must not raise, or handle another error
-    ``await_work``      all, some   no      yes    no                threads that are not the run's
-    ==================  ==========  ======  =====  ================  ================================================
+    =====================  ===========  ======  =====  ========  ======================================================
+    method                 waits for    raises  lands  ordinary  called
+    =====================  ===========  ======  =====  ========  ======================================================
+    ``complete``           one layer    yes     no     no        by an optimizer's step that may not continue before the update
+    ``limit_pending``      the oldest   no      no     no        by a step in backward, after each update: frees gradients
+    ``wait_until_issued``  one layer    yes     no     no        before a fetch of the layer, whose download may be in flight
+    ``wait``               one layer    yes     yes    yes       before a fetch that reads the results on the host (which does not
+                                                                 land), and before weights are written or copied back
+    ``land``               one layer    no      yes    yes       before code uses host parameters of a layer that stays, and
+                                                                 before a step that may not write its slot
+    ``wait_for_all``       all          yes     no     yes       by the next optimizer step; by a step that ends with its updates
+    ``finish``             all          yes     yes    yes       before code reads weights or an optimizer's state: checkpoints,
+                                                                 the end of training
+    ``still``              all          yes     yes    yes       while state on a disk is read, so that no update begins
+    ``complete_pending``   all or some  yes     if all  yes      before code uses parameters whose updates are under way
+    ``join``               all          no      yes    yes       before slots are freed; before a fork
+    ``recover``            all          no      yes    yes       after an error, and at the end of the run
+    ``await_work``         all or some  no      yes    no        by threads that are not the run's
+    =====================  ===========  ======  =====  ========  ======================================================
 
     Args:
         layers: all layers.
