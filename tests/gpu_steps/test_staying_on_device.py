@@ -153,17 +153,17 @@ def test_a_gradient_that_has_stayed_comes_if_user_code_looks(monkeypatch: pytest
         keep(self, *args)
 
     monkeypatch.setattr(Gradients, "_keep", noting)
-    land = Gradients.land
+    apply = Gradients.apply
 
     def later(self: Gradients, *, everything: bool = False) -> None:
         """As where another thread is in a hook, so that the next layer's gradients come before an update begins."""
-        if everything or len(self._landed) > 1:
-            last = self._landed.pop() if not everything else None
-            land(self, everything=everything)
+        if everything or len(self.transfers.retired) > 1:
+            last = self.transfers.retired.pop() if not everything else None
+            apply(self, everything=everything)
             if last is not None:
-                self._landed.append(last)
+                self.transfers.retired.append(last)
 
-    monkeypatch.setattr(Gradients, "land", later)
+    monkeypatch.setattr(Gradients, "apply", later)
 
     def run(strategy: Any) -> tuple[Outcome, list[dict[str, Tensor]]]:
         made: list[LooksInBackward] = []

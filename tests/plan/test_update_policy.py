@@ -206,9 +206,9 @@ def test_steps_with_a_gpu_s_bits_are_taken_apart_and_wait() -> None:
 
 
 def test_when_results_are_awaited_and_gradients_stay() -> None:
-    assert not policy(place="gpu").lands
-    assert policy(place="gpu", disk=True).lands
-    assert not policy(disk=True).lands
+    assert not policy(place="gpu").ends_on_host
+    assert policy(place="gpu", disk=True).ends_on_host
+    assert not policy(disk=True).ends_on_host
     assert policy(stay=True).gradients_stay
     assert not policy().gradients_stay
     assert not policy(stay=True, batch=BatchFacts(scales=True)).gradients_stay

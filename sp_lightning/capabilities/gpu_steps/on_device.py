@@ -159,8 +159,8 @@ class StepsOnDevice(LayerStepper):
         device = self._device
         for stream in (Stream.UPLOAD, Stream.DOWNLOAD):
             device.wait(Stream.STEP, device.record(stream), Wait.STEP_AFTER_BRING)
-        layer.landed = device.record(Stream.STEP)
-        device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+        layer.downloaded = device.record(Stream.STEP)
+        device.synchronize(layer.downloaded, Wait.READ_AFTER_TAKE)
 
     def close(self) -> None:
         """Frees GPU memory. State stays on the host."""
@@ -302,7 +302,7 @@ class StepsOnDevice(LayerStepper):
         device.access((each for _, each in (*copies, *made) if id(each) not in constants), Stream.STEP, write=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
         self._state.copy("take", layer.index, targets, sources, Stream.DOWNLOAD)
-        slot.downloaded = layer.landed = device.record(Stream.DOWNLOAD)
+        slot.downloaded = layer.downloaded = device.record(Stream.DOWNLOAD)
         slot.results, layer.step_results, layer.stepped = sources, made, device.record(Stream.STEP)
         self._fresh.append(layer)
         if len(self._fresh) > FRESH:
@@ -314,7 +314,7 @@ class StepsOnDevice(LayerStepper):
         if places and (current or set(places) <= {id(p) for p, _ in pairs}):
             layer.casts.mark_current()  # all casts are new, or were current before
         elif layer.masters is not None:
-            device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+            device.synchronize(layer.downloaded, Wait.READ_AFTER_TAKE)
             layer.casts.refresh(by=Stream.UPDATE)
 
     # ------------------------------------------------------------------ clipping

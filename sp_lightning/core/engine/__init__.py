@@ -41,7 +41,7 @@ parameter*). A device parameter without memory is a *stand-in*.
                                layer is fetched first.
 7   Backward.gradient_arrived  Takes a gradient from the device parameter.
 8   Transfers.send             Copies the gradients of a layer to host memory, in one transfer.
-9   Gradients._land            Makes each gradient ``param.grad`` of its host parameter, or adds it to ``param.grad``.
+9   Gradients._apply_one       Makes each gradient ``param.grad`` of its host parameter, or adds it to ``param.grad``.
 ==  =========================  =======================================================================================
 
 **States.** A layer always has memory on the host. Its :class:`~sp_lightning.core.layers.states.LayerState` tells which copy

@@ -237,7 +237,7 @@ class Backward:
             if complete:
                 self.gradients.drain(layer)
         if complete:  # outside of the lock, because this runs the user's hooks
-            self.gradients.land()
+            self.gradients.apply()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Issues the transfer of other layers' gradients, because the backward of ``layers`` begins.
@@ -247,7 +247,7 @@ class Backward:
         if self.gradients.arriving:
             with self._arrivals:
                 self.gradients.make_room(layers)
-            self.gradients.land()
+            self.gradients.apply()
 
     def given_by_nested(self) -> Callable[[], str | None]:
         """Records backwards that begin from now on inside the running forward, or inside the forward that runs again.
@@ -342,7 +342,7 @@ class Backward:
                 self.gradients.end(last=not self.tasks)
             if well and (check := self.activations.check) is not None:  # otherwise an error is being raised already
                 check(everything=True)
-            self.gradients.land(everything=True)
+            self.gradients.apply(everything=True)
         except BaseException:
             with self._arrivals:
                 # A user's hook has raised. Plain autograd would not have computed the other gradients.

@@ -49,7 +49,7 @@ class HostSource(BlockSource):
         update = layer.owner.update
         if update is None:
             return True
-        return update.done() and (bool(layer.step_results) or self._device.has_happened(layer.owner.landed))
+        return update.done() and (bool(layer.step_results) or self._device.has_happened(layer.owner.downloaded))
 
     def wait(self, layer: StreamedLayer) -> Any:
         """Waits for the layer's update and, if necessary, for the download of its results, so that an upload may follow.
@@ -63,9 +63,9 @@ class HostSource(BlockSource):
         owner = layer.owner
         if owner.update is None and not owner.kept and self._updates.failure is None:
             return None  # nearly always
-        landed = self._updates.wait_until_issued(layer)
-        if landed is None or (layer.step_results and self._fetches_as_updated(layer)):
-            return landed
+        downloaded = self._updates.wait_until_issued(layer)
+        if downloaded is None or (layer.step_results and self._fetches_as_updated(layer)):
+            return downloaded
         self._updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
         return None
 
@@ -75,9 +75,9 @@ class HostSource(BlockSource):
         Raises:
             OSError: the memory of a block could not be read or written. The weights then count as torn.
         """
-        landed = self.wait(layer)
-        if landed is not None:  # the upload follows the update on the device, and the host has nothing to do
-            return layer.block.weights, landed
+        downloaded = self.wait(layer)
+        if downloaded is not None:  # the upload follows the update on the device, and the host has nothing to do
+            return layer.block.weights, downloaded
         for member in layer.family:
             if displaced := member.block.displaced:
                 self._adopt(member, displaced)

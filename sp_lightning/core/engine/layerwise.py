@@ -66,7 +66,7 @@ class _Traits:
         on_gpu: True if all layers step on the GPU, with the settings that the user gave the optimizer. If this is False, layers
             that stay on the GPU step on the GPU nevertheless.
         waits: True if the step returns only when all updates have ended (``optimizer_overlap="off"``).
-        lands: True if an update ends only when its results are in host memory, because the next update may reuse that memory.
+        ends_on_host: True if an update ends only when its results are in host memory, because the next update may reuse it.
         ends_first: True if the step of a layer that stays on the GPU ends before the next forward begins.
         early: when backward may begin updates, and whether gradients are freed after them.
         fuse: True if torch's fused step runs on the CPU if the user has set neither ``fused`` nor ``foreach``.
@@ -83,7 +83,7 @@ class _Traits:
 
     on_gpu: bool
     waits: bool
-    lands: bool
+    ends_on_host: bool
     ends_first: bool
     early: EarlyUpdates
     fuse: bool
@@ -106,7 +106,7 @@ def _traits(
     return _Traits(
         on_gpu=on_gpu,
         waits=waits,
-        lands=policy.lands,
+        ends_on_host=policy.ends_on_host,
         ends_first=own.ends_first,
         early=policy.early,
         fuse=policy.fused and has_fused_step(optimizer),
@@ -519,8 +519,8 @@ class LayerwiseStep:
             trained = [parameter for parameter in parameters if parameter.grad is not None]
             self._drop_state_of_unused(part, parameters)
             self._step_layer(layer, part, trained, clips, context, stays=stays)
-            if self._traits.lands:
-                engine.device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+            if self._traits.ends_on_host:
+                engine.device.synchronize(layer.downloaded, Wait.READ_AFTER_TAKE)
             self._state.store((layer, self._optimizer), part)
             vars(part).pop("state", None)  # so that `_is_state_held` counts no reference of an update that has ended
 

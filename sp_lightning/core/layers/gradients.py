@@ -3,7 +3,7 @@
 1. ``arrived``: autograd has set a gradient of a device parameter.
 2. ``drain``: a layer's gradients are copied to the host.
 3. ``retire``: compute waits for the copy, and the device memory of the gradients is freed.
-4. ``land``: the host waits for the copy, and makes each gradient ``param.grad``, or adds it to ``param.grad``.
+4. ``apply``: the host waits for the copy, and makes each gradient ``param.grad``, or adds it to ``param.grad``.
 
 The gradients of at most k' + 1 layers are on the device at once. Gradients of residents are not counted, because they are copied
 when backward ends.
@@ -56,7 +56,7 @@ class Transfers(Generic[W]):
     Attributes:
         in_flight: the same number.
         check: called before gradients are applied. It raises an error if the gradients are known to be wrong. None for no call.
-        landed: transfers that compute has waited for, and whose gradients are not applied yet: the value, and the copy's event
+        retired: transfers that compute has waited for, and whose gradients are not applied yet: the value, and the copy's event
             (None: nothing was copied).
         device_bytes: bytes of gradients that are on the device now.
         offloaded_bytes: bytes that were copied to the host.
@@ -70,7 +70,7 @@ class Transfers(Generic[W]):
         self.device_bytes = self.offloaded_bytes = 0
         # Transfers in flight: the value, the device tensors to keep until compute has waited for the copy, the copy's event.
         self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
-        self.landed: deque[tuple[W, Any]] = deque()
+        self.retired: deque[tuple[W, Any]] = deque()
 
     def send(self, layer: int, targets: Sequence[Tensor], sources: Sequence[Any], alive: list[Tensor], what: W) -> None:
         """Issues a transfer. Retires older ones, so that ``in_flight`` is not exceeded when the next layer's gradients arrive.
@@ -92,20 +92,20 @@ class Transfers(Generic[W]):
     def retire(self, keep: int) -> None:
         """Makes compute wait for all transfers except the ``keep`` latest ones. Frees the device memory of these transfers."""
         while len(self._flying) > keep:
-            what, alive, landed = self._flying.popleft()
-            self.device.wait(Stream.COMPUTE, landed, Wait.REUSE_AFTER_DRAIN)
+            what, alive, copied = self._flying.popleft()
+            self.device.wait(Stream.COMPUTE, copied, Wait.REUSE_AFTER_DRAIN)
             self.device.access(alive, Stream.COMPUTE, write=True)  # the allocator may give this memory to compute next
             self.device_bytes -= sum(map(bytes_of_dense, alive))
-            self.landed.append((what, landed))
+            self.retired.append((what, copied))
 
     def finish(self, keep: int = 1) -> None:
         """Makes the host wait for retired transfers, except the ``keep`` latest ones, and applies their gradients.
 
         This limits the host memory of gradients, and how far the host runs ahead of the device.
         """
-        while len(self.landed) > keep:
-            what, landed = self.landed.popleft()
-            self.device.synchronize(landed, Wait.APPLY_AFTER_DRAIN)
+        while len(self.retired) > keep:
+            what, copied = self.retired.popleft()
+            self.device.synchronize(copied, Wait.APPLY_AFTER_DRAIN)
             if self.check is not None:
                 self.check()
             self._apply(what)
@@ -113,15 +113,15 @@ class Transfers(Generic[W]):
     @property
     def under_way(self) -> list[tuple[W, Any]]:
         """The transfers whose gradients are not applied yet: the value and the event of each."""
-        return [(what, landed) for what, _, landed in self._flying] + [*self.landed]
+        return [(what, copied) for what, _, copied in self._flying] + [*self.retired]
 
     def drop(self) -> list[W]:
         """Makes the host wait for all transfers, and drops their gradients. Returns the values of the transfers."""
         under_way = self.under_way
         self._flying.clear()
-        self.landed.clear()
-        for _, landed in under_way:
-            self.device.synchronize(landed, Wait.DROP_AFTER_DRAIN)
+        self.retired.clear()
+        for _, copied in under_way:
+            self.device.synchronize(copied, Wait.DROP_AFTER_DRAIN)
         self.device_bytes = 0
         return [what for what, _ in under_way]
 
@@ -130,7 +130,7 @@ class GradientSink:
     """Takes gradients from backward to ``param.grad``: one device directly, several devices after they have summed them.
 
     Several of autograd's threads may have gradients at once. The caller lets one thread at a time call methods, except
-    :meth:`land`.
+    :meth:`apply`.
 
     Args:
         device: copies the gradients.
@@ -171,7 +171,7 @@ class GradientSink:
             wanted: returns True if an optimizer's step waits for a layer, to update it in this backward. None if no step waits.
         """
 
-    def land(self, *, everything: bool = False) -> None:
+    def apply(self, *, everything: bool = False) -> None:
         """Applies gradients that are on the host, and runs the user's hooks.
 
         Args:
@@ -195,7 +195,7 @@ def bytes_of_dense(gradient: Tensor) -> int:
 
 _nbytes: Callable[[Tensor], int] = attrgetter("nbytes")
 
-_Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
+_OnHost = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 """One gradient on the host. A plain tuple, because one is made for each gradient, in the host's critical path.
 
 - the user's parameter.
@@ -205,8 +205,8 @@ _Landing = tuple[nn.Parameter, Tensor, Tensor | None, bool]
 - True if the gradient is sparse although ``param.grad`` is dense.
 """
 
-_Drain = tuple[StreamedLayer, deque[_Landing], BlockMemory | None]
-"""One copy of a layer's gradients: the layer, a landing for each gradient, and the staging memory, or None."""
+_Drain = tuple[StreamedLayer, deque[_OnHost], BlockMemory | None]
+"""One copy of a layer's gradients: the layer, each gradient, and the staging memory, or None."""
 
 
 @dataclass
@@ -238,7 +238,7 @@ class Gradients(GradientSink):
         self._staging = staging
         self._received: dict[StreamedLayer, _Received] = {}
         # The thread that applies gradients holds this lock, so that several gradients of a parameter are added in order.
-        self._landing = threading.RLock()
+        self._applying = threading.RLock()
         self._wanted: Wanted | None = None  # in this backward
         # By layer, bytes of gradients that wait on the GPU for the layer's step.
         self._kept_bytes: dict[StreamedLayer, int] = {}
@@ -284,10 +284,10 @@ class Gradients(GradientSink):
             self._keep(owner, received, gradients)
             return
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
-        landings, staging, targets, sources = self._place(gradients)
+        copies, staging, targets, sources = self._place(gradients)
         if not owner.whole:
             owner.rows.sparse_on_device = False  # the layer's next gradient sets it again
-        self.transfers.send(owner.index, targets, sources, list(gradients.values()), (owner, landings, staging))
+        self.transfers.send(owner.index, targets, sources, list(gradients.values()), (owner, copies, staging))
 
     def expect(self, wanted: Wanted | None = None) -> None:
         self._wanted = wanted
@@ -342,12 +342,12 @@ class Gradients(GradientSink):
             nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept_bytes.get(owner, 0)
         )
         self._kept_bytes[owner] = nbytes
-        # There is nothing to copy, but `land` reports that the gradients are complete.
-        self.transfers.landed.append(((owner, deque(), None), None))
+        # There is nothing to copy, but `apply` reports that the gradients are complete.
+        self.transfers.retired.append(((owner, deque(), None), None))
 
     def _place(
         self, gradients: dict[tuple[StreamedLayer, int], Tensor]
-    ) -> tuple[deque[_Landing], BlockMemory | None, list[Tensor], list[Tensor]]:
+    ) -> tuple[deque[_OnHost], BlockMemory | None, list[Tensor], list[Tensor]]:
         """Chooses the host memory of each gradient.
 
         The first gradient of a parameter is copied to the memory that becomes ``param.grad`` (``own``). If ``param.grad`` exists
@@ -355,19 +355,19 @@ class Gradients(GradientSink):
         later.
 
         Returns:
-            The landings, the staging memory or None, and the targets and sources of the copies.
+            The copies, the staging memory or None, and the targets and sources of the copies.
         """
         used = 0  # bytes of the staging memory
         staging: BlockMemory | None = None
-        landings: deque[_Landing] = deque()
+        copies: deque[_OnHost] = deque()
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for (layer, index), gradient in gradients.items():
             block, parameter = layer.block, layer.block.parameters[index]
             if gradient.layout is not torch.strided:
                 staging = staging or self._staging.take(_staged_bytes(gradients.values()))
-                landing, parts = self._place_sparse(layer, index, gradient, staging.common[used:])
-                landings.append(landing)
+                copy, parts = self._place_sparse(layer, index, gradient, staging.common[used:])
+                copies.append(copy)
                 targets += parts
                 sources += _parts(gradient)
                 used += sum(aligned(each.nbytes) for each in parts)
@@ -396,26 +396,26 @@ class Gradients(GradientSink):
                 target.zero_()
                 targets += [target[row] for row in sorted(rows)]
                 sources += [gradient[row] for row in sorted(rows)]
-            landings.append((parameter, target, own, False))
-        return landings, staging, targets, sources
+            copies.append((parameter, target, own, False))
+        return copies, staging, targets, sources
 
     def _place_sparse(
         self, layer: StreamedLayer, index: int, gradient: Tensor, memory: Tensor
-    ) -> tuple[_Landing, list[Tensor]]:
+    ) -> tuple[_OnHost, list[Tensor]]:
         """Chooses staging memory for a sparse gradient: its indices and its values, two dense tensors.
 
         If ``param.grad`` will be dense (``sparse_on_device``), also chooses the memory of ``param.grad`` (``own``), to which the
         rows are copied later.
 
         Returns:
-            The landing of the gradient, and the targets of the copies of its dense tensors.
+            The gradient's copy, and the targets of the copies of its dense tensors.
         """
         block, parameter = layer.block, layer.block.parameters[index]
         targets = [part(memory, span) for span in lay_out([("", each) for each in _parts(gradient)])]
-        landed = sparse_rows(targets[0], targets[1], gradient.shape, once=gradient.is_coalesced())
+        copied = sparse_rows(targets[0], targets[1], gradient.shape, once=gradient.is_coalesced())
         dense = layer.rows.sparse_on_device  # True if param.grad is dense although the gradient is sparse
         own = dense and parameter.grad is None and index not in block.retyped
-        return (parameter, landed, block.gradients.target(index, parameter.dtype) if own else None, dense), targets
+        return (parameter, copied, block.gradients.target(index, parameter.dtype) if own else None, dense), targets
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Drains the gradients of other layers before the backward of ``layers`` begins.
@@ -427,23 +427,23 @@ class Gradients(GradientSink):
             if layer not in owners and layer.kind is not Kind.RESIDENTS:
                 self.drain(layer)
 
-    def land(self, *, everything: bool = False) -> None:
+    def apply(self, *, everything: bool = False) -> None:
         """Applies gradients whose copy is complete: all except the latest layer's, or all if ``everything`` is set.
 
         If another thread is applying gradients, this returns at once. The other thread may be in a user's hook, and a backward
         in that hook may need this thread. The other thread then applies the rest, after the hook, except perhaps the latest
         layer's. The end of the outermost graph task applies all that are left (``Backward._ends``): no hook runs any more then.
         """
-        # The latest gradients were kept on the GPU if they have no landings. Then there is no copy to wait for, and the layer's
+        # The latest gradients were kept on the GPU if they have no copies. Then there is no copy to wait for, and the layer's
         # step should free their memory soon.
-        landed = self.transfers.landed
-        were_kept = bool(landed) and not landed[-1][0][1]
-        if not (everything or were_kept or len(landed) > 1) or not self._landing.acquire(blocking=False):
+        retired = self.transfers.retired
+        were_kept = bool(retired) and not retired[-1][0][1]
+        if not (everything or were_kept or len(retired) > 1) or not self._applying.acquire(blocking=False):
             return
         try:
             self.transfers.finish(0 if everything or were_kept else 1)
         finally:
-            self._landing.release()
+            self._applying.release()
         if everything and not (self.arriving or self.transfers.under_way):
             self.drop()  # clears the records of this backward
 
@@ -461,8 +461,8 @@ class Gradients(GradientSink):
 
         Called after a backward that failed. After a complete backward there are only records.
         """
-        for _, landings, staging in self.transfers.drop():
-            self.device.access(map(_memory, landings), None, write=True)
+        for _, copies, staging in self.transfers.drop():
+            self.device.access(map(_memory, copies), None, write=True)
             if staging is not None:
                 self._staging.give_back(staging)
         self._received.clear()
@@ -471,17 +471,17 @@ class Gradients(GradientSink):
 
     def _apply(self, drain: _Drain) -> None:
         """Applies the gradients of one transfer, for which the host has waited. Reports the layer if it is complete."""
-        layer, landings, staging = drain
+        layer, copies, staging = drain
         received = self._received[layer]
         try:
             # The memory may become param.grad, which the user may write: declared as a write of the host.
-            self.device.access(map(_memory, landings), None, write=True)
+            self.device.access(map(_memory, copies), None, write=True)
             # Gradients without own memory are added to param.grad, which may have left host memory.
-            if any(own is None for _, _, own, _ in landings):
+            if any(own is None for _, _, own, _ in copies):
                 layer.use_gradients()
-            # Landings are removed, so that only parameters reference the gradients when the layer is complete.
-            while landings:
-                received.applied.add(self._land(*landings.popleft()))
+            # They are removed, so that only parameters reference the gradients when the layer is complete.
+            while copies:
+                received.applied.add(self._apply_one(*copies.popleft()))
         finally:
             if staging is not None:
                 self._staging.give_back(staging)
@@ -491,10 +491,10 @@ class Gradients(GradientSink):
     def _note_read(self) -> None:
         self._was_read = True
 
-    def _land(self, parameter: nn.Parameter, gradient: Tensor, own: Tensor | None, sparse_on_device: bool) -> int:
+    def _apply_one(self, parameter: nn.Parameter, gradient: Tensor, own: Tensor | None, sparse_on_device: bool) -> int:
         """Makes a gradient ``param.grad``, or adds it to ``param.grad``. Returns the parameter's id.
 
-        The arguments are those of a :data:`_Landing`. In the common case the gradient is in ``own`` memory, and becomes
+        The arguments are those of a :data:`_OnHost`. In the common case the gradient is in ``own`` memory, and becomes
         ``param.grad`` as it is. Staged gradients are converted into ``own`` memory before.
         """
         first = parameter.grad is None
@@ -538,7 +538,7 @@ def _staged_bytes(gradients: Collection[Tensor]) -> int:
 
 
 _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
-_memory: Callable[[_Landing], Tensor] = itemgetter(1)
+_memory: Callable[[_OnHost], Tensor] = itemgetter(1)
 
 
 def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:

@@ -268,7 +268,7 @@ class StreamedLayer:
         updated_early: True if the running backward has begun the update (``optimizer_overlap="backward"``). A later use of the
             layer in this backward is an error. Also True while a step tests whether backward uses the layer again (``needed``).
         needed: None except in such a test. If the layer is used again, it is called with the reason.
-        landed: after an update on the device: the event after which the host has the results.
+        downloaded: after an update on the device: the event after which the host has the results.
         stepped: after an update on the device: the event after its kernels.
         step_results: after an update on the device: its results in device memory, each tensor with its place in a slot. The
             layer's next fetch copies these tensors. Otherwise empty.
@@ -309,7 +309,7 @@ class StreamedLayer:
         self.rows = AllRows()
         self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
         self.update: Future[None] | None = None
-        self.landed: Any = None
+        self.downloaded: Any = None
         self.stepped: Any = None
         self.step_results: Sequence[tuple[Span, Tensor]] = ()
         self.own_slot: Slot | None = None

@@ -292,7 +292,7 @@ class Slots:
         """
         self._device.wait(Stream.STEP, slot.filled, Wait.STEP_AFTER_FETCH)
         if slot.layer is not None:
-            self._device.wait(Stream.STEP, slot.layer.owner.landed, Wait.STEP_AFTER_FETCH)
+            self._device.wait(Stream.STEP, slot.layer.owner.downloaded, Wait.STEP_AFTER_FETCH)
         self._device.access(slot.sources, Stream.STEP, write=True)
         slot.sources = ()
 

@@ -16,8 +16,8 @@ The methods that copy weights back:
 ======================  =======================================  ===============================================================
 method                  copies back weights of                   called
 ======================  =======================================  ===============================================================
-``take_back``           a layer, in use or not                   in a step: when modules get host parameters while a call of the layer
-                                                                 runs (``Step.take_back_writes``), or the layer is uploaded again;
+``take_back``           a layer, in use or not                   when modules get host parameters while a call of the layer runs
+                                                                 (``Step.take_back_writes``), or it is uploaded again in a call;
                                                                  before a gradient of another dtype arrives; before user code asks
                                                                  how often a weight was written; before an update in backward
 ``take_back_all``       all layers not in use                    when modules get host parameters: a step ends or pauses, or an

@@ -215,7 +215,7 @@ class UpdatePolicy:
         clips_by_layers: True if gradients are clipped layer by layer, whether user code reads them or not.
         clips_unread_by_layers: True if gradients that user code does not read are clipped layer by layer.
         gradients_stay: True if gradients of layers that stay on the GPU stay there.
-        lands: True if an update ends only after its results are in host memory, because the next update may reuse this memory.
+        ends_on_host: True if an update ends only when its results are in host memory, because the next update may reuse it.
         optimizers: how each optimizer's steps run.
     """
 
@@ -230,7 +230,7 @@ class UpdatePolicy:
     clips_by_layers: bool = False
     clips_unread_by_layers: bool = False
     gradients_stay: bool = False
-    lands: bool = False
+    ends_on_host: bool = False
     optimizers: tuple[OptimizerPolicy, ...] = ()
 
     @property
@@ -345,7 +345,7 @@ def complete(
         clips_by_layers=paging.gradients or on_gpu,
         clips_unread_by_layers=not waits,
         gradients_stay=facts.stay and not facts.batch.scales and facts.batch.automatic,
-        lands=on_gpu and facts.disk,
+        ends_on_host=on_gpu and facts.disk,
         optimizers=tuple(
             OptimizerPolicy(
                 by_layers=by_layers or steps,

@@ -219,9 +219,9 @@ class BackgroundUpdates:
             if owner.update is not None:
                 with awaiting_steps():
                     self._device.finish(owner.update, Wait.FETCH_AFTER_UPDATE)
-                is_in_flight = owner.landed is not None and not self._device.has_happened(owner.landed)
+                is_in_flight = owner.downloaded is not None and not self._device.has_happened(owner.downloaded)
                 if is_in_flight and self.failure is None:
-                    return owner.landed
+                    return owner.downloaded
         self.wait(layer, Wait.FETCH_AFTER_UPDATE)
         return None
 
@@ -237,7 +237,7 @@ class BackgroundUpdates:
         for layer in self._updating(values):
             if (update := layer.update) is not None:  # read once: the run may end the update at any time
                 futures.wait([update])
-            self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
+            self._device.synchronize(layer.downloaded, Wait.READ_AFTER_TAKE)
         used = None if values is None else {self._layer_of.get(id(value)) for value in values}
         with self._lock:
             for layer in self._layers:
@@ -398,7 +398,7 @@ class BackgroundUpdates:
         if layer in self._under_way:
             self._complete(layer, why)
             del self._under_way[layer]
-            layer.update = layer.landed = None
+            layer.update = layer.downloaded = None
             if why is not Wait.FETCH_AFTER_UPDATE:
                 layer.step_results = ()  # the code that waits may write the host's weights
             if layer.kept:
@@ -412,8 +412,8 @@ class BackgroundUpdates:
             # A KeyboardInterrupt may come here. The layer is still in ``_under_way`` then, and is waited for later.
             with awaiting_steps():
                 self._device.finish(layer.update, why)
-            self._device.synchronize(layer.landed, Wait.READ_AFTER_TAKE)
-            layer.landed = None  # the host has the layer
+            self._device.synchronize(layer.downloaded, Wait.READ_AFTER_TAKE)
+            layer.downloaded = None  # the host has the layer
         then, self._under_way[layer] = self._under_way[layer], None
         if then is not None:
             with torch.DisableTorchFunctionSubclass():  # user code may still get errors for the layer's parameters

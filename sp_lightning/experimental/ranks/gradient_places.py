@@ -39,7 +39,7 @@ class Family:
         came: the parameters that got a gradient in this backward.
         reduced: True after the layer was summed in this backward.
         slot: shared memory for the layer's gradients if the layer is updated in this backward; else None.
-        landed: the event after the copy of this rank's part of the sum to ``slot``.
+        downloaded: the event after the copy of this rank's part of the sum to ``slot``.
         lent: for each parameter, a weak reference to the storage under which ``param.grad`` was lent last.
         overwritten: for each parameter that had a ``param.grad`` and got no gradient on this rank: the parameter, the memory that
             this rank's part of the sum overwrites, and a copy of the former bytes.
@@ -57,7 +57,7 @@ class Family:
     came: set[Place] = field(default_factory=set)
     reduced: bool = False
     slot: Tensor | None = None
-    landed: Any = None
+    downloaded: Any = None
     lent: dict[Place, StorageWeakRef] = field(default_factory=dict)
     overwritten: list[tuple[Place, Tensor, Tensor]] = field(default_factory=list)
     locked: bool = False

@@ -181,7 +181,7 @@ class ReducedGradients(GradientSink):
         self._wanted = wanted
         compare_trained(self._ranks, self._families.values())
         if wanted is not None and not self.places.slots:
-            # One slot for each of k' + 1 transfers, one for a layer whose gradients have landed, and one for a running update.
+            # One slot for each of k' + 1 transfers, one for a layer whose gradients have arrived, and one for a running update.
             self.places.make_slots(self.transfers.in_flight + 2, self._staging)
         self.places.lock(self._staging)
         self._begun = True
@@ -226,26 +226,26 @@ class ReducedGradients(GradientSink):
         return there and self._wanted(family.owner)
 
     def _hand_over(self, family: Family) -> None:
-        """Passes a layer to the optimizer step, which waits until the parts of all ranks have landed.
+        """Passes a layer to the optimizer step, which waits until the parts of all ranks have arrived.
 
         On the primary, ``param.grad`` becomes the shared memory with the sum.
         """
-        family.landed = self.device.record(Stream.DOWNLOAD)
+        family.downloaded = self.device.record(Stream.DOWNLOAD)
         if self._ranks.primary:
             with no_inference_mode():
                 for layer, index in family.trainable():
                     layer.block.parameters[index].grad = self.places.whole(family, (layer, index))
         family.owner.parameters.engine.gradients_complete(family.owner)
 
-    def landing(self, owner: StreamedLayer) -> Callable[[], None] | None:
-        """Returns a function that waits until this rank's part of the sum of a layer's gradients has landed.
+    def arrival(self, owner: StreamedLayer) -> Callable[[], None] | None:
+        """Returns a function that waits until this rank's part of the sum of a layer's gradients has arrived.
 
-        Returns None for a layer that is not updated in backward: the gradients have landed before its update.
+        Returns None for a layer that is not updated in backward: the gradients have arrived before its update.
         """
         family = self._families.get(owner)
         if family is None or family.slot is None:
             return None
-        return partial(self.device.synchronize, family.landed, Wait.APPLY_AFTER_DRAIN)
+        return partial(self.device.synchronize, family.downloaded, Wait.APPLY_AFTER_DRAIN)
 
     def _drain(self, family: Family, parts: list[tuple[Place, int, Tensor]], used: list[Tensor]) -> None:
         """Issues the copy of this rank's part of a sum to shared memory.
@@ -269,7 +269,7 @@ class ReducedGradients(GradientSink):
     # ------------------------------------------------------------------ backward ends
 
     def end(self, *, last: bool) -> None:
-        """Sums the remaining layers, waits until the parts of all ranks have landed, and sets ``param.grad``.
+        """Sums the remaining layers, waits until the parts of all ranks have arrived, and sets ``param.grad``.
 
         Does nothing if a graph task inside another one ends (``last`` is False), or if :meth:`expect` was not called.
         """

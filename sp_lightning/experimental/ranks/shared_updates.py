@@ -20,7 +20,7 @@ class SharedUpdates(BackgroundUpdates):
 
     A barrier follows each update, so on every rank a layer's parameters wait until the primary has updated the layer. A layer
     that is updated in backward is submitted as soon as its gradients are summed. In this case another barrier precedes the
-    update. After it, the parts of the sum of all ranks have landed, and no rank reads the layer's weights any more.
+    update. After it, the parts of the sum of all ranks have arrived, and no rank reads the layer's weights any more.
 
     The barriers of the background threads have their own process group. All ranks submit the same layers in the same order.
 
@@ -43,7 +43,7 @@ class SharedUpdates(BackgroundUpdates):
         common = ExitStack()
         with self._lock:
             self._finish(layer, Wait.READ_AFTER_UPDATE)
-            update = partial(self._update, layer, self._gradients.landing(layer), work)
+            update = partial(self._update, layer, self._gradients.arrival(layer), work)
             if self._ranks.primary:
                 # From now on until the run has waited for the update, the layer's parameters and gradients are the shared memory.
                 for member in layer.family:
@@ -57,22 +57,22 @@ class SharedUpdates(BackgroundUpdates):
 
             super().submit(layer, update, after)
 
-    def _update(self, layer: StreamedLayer, landing: Callable[[], None] | None, work: Callable[[], None]) -> None:
+    def _update(self, layer: StreamedLayer, arrival: Callable[[], None] | None, work: Callable[[], None]) -> None:
         """Updates a layer on the primary. The other ranks wait for the update. Runs in the background thread.
 
         Args:
             layer: the layer.
-            landing: if the layer is updated in backward, waits until this rank's part of the gradients' sum has landed; otherwise
-                None.
+            arrival: if the layer is updated in backward, waits until this rank's part of the gradients' sum has arrived;
+                otherwise None.
             work: the update.
         """
         ranks = self._ranks
         try:
-            if landing is not None:
-                landing()
+            if arrival is not None:
+                arrival()
                 ranks.barrier(f"an update of {layer.name!r}", why=Wait.UPDATE_AFTER_LANDING, group=self._group)
             if ranks.primary:
-                if landing is not None:
+                if arrival is not None:
                     # User code of the primary may have written to private pages of the layer. These writes are shared with all
                     # ranks. Outside of backward, `RankTurns.begin` has done so before the step.
                     merge(member.block.memory for member in layer.family)
