@@ -218,7 +218,7 @@ class Uses:
         self.host_is_used(layer)
         with held(self.lock):
             if layer is self.residents.layer:
-                self.residents.distrust()
+                self.residents.current = False
             elif layer in self.residency.used and layer.running_calls:
                 self._refuse_shown(layer)
             else:

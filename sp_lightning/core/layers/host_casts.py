@@ -82,9 +82,6 @@ class Casts(NoCasts):
         Args:
             by: the stream that casts: the background's, or None for the host.
             but: ids of masters to leave out, because the update has written their casts if it got :meth:`places`.
-
-        Raises:
-            RuntimeError: a master has another dtype or shape now; see :meth:`HostBlock.adopt`.
         """
         if self.current:
             return

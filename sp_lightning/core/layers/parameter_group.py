@@ -379,9 +379,7 @@ class ParameterGroup:
     def written(self) -> bool:
         """Returns True if :meth:`take_written` would return a weight, or if user code has given a weight another dtype."""
         guard = self.layer.guard
-        return (guard is not None and bool(guard.exposed or guard.retyped)) or list(
-            map(version_of, self.counters)
-        ) != self._versions
+        return (guard is not None and bool(guard.exposed or guard.retyped)) or self.changed
 
     def take_written(self) -> list[int]:
         """Returns the indices of the weights that were written on the device since the last call, or may have been.

@@ -20,7 +20,8 @@ class Residents:
         writes: copies weights to the host that were written on the device.
 
     Attributes:
-        current: True unless the copy on the device was marked as out of date.
+        current: True unless the copy on the device is out of date, or may be, because user code may write host weights without
+            a change of a version.
         nbytes: bytes of device memory.
     """
 
@@ -77,10 +78,6 @@ class Residents:
         self.current = True
         if self._is_compared:
             self._writes.take_digests(self._slot)
-
-    def distrust(self) -> None:
-        """Marks the copy on the device as out of date, because user code may write host weights without a change of a version."""
-        self.current = False
 
     def invalidate(self) -> None:
         """Marks the copy on the device as out of date, because the host's weights were written, or may have been.

@@ -210,13 +210,9 @@ class BackgroundUpdates:
             The event after which the host has the layer; None if the host has it, because this did what :meth:`wait` does.
         """
         owner = layer.owner
-        # A `then` has to be called after the download, as `wait` does.
-        has_then = self._under_way.get(owner) is not None
-        if owner.update is None or has_then:
-            self.wait(layer, Wait.FETCH_AFTER_UPDATE)
-            return None
         with self._lock:
-            if owner.update is not None:
+            # A `then` has to be called after the download, as `wait` does.
+            if owner.update is not None and self._under_way.get(owner) is None:
                 with awaiting_steps():
                     self._device.finish(owner.update, Wait.FETCH_AFTER_UPDATE)
                 is_in_flight = owner.downloaded is not None and not self._device.has_happened(owner.downloaded)
