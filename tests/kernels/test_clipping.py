@@ -46,7 +46,7 @@ def layer(parameters: list[nn.Parameter], use_gradients: Callable[[], bool] = la
     """A layer whose gradients are measured at once, as those on a disk are."""
     block = SimpleNamespace(parameters=parameters)
     made = SimpleNamespace(block=block, use_gradients=use_gradients, own_slot=None)
-    made.family = [made]
+    made.with_masters = [made]
     return made
 
 

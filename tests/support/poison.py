@@ -104,7 +104,7 @@ def _shown_while_landing(
     land = StayingLayers.land
 
     def hidden_land(self: StayingLayers, layer: StreamedLayer) -> None:
-        blocks = [member.block for member in layer.family if member.block in hidden]
+        blocks = [member.block for member in layer.with_masters if member.block in hidden]
         for block in blocks:
             show(block)
         land(self, layer)

@@ -366,7 +366,7 @@ def test_an_update_declares_to_write_the_gradients_that_it_writes(precision: str
         access(self, memory, by, write=write)
 
     def compared(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
-        found = [stored(parameter) for member in layer.family for parameter in member.block.parameters]
+        found = [stored(parameter) for member in layer.with_masters for parameter in member.block.parameters]
         gradients = [unwidened(gradient) for gradient in found if gradient is not None]
 
         def update() -> None:

@@ -71,7 +71,7 @@ class FileSource(HostSource):
 
     def _fetches_as_updated(self, layer: StreamedLayer) -> bool:
         # `stage` reads a layer in a file on the host.
-        in_file = any(isinstance(member.block, FileBlock) for member in layer.family)
+        in_file = any(isinstance(member.block, FileBlock) for member in layer.with_masters)
         return not in_file and super()._fetches_as_updated(layer)
 
     def ready(self, layer: StreamedLayer) -> bool:

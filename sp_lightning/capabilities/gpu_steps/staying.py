@@ -195,7 +195,7 @@ class StayingLayers:
 
     def hide(self, layer: StreamedLayer) -> None:
         """Frees the host memory of a layer whose GPU copy is valid. Gives its parameters the class that lands it."""
-        for member in layer.family:
+        for member in layer.with_masters:
             take_all(member.block.parameters, self._role)
             if not member.block.hidden:
                 member.block.hide()
@@ -331,7 +331,7 @@ class StayingLayers:
 
     def _land(self, layer: StreamedLayer) -> None:
         device, weights = self._device, self._weights[layer]
-        for member in layer.family:
+        for member in layer.with_masters:
             member.block.show()
         copies = [(p.data, weights.targets[id(p)]) for p in weights.parameters]
         places = layer.casts.places(Stream.DOWNLOAD, values_change=False)  # graphs have saved the casts on the GPU
@@ -358,7 +358,7 @@ class StayingLayers:
         layer.kept = False
         self._parts.pop(layer, None)
         self._count()
-        for member in layer.family:
+        for member in layer.with_masters:
             leave_all(member.block.parameters, self._role)
 
     def forget(self, layers: Iterable[StreamedLayer]) -> None:

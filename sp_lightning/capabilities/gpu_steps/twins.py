@@ -73,7 +73,7 @@ def for_fetch(
         casts: the casts of its new weights, by the ``id`` of the host parameter.
         pairs: the host parameters that were stepped, each with its twin.
     """
-    parameters = [p for member in layer.family for p in member.block.parameters]
+    parameters = [p for member in layer.with_masters for p in member.block.parameters]
     there = {id(p): twin.detach() for p, twin in pairs}
     if not casts or any(
         id(p) not in there for p in parameters

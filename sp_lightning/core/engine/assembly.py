@@ -55,7 +55,7 @@ def make_layers(
     for layer in layers:
         if layer.planned.masters is not None:
             layer.masters = layers[layer.planned.masters]
-            layer.family = (layer, layer.masters)
+            layer.with_masters = (layer, layer.masters)
             layer.masters.owner = layer
             layer.casts = Casts(layer.block, layer.masters, device)
     if pin:

@@ -130,7 +130,7 @@ class Clipping:
         """
         if layer.own_slot is not None:  # its gradients wait on the GPU, which computes their norms (`_norm_on_gpu`)
             return
-        parameters = [parameter for member in layer.family for parameter in member.block.parameters]
+        parameters = [parameter for member in layer.with_masters for parameter in member.block.parameters]
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
         if any(g.layout is not torch.strided or g.dtype not in self._norms.dtypes for _, g in gradients):
             return

@@ -78,14 +78,14 @@ class HostSource(BlockSource):
         downloaded = self.wait(layer)
         if downloaded is not None:  # the upload follows the update on the device, and the host has nothing to do
             return layer.block.weights, downloaded
-        for member in layer.family:
+        for member in layer.with_masters:
             if displaced := member.block.displaced:
                 self._adopt(member, displaced)
         outdated = not layer.casts.current
         if outdated:  # the last transfer may still read the casts that `refresh` overwrites
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
         try:
-            for member in layer.family if outdated else (layer,):  # casting reads the masters' memory, too
+            for member in layer.with_masters if outdated else (layer,):  # casting reads the masters' memory, too
                 member.block.memory.use()
         except OSError as error:
             self._updates.torn = f"memory of the host store could not be read or written: {error!r}"
@@ -99,7 +99,7 @@ class HostSource(BlockSource):
 
         Otherwise :meth:`stage` waits until the host has the results, because the host has to read or change them first.
         """
-        slot, blocks = layer.slot, [member.block for member in layer.family]
+        slot, blocks = layer.slot, [member.block for member in layer.with_masters]
         return (
             type(layer.rows) is AllRows  # rows are taken from host memory
             and layer.casts.current  # otherwise the host casts again

@@ -237,7 +237,7 @@ class LayerwiseStep:
         if held and (self._traits.early is EarlyUpdates.KEEPS or (self._state_held and not self._engine.several)):
             return  # user code may read or write the tensors that it holds in this backward
         groups = updatable.pop(layer)
-        if any(_is_sparse(parameter) for member in layer.family for parameter in member.block.parameters):
+        if any(_is_sparse(parameter) for member in layer.with_masters for parameter in member.block.parameters):
             self._updatable = {}  # no layer is updated in this backward any more
             self._refuse(_sparse(layer))  # an error if some layers are updated already; else all are updated at once
             return

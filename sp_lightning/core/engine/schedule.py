@@ -522,12 +522,12 @@ class Residency:
         self._bound_weights.renewed(layer, slot)
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
-        """Releases the members of a layer's family whose host parameters user code has given other memory (``.data =``).
+        """Releases a layer, and its masters, if user code has given their host parameters other memory (``.data =``).
 
         Called before the layer is staged. Staging copies that memory into the host block, which must not happen while a member is
         locked.
         """
-        for member in layer.family:
+        for member in layer.with_masters:
             if member in self.used and not member.running_calls and member.block.displaced:
                 self.release(member)
 
@@ -543,7 +543,7 @@ class Residency:
         transfer = []
         try:
             for layer, slot in pairs:
-                if self.used:  # `stage` adopts memory of the family, whose members may still be locked
+                if self.used:  # `stage` also adopts memory of masters, which may still be locked
                     self.release_exchanged(layer)
                 transfer.append((layer, slot, self._source.stage(layer)))
         except BaseException:

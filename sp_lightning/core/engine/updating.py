@@ -134,7 +134,7 @@ class Updating:
         """
         layer.updated_early = True
         self.notice_uses(layer)
-        for member in layer.family:
+        for member in layer.with_masters:
             # A prefetch of the layer may be in flight, although no call has used it.
             self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             viewed = _viewed(member)
@@ -151,7 +151,7 @@ class Updating:
 
     def notice_uses(self, layer: StreamedLayer) -> None:
         """Notices, from now on, each use of the weights of a layer, or its masters, by user code."""
-        for member in layer.family:
+        for member in layer.with_masters:
             if member.state.attached:
                 member.parameters.notice_uses(True)
 
@@ -171,7 +171,7 @@ class Updating:
         """Returns True if user code holds memory of a weight of the layer or its masters, on the host or the device."""
         return any(
             member.block.is_viewed or (member.guard is not None and member.guard.digests is not None) or _viewed(member)
-            for member in layer.family
+            for member in layer.with_masters
         )
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
@@ -180,7 +180,7 @@ class Updating:
             if parameter.grad is not None:
                 free(parameter)
         self.gradients.freed(layer)
-        for member in layer.family:
+        for member in layer.with_masters:
             member.block.gradients.release()
 
     def forget_freed(self) -> None:

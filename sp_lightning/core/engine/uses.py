@@ -197,7 +197,7 @@ class Uses:
                 return
             if viewed and layer in self.residency.used:
                 self._refuse_shown(layer)
-            for member in layer.owner.family:
+            for member in layer.owner.with_masters:
                 if not member.outdated:
                     continue
                 if member in self.residency.used:
@@ -223,7 +223,9 @@ class Uses:
                 self._refuse_shown(layer)
             else:
                 self.residency.release_unpinned()
-                self.source.invalidate([member for member in layer.owner.family if member not in self.residency.used])
+                self.source.invalidate(
+                    [member for member in layer.owner.with_masters if member not in self.residency.used]
+                )
 
     def _refuse_shown(self, layer: StreamedLayer) -> None:
         """Refuses to give out the host's memory of a layer in use, because the call would miss a write to that memory.

@@ -49,7 +49,7 @@ class BoundWeights:
 
         Copies to the host all weights of the layer that were written outside its slot (``param.data = other``).
         """
-        for member in layer.family:
+        for member in layer.with_masters:
             self._writes.take_back_replaced(member)
 
     def fetched(self, layer: StreamedLayer) -> None:
@@ -87,7 +87,7 @@ class BoundWeights:
         """
         if layer.parameters.changed:
             self._writes.take_back(layer)
-        for member in layer.family:
+        for member in layer.with_masters:
             for index in member.block.displaced:
                 raise RuntimeError(
                     f"Parameter {member.planned.spans[index].name!r} was given other memory (param.data = other) while a call "

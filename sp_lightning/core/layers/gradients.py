@@ -263,7 +263,7 @@ class Gradients(GradientSink):
             self.drain(owner)
         if not received.gradients:
             self.arriving[owner] = None
-            received.expected = sum(sum(map(_requires_grad, member.block.parameters)) for member in owner.family)
+            received.expected = sum(sum(map(_requires_grad, member.block.parameters)) for member in owner.with_masters)
         received.gradients[place] = gradient
         self.transfers.device_bytes += bytes_of_dense(gradient)
         return len(received.gradients) == received.expected and owner.kind is not Kind.RESIDENTS

@@ -246,7 +246,7 @@ class StreamedLayer:
         spans: the place of each parameter, then of each cast, in a slot.
         casts: the 16-bit copies that are uploaded in place of masters: :class:`NoCasts` if the layer has no masters.
         masters: the layer of this layer's masters; None if there are no masters.
-        family: the layer and its masters, which are updated together.
+        with_masters: the layer and its masters, which are updated together.
         owner: for masters, the layer that they belong to; otherwise the layer itself. A layer is updated together with its
             owner, and its gradients are offloaded together with the owner's.
         rows: which rows of the layer are uploaded: :class:`AllRows`, unless a finder of rows has replaced this object.
@@ -301,7 +301,7 @@ class StreamedLayer:
         self.state: LayerState = IN_USE if kind is Kind.RESIDENTS else HOST
         self.guard: WriteGuard | None = None
         self.masters: StreamedLayer | None = None
-        self.family: tuple[StreamedLayer, ...] = (self,)
+        self.with_masters: tuple[StreamedLayer, ...] = (self,)
         self.expert = expert
         self.owner = self
         self.spans = (*planned.spans, *planned.casts)
@@ -336,7 +336,7 @@ class StreamedLayer:
             True if the gradients of the next layer may take the same memory.
         """
         # A list, because `any` would stop at the first True, and leave members out.
-        found = [member.block.gradients.use() for member in self.family]
+        found = [member.block.gradients.use() for member in self.with_masters]
         return any(found)
 
     @property
@@ -348,17 +348,17 @@ class StreamedLayer:
             and slot.overwritable
             and (self.guard is None or self.guard.digests is None)  # otherwise user code holds a view of the slot
             and not self.casts.saved  # otherwise a graph needs the casts from before the step
-            and not any(member.block.displaced or member.block.retyped for member in self.family)
+            and not any(member.block.displaced or member.block.retyped for member in self.with_masters)
             # Only plain host memory can be hidden while the values are on the GPU alone: neither files nor shared memory, and
             # not the parts of wrapped parameters, which are plain tensors and have no roles.
-            and all(type(member.block.memory) is BlockMemory for member in self.family)
-            and all(type(p) is not Tensor for member in self.family for p in member.block.parameters)
+            and all(type(member.block.memory) is BlockMemory for member in self.with_masters)
+            and all(type(p) is not Tensor for member in self.with_masters for p in member.block.parameters)
         )
 
     @property
     def frozen(self) -> bool:
         """True if no parameter of the layer and its masters is trained."""
-        return not any(p.requires_grad for member in self.family for p in member.block.parameters)
+        return not any(p.requires_grad for member in self.with_masters for p in member.block.parameters)
 
     @property
     def outdated(self) -> bool:

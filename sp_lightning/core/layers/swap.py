@@ -190,7 +190,7 @@ class ParameterSwap:
 
         In the run's own thread, their host parameters lose the role: later uses of them are ordinary ones.
         """
-        for layer in {member for each in layers for member in each.owner.family} - self.touched:
+        for layer in {member for each in layers for member in each.owner.with_masters} - self.touched:
             self.touched.add(layer)
             layer.parameters.engine.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
             if self.threads.own:
@@ -355,7 +355,7 @@ class _HostParameterInStep(ParameterRole):
                     return device.data
                 device._of.engine.host_is_shown(device._of.layer)
             if func not in _OF_NO_MEMORY:
-                role.swap.touched.update(of[id(args[0])]._of.layer.owner.family)
+                role.swap.touched.update(of[id(args[0])]._of.layer.owner.with_masters)
             # The gradient of a host parameter must be on the host.
             if func == _SET_GRADIENT and args[1] is not None and id(args[0]) in of:
                 args = args[0], of[id(args[0])]._of.engine.device.on_host(args[1])
@@ -385,7 +385,7 @@ class _HostParameterInStep(ParameterRole):
         viewed = func in _DETACH or (type(output) is Tensor and is_view(output))
         for group in groups:
             if viewed:
-                role.swap.touched.update(group.layer.owner.family)
+                role.swap.touched.update(group.layer.owner.with_masters)
             group.engine.host_was_used(group.layer, viewed=viewed)
         return output
 
@@ -454,7 +454,7 @@ def _call_in_other_thread(
     of = role.device_of
     if not _keeps_values(func, kwargs):
         hosts = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in of]
-        role.swap.touched.update(member for host in hosts for member in of[id(host)]._of.layer.owner.family)
+        role.swap.touched.update(member for host in hosts for member in of[id(host)]._of.layer.owner.with_masters)
     if func in OF_THE_PARAMETER or func == _SET_DATA:
         with Untouched():
             found = func(*args, **kwargs)

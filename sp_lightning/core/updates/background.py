@@ -122,7 +122,7 @@ class BackgroundUpdates:
                 then free.
             then: called once after the work, in the thread that waits for the update, for example to free gradients.
         """
-        blocks = [member.block for member in layer.family]  # the layer's, and its master weights'
+        blocks = [member.block for member in layer.with_masters]  # the layer's, and its master weights'
         updated = self._updated  # of this step: a later step has another list
 
         def update() -> None:
@@ -352,7 +352,7 @@ class BackgroundUpdates:
 
         def note(what: str) -> None:
             layer.updated_early, layer.needed = False, None
-            _restore_classes(layer.family)
+            _restore_classes(layer.with_masters)
             needed(what)
 
         with self._lock:
@@ -361,7 +361,7 @@ class BackgroundUpdates:
 
     def _set_waiting_class(self, layer: StreamedLayer) -> None:
         """Makes code that uses the layer's parameters wait for its update; see "Note: roles of parameters"."""
-        for parameter in [each for member in layer.family for each in member.block.parameters]:
+        for parameter in [each for member in layer.with_masters for each in member.block.parameters]:
             if type(parameter) is not Tensor:  # parts of wrapped parameters are plain tensors, and are not updated
                 take(parameter, self._waiting_role)
 
@@ -379,7 +379,7 @@ class BackgroundUpdates:
             for layer in [each for each in self._layers if each.updated_early]:
                 layer.updated_early, layer.needed = False, None
                 if layer not in self._under_way:
-                    _restore_classes(layer.family)
+                    _restore_classes(layer.with_masters)
 
     def close(self) -> None:
         """Called when a run is over. From now on a fork does not wait for the updates of the run, even if landing has failed.
@@ -400,7 +400,7 @@ class BackgroundUpdates:
             if layer.kept:
                 self.stepper.hide(layer)
             if not layer.updated_early:
-                _restore_classes(layer.family)
+                _restore_classes(layer.with_masters)
 
     def _complete(self, layer: StreamedLayer, why: Wait) -> None:
         """Waits for an update, and calls its ``then``, once. The layer's parameters keep the waiting class."""

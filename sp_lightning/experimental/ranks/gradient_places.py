@@ -107,7 +107,7 @@ class GradientPlaces:
         laid: list[tuple[StreamedLayer, int, dict[Place, Span]]] = []
         begin = 0
         for owner in [layer for layer in layers if layer.owner is layer]:
-            places = [(layer, i) for layer in owner.family for i in range(len(layer.block.parameters))]
+            places = [(layer, i) for layer in owner.with_masters for i in range(len(layer.block.parameters))]
             like = [(layer.planned.spans[i].name, layer.block.parameters[i].detach()) for layer, i in places]
             spans = dict(zip(places, lay_out(like), strict=True))
             laid.append((owner, begin, spans))

@@ -98,7 +98,7 @@ class ReducedGradients(GradientSink):
         self.device.access(gradient, Stream.COMPUTE, write=True)
         self.transfers.device_bytes += gradient.nbytes
         # If forward has called a layer several times, each gradient may arrive in parts, and the number of parts is not known.
-        once = all(member.visits <= 1 for member in layer.owner.family)
+        once = all(member.visits <= 1 for member in layer.owner.with_masters)
         return once and len(family.waiting) == len(family.trainable()) and layer.owner.kind is not Kind.RESIDENTS
 
     def _to_dense(self, layer: StreamedLayer, name: str, gradient: Tensor) -> Tensor:

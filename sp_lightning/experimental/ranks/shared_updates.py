@@ -46,7 +46,7 @@ class SharedUpdates(BackgroundUpdates):
             update = partial(self._update, layer, self._gradients.arrival(layer), work)
             if self._ranks.primary:
                 # From now on until the run has waited for the update, the layer's parameters and gradients are the shared memory.
-                for member in layer.family:
+                for member in layer.with_masters:
                     common.enter_context(written_in_common(member.block))
                 common.enter_context(self._gradients.places.written_in_common([layer]))
 
@@ -75,7 +75,7 @@ class SharedUpdates(BackgroundUpdates):
                 if arrival is not None:
                     # User code of the primary may have written to private pages of the layer. These writes are shared with all
                     # ranks. Outside of backward, `RankTurns.begin` has done so before the step.
-                    merge(member.block.memory for member in layer.family)
+                    merge(member.block.memory for member in layer.with_masters)
                 work()
             ranks.barrier(
                 f"the end of an update of {layer.name!r}", why=Wait.READ_AFTER_SHARED_UPDATE, group=self._group

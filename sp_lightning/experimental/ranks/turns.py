@@ -178,11 +178,11 @@ class SharedSource(HostSource):
         Waits for the layer's update. If this rank has written to a layer with casts, computes its casts in the private view.
         """
         self.wait(layer)
-        for member in layer.family:
+        for member in layer.with_masters:
             if displaced := member.block.displaced:
                 self._adopt(member, displaced)
         written = [
-            memory_of(member).look() for member in layer.family
+            memory_of(member).look() for member in layer.with_masters
         ]  # a list, because each `look` also records its result
         if layer.masters is not None and any(written):
             memory_of(layer).written = True
