@@ -55,7 +55,7 @@ class _Unbound(BoundWeights):
         self._slots = slots
         self.held = set()
         self.replaced = set()
-        self.left = LeftMemory()
+        self.left = LeftMemory(lambda memory: None)
 
     def fetched(self, layer: StreamedLayer) -> None: ...
 

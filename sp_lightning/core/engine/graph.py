@@ -633,7 +633,7 @@ class SavedTensors:
         if values is not None and values.copy is not None:
             assert place is not None
             with held(self.lock):
-                self.writes.compare_left()
+                self.writes.left.compare()
             tensor = values.recall(self.device, place)
         return tensor, expected, version
 

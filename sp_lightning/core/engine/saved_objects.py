@@ -84,9 +84,10 @@ class _SavedObject:
         found: a weak reference to the tensor, or to the last tensor that took its place in backward.
         version: the version of this tensor.
         kind: the class of the tensor that was saved.
+        attributes: returns the tensor's attributes; None after the last packed tensor was freed.
     """
 
-    __slots__ = ("__weakref__", "_attributes", "_until_packed", "found", "kind", "version")
+    __slots__ = ("__weakref__", "_until_packed", "attributes", "found", "kind", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.found = ref(tensor)
@@ -96,16 +97,11 @@ class _SavedObject:
     def hold_attributes(self, tensor: Tensor) -> None:
         """Holds the attributes of the tensor until a packed tensor holds them."""
         self._until_packed: _Attributes | None = _Attributes(tensor)
-        self._attributes = ref(self._until_packed)
-
-    @property
-    def has_attributes(self) -> bool:
-        """True unless the last packed tensor was freed."""
-        return self._attributes() is not None
+        self.attributes = ref(self._until_packed)
 
     def give_attributes(self) -> _Attributes | None:
         """Returns the attributes for a packed tensor, and holds them no more. None after the last packed tensor was freed."""
-        attributes, self._until_packed = self._attributes(), None
+        attributes, self._until_packed = self.attributes(), None
         return attributes
 
     def of(self, unpacked: Tensor) -> Tensor:
@@ -113,7 +109,7 @@ class _SavedObject:
         found = self.found()
         if found is not None and found._version == self.version:  # an offloaded tensor may be written after its copy
             return found
-        attributes = self._attributes()
+        attributes = self.attributes()
         assert attributes is not None  # held by the packed tensor that was unpacked
         if is_traceable_wrapper_subclass(unpacked):  # its own dictionary has its inner tensors
             vars(unpacked).update({name: v for name, v in attributes.values.items() if name not in vars(unpacked)})
@@ -149,7 +145,7 @@ def _note(tensor: Any) -> _SavedObject | ref[DeviceParameter] | None:
     noted = known.get(id(tensor))
     if noted is None or noted.found() is not tensor or noted.version != tensor._version:
         noted = known[id(tensor)] = _SavedObject(tensor)
-    elif not noted.has_attributes:  # all packed tensors were freed, and another Function saves the tensor
+    elif noted.attributes() is None:  # all packed tensors were freed, and another Function saves the tensor
         noted.hold_attributes(tensor)
     return noted
 

@@ -83,7 +83,7 @@ class WriteBack:
         self.resident_storages = resident_storages
         self.replaced: set[StreamedLayer] = set()
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
-        self.left = LeftMemory()
+        self.left = LeftMemory(self._wait_for_kernels)
         self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
         self.write_backs = 0
         self.refuses = True
@@ -131,7 +131,7 @@ class WriteBack:
 
     def take_back_held(self, slots: Iterable[Slot]) -> None:
         """Copies back weights of HELD layers that were written through views of these slots since the layers' release."""
-        self.compare_left()
+        self.left.compare()
         for slot in slots:
             if slot.layer is not None and slot.layer.state is HELD:
                 self.take_back_views(slot.layer, slot)
@@ -178,7 +178,7 @@ class WriteBack:
         Raises:
             RuntimeError: as for :meth:`write_back`; or digests show that a weight was written on the host and on the device.
         """
-        self.compare_left()
+        self.left.compare()
         layer = slot.layer
         assert layer is not None
         group, attached, written = layer.parameters, layer.state.attached, set(layer.parameters.take_written())
@@ -376,11 +376,6 @@ class WriteBack:
         self._wait_for_kernels(slot.memory)
         self.left.note(slot.lease, slot.memory, {group.spans[index].name: value}, written, alive)
 
-    def compare_left(self) -> None:
-        """Detects writes to memory that weights have left (:class:`LeftMemory`). Nearly always there is no such memory."""
-        if self.left.noted:
-            self.left.compare(self._wait_for_kernels)
-
     def note_stale_views(self, slot: Slot, replaced: Collection[int]) -> None:
         """Remembers views of a slot that its layer leaves: user code must not write the layer's other weights through them."""
         if slot.lease.in_use and slot.layer is not None:
@@ -517,25 +512,25 @@ class LeftMemory:
       slots, the graph has a copy of the old values.
     - A layer has left its slot because one of its weights got other memory. A write to another weight of the layer through an old
       view of the slot would be lost.
+
+    Args:
+        wait: waits for all kernels that write a slot's memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wait: Callable[[Tensor], None]) -> None:
+        self._wait = wait
         self.noted: list[_Left] = []
 
     def note(self, *left: Any) -> None:
         """Records values of weights in memory that the weights leave. The arguments are those of :class:`_Left`."""
         self.noted.append(_Left(*left))
 
-    def compare(self, wait: Callable[[Tensor], None]) -> None:
-        """Compares memory with the recorded values, and forgets memory that was written, or is not needed or viewed any more.
-
-        Args:
-            wait: waits for all kernels that write a slot's memory.
-        """
+    def compare(self) -> None:
+        """Compares memory with the recorded values, and forgets memory that was written, or is not needed or viewed any more."""
         for left in list(self.noted):
             written = None
             if left.needed_by() is not None:
-                wait(left.memory)
+                self._wait(left.memory)
                 written = next(
                     (name for name, value in left.values.items() if digest(value) != left.digests[name]), None
                 )

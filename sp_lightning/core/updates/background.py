@@ -177,8 +177,7 @@ class BackgroundUpdates:
         """
         with self._lock:
             self._complete(layer, Wait.READ_AFTER_UPDATE)
-        if self.failure is not None:
-            self._raise_failure()
+        self._raise_failure()
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
         """Waits for the update of one layer, and lands the layer unless the wait is for its fetch.
@@ -197,8 +196,7 @@ class BackgroundUpdates:
         is_fetch = why is Wait.FETCH_AFTER_UPDATE and layer is layer.owner
         if layer.owner.kept and not is_fetch:
             self.land(layer.owner)
-        if self.failure is not None:
-            self._raise_failure()
+        self._raise_failure()
 
     def wait_until_issued(self, layer: StreamedLayer) -> Any:
         """Waits, before a fetch, until the background has issued the update of a layer. Its download may still be in flight.
