@@ -194,11 +194,9 @@ class StreamedLoop:
             if run.trains:
                 run.training_begins()
             for each in self._loop.optimizers:
-                step = MethodType(_replacing(each.step, self._step), each)
-                self._replaced.enter_context(in_place_of(each, {"step": step}))
-            if (generate := getattr(self._module, "generate", None)) is not None:
-                one_step = MethodType(_replacing(generate, self._generate), self._module)
-                self._replaced.enter_context(in_place_of(self._module, {"generate": one_step}))
+                self._replace(each, "step", self._step)
+            if hasattr(self._module, "generate"):
+                self._replace(self._module, "generate", self._generate)
             for patch in _scaler_patches:
                 patch.install()
         except BaseException:
@@ -252,6 +250,16 @@ class StreamedLoop:
         """
         self._end_without_graph()
         return self._run.gpu_released()
+
+    def _replace(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        """Replaces a method of an object until the end: ``instead`` is called with the method, the object and the arguments."""
+        own = getattr(owner, name)
+
+        @wraps(own)
+        def replaced(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            return instead(own, owner, *args, **kwargs)
+
+        self._replaced.enter_context(in_place_of(owner, {name: MethodType(replaced, owner)}))
 
     # ------------------------------------------------------------------ a call of the root
 
@@ -364,16 +372,6 @@ class _Awaited:
     """A hook on the outputs of a call of the root. It does nothing, and their graph keeps it alive."""
 
     def __call__(self, gradient: Tensor) -> None: ...
-
-
-def _replacing(own: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function for a method of an object: it calls ``instead`` with the object's own method, and the object."""
-
-    @wraps(own)
-    def replaced(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return instead(own, owner, *args, **kwargs)
-
-    return replaced
 
 
 def _scaled(call: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

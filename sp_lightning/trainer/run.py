@@ -166,7 +166,6 @@ class Run:
         self.steps = OptimizerSteps(self, options, log)
         try:
             self._build()
-            self._results = self.results
             self.steps.open()
         except BaseException:  # the caller does not get the object, so it cannot close it
             self.close()
@@ -399,24 +398,18 @@ class Run:
         self._lent = True
         try:
             engine.leave_device()
-            self._move_whole(found, (), state, torch.device("cpu"))
+            move_to_device(self.module, found, (), torch.device("cpu"), state)
             engine.device.release_unused()
             yield engine.weight_bytes - found.staying[0]
         finally:
             self._lent = False
             if self.streamer is engine:  # otherwise the run has ended
-                self._move_whole(found, averages, state, self._device)
+                move_to_device(self.module, found, averages, self._device, state)
                 try:
                     engine.resize(plan)
                 except torch.OutOfMemoryError as error:
                     error.add_note("Free what was allocated in the context gpu_released() before its end.")
                     raise
-
-    def _move_whole(self, found: Found, averages: Any, state: Sequence[Tensor], device: torch.device) -> None:
-        """Does the same as :func:`move_to_device`, and moves the optimizer state of modules that are moved as a whole."""
-        move_to_device(self.module, found, averages, device)
-        for each in state:
-            each.data = each.data.to(device)
 
     def _refuse_to_lend(self, what: str) -> None:
         """Raises a RuntimeError if a step runs, if the device is released, or if others use the engine, too."""
@@ -445,12 +438,9 @@ class Run:
             return
         try:
             # The results are read after the abort, because their counters include transfers that it waits for.
-            close_all(partial(streamer.abort, over=True), self._keep_results, streamer.close)
+            close_all(partial(streamer.abort, over=True), lambda: self.results, streamer.close)
         finally:
             self.streamer = None
-
-    def _keep_results(self) -> None:
-        self._results = self.results
 
     def _build(self) -> None:
         """Builds the engine: finds layers, plans memory, and moves weights to the host store and all else to the device."""
@@ -678,7 +668,13 @@ def _refuse_in_step(module: pl.LightningModule) -> None:
             _ = parameter.data
 
 
-def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module], device: torch.device) -> None:
+def move_to_device(
+    module: nn.Module,
+    found: Found,
+    averages: Sequence[nn.Module],
+    device: torch.device,
+    state: Sequence[Tensor] = (),
+) -> None:
     """Moves everything except the layers' parameters to the device: buffers, metrics, and modules that cannot be streamed.
 
     Args:
@@ -686,9 +682,12 @@ def move_to_device(module: nn.Module, found: Found, averages: Sequence[nn.Module
         found: its layers; ``found.aside`` are the modules that cannot be streamed, which are moved with their parameters.
         averages: modules whose buffers stay on the host, with the modules in them: averages of weights.
         device: the device.
+        state: the optimizer state of the modules that cannot be streamed, which is moved as well.
     """
     for _, aside in found.aside:
         aside.to(device)
+    for each in state:
+        each.data = each.data.to(device)
     without_parameters = {child for child in module.modules() if not any(True for _ in child.parameters())}
     on_host = {inner for average in averages for inner in average.modules()}
     for child in module.modules():

@@ -736,8 +736,8 @@ def simulated(
         with self._device.engine():  # type: ignore[attr-defined]
             absorb(self, index, into)
 
-    def move(module: Any, found: Any, averages: Any, device: torch.device) -> None:
-        move_to_device(module, found, averages, device)
+    def move(module: Any, found: Any, averages: Any, device: torch.device, *state: Any) -> None:
+        move_to_device(module, found, averages, device, *state)
         made[-1].take_buffers(module, averages)
 
     modes: list[Watch] = []
