@@ -65,18 +65,8 @@ class _OfGpu(Elements):
     def _one(self) -> Value:
         return self._kernel.bitcast(self._bits(0x3F800000), self._float)
 
-    def update(self) -> Value:
-        """Writes the whole update of these elements. Returns their new weights."""
-        variant, kernel = self._variant, self._kernel
-        weight, gradient = self._load("weight", variant.weight), self.gradient()
-        for number in range(variant.factors):
-            gradient = kernel.fmul(gradient, self._number(f"factor{number}"))
-        if variant.maximize:
-            gradient = self._negative(gradient)
-        step: Any = {"adam": self._adam, "adamw": self._adam, "sgd": self._sgd, "adagrad": self._adagrad}[variant.kind]
-        weight = step(weight, gradient)
-        self._store("weight", weight, variant.weight)
-        return weight
+    def _decay(self, weight: Value, gradient: Value) -> tuple[Value, Value]:
+        return weight, gradient  # each form has its own weight decay, in its steps
 
 
 class _ForeachStep(_OfGpu):

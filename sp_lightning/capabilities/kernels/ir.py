@@ -224,15 +224,19 @@ class Elements:
             gradient = kernel.fmul(gradient, self._number(f"factor{number}"))
         if variant.maximize:
             gradient = kernel.fneg(gradient)
-        if variant.decays and variant.kind == "adamw":
-            weight = kernel.fmul(weight, self._number("decay"))
-        elif variant.decays:
-            add = self.fma if variant.kind == "sgd" else self._plus
-            gradient = add(weight, self._number("decay"), gradient)
         step = {"adam": self._adam, "adamw": self._adam, "sgd": self._sgd, "adagrad": self._adagrad}[variant.kind]
-        weight = step(weight, gradient)
+        weight = step(*self._decay(weight, gradient))
         self._store("weight", weight, variant.weight)
         return weight
+
+    def _decay(self, weight: Value, gradient: Value) -> tuple[Value, Value]:
+        """Returns a weight and its gradient after weight decay."""
+        if self._variant.decays and self._variant.kind == "adamw":
+            weight = self._kernel.fmul(weight, self._number("decay"))
+        elif self._variant.decays:
+            add = self.fma if self._variant.kind == "sgd" else self._plus
+            gradient = add(weight, self._number("decay"), gradient)
+        return weight, gradient
 
     def _adam(self, weight: Value, gradient: Value) -> Value:
         kernel, average, squares = self._kernel, self._state(0), self._state(1)
