@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,25 @@ def test_what_plain_lightning_cannot_run_is_not_measured() -> None:
         measured(lambda: small_models.pl.LightningModule(), predict=True)
 
 
-def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_page_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "new" / "page.md"
     main([*COMMAND, "--out", str(page)])
     table = capsys.readouterr().out
     assert re.search(r"^\| k=1, k'=1 .*\| +yes \|$", table, re.MULTILINE)
     text = page.read_text()
     assert "--k-prime 1 --steps 3" in text
-    assert re.search(r"^\| k=1, k'=1 .*\| +yes \|$", text, re.MULTILINE)
+    assert "![Time of a batch against GPU memory](page.png)" in text
+    assert page.with_suffix(".png").stat().st_size > 0
+
+
+@pytest.mark.rest("another page")
+def test_without_matplotlib_the_page_has_no_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    main([*COMMAND, "--out", str(tmp_path / "page.md")])
+    assert "No picture: Pictures need matplotlib" in capsys.readouterr().err
+    assert "![" not in (tmp_path / "page.md").read_text()
 
 
 @pytest.mark.rest("the mechanism is tested with smaller models")

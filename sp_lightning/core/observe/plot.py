@@ -1,10 +1,10 @@
-"""Draws a batch with matplotlib: its timeline, by layer."""
+"""Draws pictures with matplotlib: the timeline of a batch by layer, and time against memory for a range of windows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sp_lightning.core.device.timeline import LABELS, Interval, Kind, name_of
 
@@ -34,6 +34,14 @@ _PARTS = (12, 100)
 """The fewest and the most parts into which a batch is divided. The right panel enlarges one part, about the time of a layer."""
 _MOST_NAMES = 40
 """About the highest number of layers whose names are shown beside the axis."""
+
+
+class DialPoint(NamedTuple):
+    """Device memory (bytes) and time (seconds per batch) of one measured run, with the run's name."""
+
+    name: str
+    nbytes: float
+    seconds: float
 
 
 def require_matplotlib() -> Any:
@@ -125,3 +133,36 @@ def _busiest(intervals: Sequence[Interval]) -> tuple[float, float]:
 
     begin = max((first + part * length / 2 for part in range(2 * parts - 1)), key=copied)
     return begin, begin + length
+
+
+def draw_measured(panels: Mapping[str, Sequence[DialPoint]], path: Path) -> None:
+    """Draws measured seconds against device memory, a panel for each model, a named point for each run.
+
+    Args:
+        panels: the runs by the title of their panel. Runs of plain Lightning have names that begin with "plain".
+        path: the PNG, PDF or SVG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    pyplot = require_matplotlib()
+    columns = min(len(panels), 3)
+    rows = -(-len(panels) // columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(5 * columns, 3.6 * rows), layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, points) in zip(grid.flat, panels.items(), strict=False):
+        for point in points:
+            color = COLORS["backward" if point.name.startswith("plain") else "fetch"]
+            axes.plot([point.nbytes / 2**20], [1e3 * point.seconds], "o", color=color)
+            name = point.name.replace("k'=", "").replace("k=", "")
+            at = point.nbytes / 2**20, 1e3 * point.seconds
+            axes.annotate(name, at, (4, 4), textcoords="offset points", fontsize=8)
+        axes.set(title=title, xlabel="GPU memory, MiB (beside each point: k, k')", ylabel="milliseconds per batch")
+        axes.set_ylim(0, 1.15e3 * max((each.seconds for each in points), default=1))
+        axes.set_xlim(0, 1.25 * max((each.nbytes for each in points), default=1) / 2**20)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -52,7 +52,7 @@ def add_dial_arguments(parser: argparse.ArgumentParser) -> None:
     small = f"{_FACTORY}; or {', '.join(SMALL)}: small models with random weights ({', '.join(_DIALED)})"
     parser.add_argument("factory", nargs="*", help=small)
     parser.add_argument("--predict", action="store_true", help="predict instead of training")
-    parser.add_argument("--out", type=Path, metavar="PAGE.md", help="write a page")
+    parser.add_argument("--out", type=Path, metavar="PAGE.md", help="write a page, and a picture beside it")
     _add_common(parser, steps=10, windows=True)
 
 
@@ -169,9 +169,17 @@ def run_dial(arguments: argparse.Namespace, words: Sequence[str]) -> None:
 
 
 def _write(file: Path, found: Sequence[Dial], words: Sequence[str]) -> None:
-    """Writes the page."""
+    """Writes the page, and the picture beside it if matplotlib is installed."""
+    from sp_lightning.core.observe.plot import draw_measured
     from sp_lightning.tools.comparison.dial import page
 
+    picture = file.with_suffix(".png").name
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page(found, shlex.join(["python", "-m", "sp_lightning", *words])), encoding="utf-8")
-    print(f"Saved: {file}.", file=sys.stderr)
+    try:
+        draw_measured({each.title: each.points for each in found}, file.with_suffix(".png"))
+    except ImportError as error:
+        picture = ""
+        print(f"No picture: {error}", file=sys.stderr)
+    command = shlex.join(["python", "-m", "sp_lightning", *words])
+    file.write_text(page(found, command, picture), encoding="utf-8")
+    print(f"Saved: {file}{f', {picture}' if picture else ''}.", file=sys.stderr)

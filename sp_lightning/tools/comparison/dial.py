@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ import torch
 
 from sp_lightning.core.device.accelerator import device_for
 from sp_lightning.core.observe.machine import machine_of, today
+from sp_lightning.core.observe.plot import DialPoint
 from sp_lightning.core.plan.plan import cap_remarks
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.tools.comparison.check import is_fused, is_refusal
@@ -77,6 +80,14 @@ class Dial:
     def title(self) -> str:
         """The model and the task."""
         return f"{self.model}, {self.task}"
+
+    @property
+    def points(self) -> list[DialPoint]:
+        """The rows that have a time, for a picture. The row of an optimizer on the CPU has plain's time if it has none."""
+        plain = self.rows[0].seconds
+        times = [(row, plain if row.name == _ON_CPU and row.seconds is None else row.seconds) for row in self.rows]
+        sizes = [(row.name, row.allocated or row.counted, seconds) for row, seconds in times]
+        return [DialPoint(name, size, seconds) for name, size, seconds in sizes if size and seconds]
 
     def __str__(self) -> str:
         return f"{self.title}. {self.text}"
@@ -291,11 +302,40 @@ class _Measuring:
         self._found.machine = " ".join(sentences)
 
 
-def page(dials: Sequence[Dial], command: str) -> str:
-    """Returns a page in Markdown with the tables, the machine, the versions and the command line."""
+def page(dials: Sequence[Dial], command: str, picture: str) -> str:
+    """Returns a page in Markdown with the tables, the machine, the versions and the command.
+
+    Args:
+        dials: the results.
+        command: the command line.
+        picture: the name of the picture's file; empty if there is none.
+    """
     machine = machine_of(device_for(torch.device("cpu")))
     versions = ", ".join([f"Python {machine['python']}", *(f"{name} {at}" for name, at in machine["versions"].items())])
+    load = (
+        f"Load of the machine at the end: {os.getloadavg()[0]:.1f} on {machine['cores']} cores."
+        if hasattr(os, "getloadavg")
+        else ""
+    )
+    image = [f"![Time of a batch against GPU memory]({picture})", ""] if picture else []
+    commit = f" Commit {_commit()}." if _commit() else ""
     parts = [f"## {each.title}\n\n{each.text}\n" for each in dials]
     return "\n".join(
-        ["# The dial: k and k', measured", "", f"Command: `{command}`. {versions}. {today()}.", "", *parts]
+        [
+            "# The dial: k and k', measured",
+            "",
+            *image,
+            f"Command: `{command}`. {versions}.{commit} {today()}. {load}",
+            "",
+            *parts,
+        ]
     )
+
+
+def _commit() -> str:
+    """Returns the commit of the package's repository; empty if it has none."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
