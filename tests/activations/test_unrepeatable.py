@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from sp_lightning.capabilities.activations import once_only
 from sp_lightning.capabilities.activations.offload import Offload
 from sp_lightning.capabilities.activations.recompute import Unrepeatable
 from sp_lightning.core.torch_compat.private import current_graph_task
@@ -567,12 +568,16 @@ def with_eight_bits() -> Module:
     return Module(nn.Sequential(nn.Linear(16, 16), *(EightBits() for _ in range(3)), nn.Linear(16, 16)))
 
 
-def test_layers_whose_first_forward_moves_their_weights_name_an_option_that_works_for_all() -> None:
+def test_known_causes_name_all_blocks_and_an_option_that_works() -> None:
+    """The error named one block. With its remedy pasted, the next block raised it, and so on."""
     with pytest.raises(
-        Unrepeatable, match=r"'net.\d' computed other values .* for all layers, activations=\"offload\"\."
-    ):
+        Unrepeatable, match=r"'net.\d' computed other values .* Linear8bitLt moves its 8-bit weights"
+    ) as raised:
         fit(with_eight_bits, vectors(), superpipeline(activations="recompute"))
-    assert_same(fit(with_eight_bits, vectors(), superpipeline(activations="offload")), fit(with_eight_bits, vectors()))
+    assert "(3): 'net.1', 'net.2', 'net.3'" in str(raised.value)
+    modes: dict[str, Any] = {"net.1": "offload", "net.2": "offload", "net.3": "offload", "**": "recompute"}
+    assert f"Use SuperpipelineStrategy(activations={json.dumps(modes)})." in str(raised.value)
+    assert_same(fit(with_eight_bits, vectors(), superpipeline(activations=modes)), fit(with_eight_bits, vectors()))
 
 
 class ReadsAfterwards(Block):
@@ -615,3 +620,25 @@ def test_another_tensor_in_place_of_a_cast_is_noticed() -> None:
     strategy = superpipeline(k=1, activations="recompute", layers=["net.1"])
     with pytest.raises(Unrepeatable, match=r"'net\.1' computed other values"):
         fit(of(ComputesWithAnother), vectors(1), strategy, precision="bf16-mixed")
+
+
+class Marked(nn.Linear):
+    """As far as its name tells, one of bitsandbytes'."""
+
+
+@pytest.mark.parametrize(
+    ("marked", "blocks", "modes"),
+    [
+        (range(12), "(12): 'net.*'", '{"net.*": "offload"}'),
+        (range(9), "(9): 'net.0', 'net.1', ", '"net.8": "offload", "**": "recompute"}'),
+    ],
+    ids=["all", "not all"],
+)
+def test_many_blocks_are_a_pattern_if_it_matches_no_others(
+    marked: range, blocks: str, modes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(once_only._KNOWN, ("tests", "Marked"), "a Marked")
+    units = {f"net.{at}": Marked(1, 1) if at in marked else nn.Linear(1, 1) for at in range(12)}
+    said = once_only.explained("a Marked", units)
+    assert blocks in said
+    assert modes in said

@@ -2,10 +2,10 @@
 
 **What it adds.** ``activations="recompute"``, ``"offload"``, modes by patterns, and ``"auto"``. ``policy`` gives each unit its
 mode and counts the memory that modes take. ``calls`` runs each call of a unit in its mode: ``recompute`` runs a forward again in
-backward (``snapshot`` restores what the forward found, ``fingerprints`` compare what both runs save); ``offload`` copies
-activations to the host (``host_ring``) and back. ``headroom`` offloads the oldest activations before device memory ends, in
-batches that were not measured. ``sp_lightning.chunk_loss`` (``chunked_loss``) computes the loss of a language model in chunks,
-also in a run without a strategy of this package.
+backward (``snapshot`` restores what the forward found, ``fingerprints`` compare what both runs save, ``once_only`` lists forwards
+that cannot run twice); ``offload`` copies activations to the host (``host_ring``) and back. ``headroom`` offloads the oldest
+activations before device memory ends, in batches that were not measured. ``sp_lightning.chunk_loss`` (``chunked_loss``) computes
+the loss of a language model in chunks, also in a run without a strategy of this package.
 
 **Where it enters.** :func:`~sp_lightning.registry.activations` returns the plan of ``calls.plan_activations``. It replaces the
 engine's :class:`~sp_lightning.core.engine.activations.KeepAll` by ``calls.UnitModes``.

@@ -37,7 +37,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -59,6 +59,7 @@ from sp_lightning.capabilities.activations.fingerprints import (
     sample,
     whole,
 )
+from sp_lightning.capabilities.activations.once_only import explained, known_cause
 from sp_lightning.capabilities.activations.policy import some
 from sp_lightning.capabilities.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.core.device.accelerator import generator_states, set_generator_states
@@ -114,6 +115,7 @@ class Recompute:
         self._setup = setup
         self._log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
         self._layer_at = setup.layer_at
+        self._units = setup.found.units
         self.differences = Differences(setup.device, pin=setup.pin)
         # torch's checkpoint restores the random state of its arguments' devices. Other arguments may all be on the host.
         self._anchor = setup.device.empty(0)
@@ -169,7 +171,9 @@ class Recompute:
         # Inside another forward that may run again, that forward is offloaded or kept instead.
         kept = _Kept() if automatic and not first_runs() and current_graph_task() == -1 else None
         try:
-            first = FirstRun(unit, module, list(once.values()), self._volatile[unit], self._layer_at, kept=kept)
+            first = FirstRun(
+                unit, module, list(once.values()), self._volatile[unit], self._layer_at, self._units, kept=kept
+            )
         except Exception as error:  # the snapshot reads objects of the user, which may raise anything
             if kept is None:
                 raise
@@ -387,7 +391,9 @@ class Recompute:
         ):  # backward runs the forward, for a checkpoint around the unit or for another unit: not tried
             return forward(*args, **kwargs), None
         try:
-            first = FirstRun(unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._layer_at)
+            first = FirstRun(
+                unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._layer_at, self._units
+            )
             again = None  # the user's own checkpoint around the unit runs it again
             if not is_checkpointed():
                 again = partial(self._try_again, first, forward, _Given(args, kwargs), _Around(self._anchor.device))
@@ -579,6 +585,7 @@ class FirstRun:
         given: the forward's arguments.
         volatile: the names of tensors that the unit has written without a change of their version. :meth:`ended` adds names.
         layer_at: finds weights on the device.
+        units: the units by name, for errors.
         kept: keeps what autograd saves, if the user has not chosen a second run; otherwise None.
 
     Attributes:
@@ -598,10 +605,13 @@ class FirstRun:
         given: Sequence[Any],
         volatile: set[str],
         layer_at: LayerAt,
+        units: Mapping[str, nn.Module],
         kept: _Kept | None = None,
     ) -> None:
         self.unit = unit
         self.automatic, self.kept = kept is not None, kept
+        self._module = module
+        self._units = units
         self.before = Snapshot(module, given)
         self.saved = SavedRun(layer_at, keep=sample if self.automatic else None)
         self._volatile = volatile
@@ -639,7 +649,7 @@ class FirstRun:
             )
         for weight in before.weights:
             if weight.is_written:
-                self.refuse(f"writes its parameter {weight.name!r}")
+                self.refuse(f"writes its parameter {weight.name!r}", known_cause(self._module))
             if weight.has_other_gradient:
                 self.refuse(f"runs a backward that gives its parameter {weight.name!r} a gradient")
         for tensor, version in before.inputs:
@@ -759,8 +769,11 @@ class FirstRun:
 
     def differs(self) -> Unrepeatable:
         """Returns the error for a second run that has saved other values."""
+        found = f"The forward of {self.unit!r} computed other values in backward than in forward"
+        if (cause := known_cause(self._module)) is not None:
+            return Unrepeatable(f"{found}. Perhaps {explained(cause, self._units)}")
         return Unrepeatable(
-            f"The forward of {self.unit!r} computed other values in backward than in forward. It depends on what has changed in "
+            f"{found}. It depends on what has changed in "
             "between (a hook, a patched function or class, a context, a global variable: parametrize.cached() has one), or on a "
             f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy}"
         )
@@ -774,15 +787,20 @@ class FirstRun:
             'SuperpipelineStrategy(activations="offload").'
         )
 
-    def refuse(self, done: str | None) -> None:
+    def refuse(self, done: str | None, cause: str | None = None) -> None:
         """Raises an error about a forward if it has done anything that prevents a second run.
 
         Args:
             done: the forward's action, as the message names it after "The forward of …"; None if there is none.
+            cause: the reason, from :func:`known_cause`; None if the unit has no module of a known class.
 
         Raises:
             Unrepeatable: ``done`` is not None.
         """
+        if done is not None and cause is not None:
+            raise Unrepeatable(
+                f"The forward of {self.unit!r} {done}, and cannot be run again: {explained(cause, self._units)}"
+            )
         if done is not None:
             raise Unrepeatable(f"The forward of {self.unit!r} {done}, and cannot be run again. {self._remedy}")
 
