@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sp_lightning._version import __version__
 
 __all__ = [
+    "FabricStrategy",
     "Plan",
     "PlannedLayer",
     "SharedBase",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         SuperpipelineStrategy,
         compile_blocks,
     )
+    from sp_lightning.any_loop.fabric import FabricStrategy
     from sp_lightning.any_loop.stream import stream
     from sp_lightning.any_loop.transformers_trainer import StreamedTrainer
     from sp_lightning.capabilities.activations.chunked_loss import chunk_loss

@@ -23,6 +23,7 @@ for _package, _needed in (("torch", "2.10"), ("lightning", "2.6")):
 # the import of lightning below would replace that package's logger. So it is restored afterwards.
 _log = rank_zero.log if "pytorch_lightning" in sys.modules else None
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from sp_lightning import registry
@@ -34,6 +35,7 @@ from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 registry.install()
 SuperpipelineStrategy.register_strategies(StrategyRegistry)
+STRATEGY_REGISTRY.register(SuperpipelineStrategy.strategy_name, registry.fabric_strategy, override=True)
 if _log is not None:
     rank_zero.log = _log
     if RequirementCache("pytorch-lightning>=2.6"):

@@ -60,6 +60,7 @@ CAPABILITIES = {
 """The folders, as names of packages, and what each adds."""
 
 PUBLIC = {
+    "FabricStrategy": "any_loop.fabric",
     "SharedBase": "experimental.sharing.shared_base",
     "StreamedTrainer": "any_loop.transformers_trainer",
     "check": "tools.comparison.check",
@@ -126,6 +127,11 @@ def public(name: str) -> Any:
     """
     with needed_for(f"sp_lightning.{name}", can_leave_out=False):
         return getattr(import_module(f"sp_lightning.{PUBLIC[name]}"), name)
+
+
+def fabric_strategy() -> Any:
+    """Returns the strategy of ``Fabric(strategy="superpipeline")``. Without ``any_loop``, it raises an error."""
+    return public("FabricStrategy")()
 
 
 def install() -> None:

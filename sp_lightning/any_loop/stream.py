@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial, wraps
 from types import MethodType, SimpleNamespace
@@ -88,8 +88,7 @@ def stream(
             f"stream({type(model).__name__}, {type(optimizer).__name__}, autocast={autocast!r}): expected a module, its "
             "optimizer (or a list of optimizers), and a dtype such as autocast=torch.bfloat16, or None."
         )
-    if wrong := sorted(_OF_LIGHTNING & set(options)):
-        raise TypeError(f"stream() has no option {wrong[0]!r}, which belongs to Lightning's Trainer. Leave it out.")
+    strategy = strategy_with(options, "stream()")
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     if together and (processes := torch.distributed.get_world_size()) > 1:
         raise ValueError(
@@ -107,11 +106,9 @@ def stream(
                 f"{name!r} is streamed already: two streams would move it. Expected one stream for each weight. Close the first: "
                 "stream.close()."
             )
-    strategy = SuperpipelineStrategy(**options)
     device = present_device() if options.get("device") is None else strategy.root_device
-    own = set(map(id, model.parameters()))
     for each in optimizers:
-        if not any(id(p) in own for group in each.param_groups for p in group["params"]):
+        if not steps(each, model):
             raise ValueError(
                 f"{type(each).__name__} has no weight of the streamed module. Expected its own optimizer: "
                 f"torch.optim.{type(each).__name__}(model.parameters())."
@@ -120,6 +117,23 @@ def stream(
     return StreamedLoop(
         Run(model, strategy._options, device, autocast, ALONE, LOG, bool(optimizers), loop)  # type: ignore[arg-type]
     )
+
+
+def strategy_with(options: Mapping[str, Any], caller: str) -> SuperpipelineStrategy:
+    """Checks the options of a loop, and returns a strategy that has them.
+
+    Raises:
+        TypeError, ValueError: see :func:`stream`.
+    """
+    if wrong := sorted(_OF_LIGHTNING & set(options)):
+        raise TypeError(f"{caller} has no option {wrong[0]!r}, which belongs to Lightning's Trainer. Leave it out.")
+    return SuperpipelineStrategy(**options)
+
+
+def steps(optimizer: Optimizer, module: nn.Module) -> bool:
+    """Returns True if an optimizer has a weight of the module."""
+    own = set(map(id, module.parameters()))
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
 
 class UserLoop:
@@ -163,7 +177,8 @@ class UserLoop:
         if not any(optimizer is each for each in self.optimizers):
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps weights of a stream, and was not given to it. Expected all optimizers of "
-                "these weights: sp_lightning.stream(model, [optimizer, other])."
+                "these weights: sp_lightning.stream(model, [optimizer, other]). "
+                "With Fabric: fabric.setup(model, optimizer, other)."
             )
 
 
@@ -194,9 +209,9 @@ class StreamedLoop:
             if run.trains:
                 run.training_begins()
             for each in self._loop.optimizers:
-                self._replace(each, "step", self._step)
+                replace_method(self._replaced, each, "step", self._step)
             if hasattr(self._module, "generate"):
-                self._replace(self._module, "generate", self._generate)
+                replace_method(self._replaced, self._module, "generate", self._generate)
             for patch in _scaler_patches:
                 patch.install()
         except BaseException:
@@ -251,16 +266,6 @@ class StreamedLoop:
         self._end_without_graph()
         return self._run.gpu_released()
 
-    def _replace(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        """Replaces a method of an object until the end: ``instead`` is called with the method, the object and the arguments."""
-        own = getattr(owner, name)
-
-        @wraps(own)
-        def replaced(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            return instead(own, owner, *args, **kwargs)
-
-        self._replaced.enter_context(in_place_of(owner, {name: MethodType(replaced, owner)}))
-
     # ------------------------------------------------------------------ a call of the root
 
     def failed(self, _: Any) -> None:
@@ -278,7 +283,10 @@ class StreamedLoop:
     def __call__(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs a call of the root as a step, or as part of the running step. Calls within it, and in backward, belong to it."""
         # The module is called anew, because the engine may be built again before.
-        forward = partial(call if self._is_within else nn.Module.__call__, module, *args, **kwargs)
+        return self.call(partial(call if self._is_within else nn.Module.__call__, module, *args, **kwargs))
+
+    def call(self, forward: partial[Any]) -> Any:
+        """Runs code that calls the root, or parts of it, as a step of training if gradients are enabled."""
         return self._call(forward, training=self._run.trains and torch.is_grad_enabled())
 
     def _generate(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -372,6 +380,17 @@ class _Awaited:
     """A hook on the outputs of a call of the root. It does nothing, and their graph keeps it alive."""
 
     def __call__(self, gradient: Tensor) -> None: ...
+
+
+def replace_method(until: ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Replaces a method of an object until the stack closes: ``instead`` gets the method, the object and the arguments."""
+    own = getattr(owner, name)
+
+    @wraps(own)
+    def replaced(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return instead(own, owner, *args, **kwargs)
+
+    until.enter_context(in_place_of(owner, {name: MethodType(replaced, owner)}))
 
 
 def _scaled(call: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

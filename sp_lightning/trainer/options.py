@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from lightning.pytorch.plugins.precision import (
-    BitsandbytesPrecision,
-    MixedPrecision,
-    Precision,
-    TransformerEnginePrecision,
-)
+from lightning.fabric.plugins import BitsandbytesPrecision, TransformerEnginePrecision
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from sp_lightning import registry
 from sp_lightning.core.model.patterns import LayerChoice
@@ -87,7 +83,7 @@ class Options:
 
 # ---------------------------------------------------------------------- precision plugins
 
-_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def prepare_precision(plugin: Precision | None) -> None:
@@ -108,4 +104,4 @@ def prepare_precision(plugin: Precision | None) -> None:
 
 def autocast_dtype(plugin: Precision) -> torch.dtype | None:
     """Returns the dtype that autocast casts to; None without autocast."""
-    return _AUTOCAST.get(plugin.precision) if is_a(plugin, MixedPrecision) else None
+    return AUTOCAST.get(plugin.precision) if is_a(plugin, MixedPrecision) else None

@@ -1,0 +1,166 @@
+"""``Fabric(strategy="superpipeline")``: streams the modules that Lightning's Fabric sets up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from sp_lightning.any_loop.stream import StreamedLoop, replacing, steps, strategy_with, stream
+from sp_lightning.core.device.closing import close_all
+from sp_lightning.core.torch_compat.around_calls import release, surround
+from sp_lightning.core.torch_compat.modes import never_compiled, no_inference_mode
+from sp_lightning.core.torch_compat.patched import in_place_of
+from sp_lightning.trainer.options import AUTOCAST, prepare_precision
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""The methods that Fabric's modules have in place of ``forward`` if they are LightningModules."""
+
+
+class FabricStrategy(SingleDeviceStrategy):
+    """Streams the modules of Lightning's Fabric: their layers are copied to the GPU while they run.
+
+    ::
+
+        fabric = Fabric(strategy=sp_lightning.FabricStrategy(gpu_memory="8GiB"))
+        model, optimizer = fabric.setup(model, optimizer)
+
+    ``Fabric(strategy="superpipeline")`` is the same without options. Results are bitwise those of the same code without this
+    strategy on one device, under the conditions of :func:`sp_lightning.stream`, which streams each module from its first call.
+    Fabric does all else on the CPU, between two steps: it clips, scales, saves and loads. Checkpoints are those of one device.
+
+    Modules stay on the CPU: ``fabric.init_module()`` makes them there, and ``fabric.setup`` and ``fabric.to_device`` leave them
+    there. One device computes. A module that is not set up is moved by ``module.to(fabric.device)``.
+
+    Args:
+        only_steps_write: as for :func:`sp_lightning.stream`.
+        options: as for :func:`sp_lightning.stream`, without ``autocast`` and ``device``, which Fabric chooses.
+
+    Raises:
+        TypeError: an option is unknown, or belongs to Lightning's Trainer.
+        ValueError: an option has an invalid value.
+    """
+
+    cluster_environment: Any = (
+        None  # Fabric sets this attribute, and the next two, before it calls `_configure_launcher`
+    )
+    num_nodes = _num_nodes = 1
+
+    def __init__(self, *, only_steps_write: bool = False, **options: Any) -> None:
+        if "device" in options:
+            raise TypeError("FabricStrategy() has no option 'device'. Expected Fabric(accelerator=…, devices=1).")
+        strategy_with(options, "FabricStrategy()")  # an error now, not at the first call
+        self._options = {"only_steps_write": only_steps_write, **options}
+        self._devices: list[torch.device] = []
+        self._modules: dict[nn.Module, StreamedLoop | None] = {}  # None before the module's first call
+        self._optimizers: list[Optimizer] = []
+        self._replaced = ExitStack()
+        self._first_call = partial(self._streams_and_calls)  # kept here, because `surround` keeps a weak reference
+        super().__init__()
+
+    @property
+    def streams(self) -> list[StreamedLoop]:
+        """The streams of the modules that were called, with their plans, counters and ``gpu_released()``."""
+        return [each for each in self._modules.values() if each is not None]
+
+    # ------------------------------------------------------------------ what Fabric gives
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices that Fabric has chosen."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+        self._root_device = self._devices[0]
+
+    def _configure_launcher(self) -> None:
+        """Called when Fabric has set all its parts. Raises a ValueError if they are not those of one process."""
+        number = len(self._devices) * self._num_nodes
+        if number == 1 and self.cluster_environment.creates_processes_externally:
+            number = self.cluster_environment.world_size()
+        if number > 1:
+            raise ValueError(
+                f'Fabric(strategy="superpipeline") was given {number} devices or processes. Expected one, because '
+                "processes share no gradients. Use Fabric(devices=1), or Lightning's Trainer: "
+                "Trainer(strategy=SuperpipelineStrategy(), devices=…)."
+            )
+        prepare_precision(self.precision)  # type: ignore[arg-type]
+
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Makes modules on the CPU, because they may not fit on the device."""
+        with super().module_init_context(empty_init), torch.device("cpu"):  # the inner context determines the device
+            yield
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leaves the module on the CPU, from where it is streamed."""
+
+    # ------------------------------------------------------------------ streams
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Streams the module from its first call. By then, its optimizers may be set up, too, and its weights loaded."""
+        if module not in self._modules:
+            self._await_call(module)
+            if getattr(module, "automatic_optimization", True):  # otherwise these methods step optimizers themselves
+                names = [name for name in _STEPS if callable(getattr(module, name, None))]
+                methods = {name: MethodType(replacing(getattr(module, name), self._method), module) for name in names}
+                self._replaced.enter_context(in_place_of(module, methods))
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Adds an optimizer. Streams of its weights end, and begin again with this optimizer at the next call."""
+        self._optimizers.append(optimizer)
+        for module, streamed in self._modules.items():
+            if streamed is not None and steps(optimizer, module):
+                streamed.close()
+                self._await_call(module)
+        return optimizer
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Runs a step. A closure may be the first to call the module, which has to be streamed when the step begins."""
+        for module, streamed in self._modules.items():
+            if streamed is None and steps(optimizer, module):
+                self._streamed(module)
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def teardown(self) -> None:
+        """Ends all streams. The modules are then ordinary modules on the CPU."""
+        modules, self._modules = self._modules, {}
+        for module in modules:
+            release(module, self._first_call)
+        streams = [each.close for each in modules.values() if each is not None]
+        close_all(*streams, self._replaced.close, self._optimizers.clear, super().teardown)
+
+    def _await_call(self, module: nn.Module) -> None:
+        self._modules[module] = None
+        surround(module, self._first_call)
+
+    @never_compiled
+    def _streams_and_calls(self, _: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._streamed(module)
+        return module(*args, **kwargs)
+
+    def _method(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method of :data:`_STEPS` as a call of the module: it may call parts of the module."""
+        return self._streamed(module).call(partial(own, *args, **kwargs))
+
+    def _streamed(self, module: nn.Module) -> StreamedLoop:
+        """Returns the module's stream. It begins now if this is the first call."""
+        streamed = self._modules[module]
+        if streamed is None:
+            release(module, self._first_call)
+            optimizers = [each for each in self._optimizers if steps(each, module)]
+            autocast = AUTOCAST.get(self.precision.precision)
+            with no_inference_mode():
+                streamed = stream(module, optimizers, autocast=autocast, device=self.root_device, **self._options)
+            self._modules[module] = streamed
+        return streamed

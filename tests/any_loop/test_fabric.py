@@ -1,0 +1,283 @@
+"""Lightning's Fabric with ``FabricStrategy`` has the bits of plain Fabric on one device."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+from sp_lightning import FabricStrategy
+from tests.support.models import Stack, vectors
+from tests.support.runs import assert_equal
+from tests.support.simdevice import simulated
+from tests.support.tiers import first
+
+Train = Callable[[Fabric], Any]
+
+
+def fabric_with(*, streamed: bool, **settings: Any) -> Fabric:
+    """Returns a Fabric on the CPU, with our strategy or without it."""
+    strategy: Any = FabricStrategy(k=1, fused_optimizer=False) if streamed else SingleDeviceStrategy()
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, **settings)
+    fabric.seed_everything(7, verbose=False)
+    fabric.launch()
+    return fabric
+
+
+def run(train: Train, *, streamed: bool, **settings: Any) -> Any:
+    """Returns what a function has computed with a Fabric, and the random state."""
+    fabric = fabric_with(streamed=streamed, **settings)
+    with simulated() if streamed else nullcontext([None]) as made:
+        try:
+            found = copy.deepcopy(train(fabric))
+        finally:
+            if streamed:
+                fabric.strategy.teardown()
+    assert made, "nothing was streamed"
+    return [found, torch.get_rng_state()]
+
+
+def compare(train: Train, settings: Callable[[], dict[str, Any]] = dict) -> None:
+    ours, plain = (run(train, streamed=streamed, **settings()) for streamed in (True, False))
+    assert_equal(ours, plain, "fabric")
+
+
+def batches(fabric: Fabric) -> Any:
+    return fabric.setup_dataloaders(DataLoader(torch.cat(vectors(4)), batch_size=len(vectors(1)[0])))
+
+
+def made(fabric: Fabric) -> tuple[Any, Any]:
+    with fabric.init_module():
+        net = Stack()
+    return fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+
+
+def loop(
+    fabric: Fabric, clip: dict[str, float] | None = None, accumulate: int = 1, evaluate: bool = False
+) -> list[Any]:
+    """Trains with a scheduler, as the options say. Returns losses, norms, weights, and the state of optimizer and scaler."""
+    net, optimizer = made(fabric)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+    found = []
+    for index, x in enumerate(batches(fabric)):
+        waits = (index + 1) % accumulate != 0
+        with fabric.no_backward_sync(net, enabled=waits):
+            loss = net(x).square().mean()
+            fabric.backward(loss / accumulate)
+        found.append(loss.detach())
+        if waits:
+            continue
+        if clip is not None:
+            found.append(fabric.clip_gradients(net, optimizer, **clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if evaluate:
+            net.eval()
+            with torch.no_grad(), fabric.autocast():
+                found.append(net(x).float().sum())
+            net.train()
+    return [found, dict(net.state_dict()), optimizer.state_dict(), fabric.strategy.precision.state_dict()]
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipping by norm, and accumulation": {"clip": {"max_norm": 0.1}, "accumulate": 2},
+    "clipping by value, and evaluation": {"clip": {"clip_val": 0.01}, "evaluate": True},
+}
+
+
+def scaled() -> dict[str, Any]:
+    """Fabric replaces 16-mixed by bf16-mixed on the CPU, except as a plugin."""
+    return {
+        "plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2))
+    }
+
+
+PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{name: lambda name=name: {"precision": name} for name in ("32-true", "bf16-mixed", "bf16-true", "64-true")},
+    "16-mixed": scaled,
+}
+
+
+@pytest.mark.parametrize(
+    ("precision", "name"),
+    first(
+        itertools.product(PRECISIONS, LOOPS),
+        ("32-true", "clipping by value, and evaluation"),
+        ("16-mixed", "clipping by norm, and accumulation"),
+        why="the others are streamed in the same way",
+    ),
+)
+def test_loops(precision: str, name: str) -> None:
+    """Losses, norms, weights, optimizer state and the scaler's."""
+    compare(lambda fabric: loop(fabric, **LOOPS[name]), PRECISIONS[precision])
+
+
+# ---------------------------------------------------------------------- other ways to set up and to step
+
+
+def closures(fabric: Fabric) -> Any:
+    net, optimizer = made(fabric)
+
+    def closure(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        fabric.backward(loss)
+        return loss
+
+    return [[optimizer.step(partial(closure, x)).detach() for x in batches(fabric)], dict(net.state_dict())]
+
+
+def set_up_apart(fabric: Fabric) -> Any:
+    """The optimizer is made after the module was set up, has run, and was loaded."""
+    net = fabric.setup_module(Stack())
+    with torch.inference_mode():
+        before = net(vectors(1)[0]).clone()
+    net.load_state_dict({name: value * 0.9 for name, value in net.state_dict().items()})
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), lr=1e-2))
+    for x in batches(fabric):
+        fabric.backward(net(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [before, dict(net.state_dict()), optimizer.state_dict()]
+
+
+def two_of_each(fabric: Fabric) -> Any:
+    nets = [Stack(3), Stack(3)]
+    pairs = [fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1e-2)) for net in nets]
+    (generator, ours), (critic, theirs) = pairs
+    for x in batches(fabric):
+        fabric.backward(critic(generator(x)).mean())
+        ours.step()
+        theirs.zero_grad()
+        fabric.backward(critic(generator(x).detach()).square().mean())
+        theirs.step()
+        ours.zero_grad()
+    return [dict(net.state_dict()) for net in nets]
+
+
+def one_optimizer(fabric: Fabric) -> Any:
+    nets = [fabric.setup(Stack(3)) for _ in range(2)]
+    weights = itertools.chain(*(net.parameters() for net in nets))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(weights, lr=1e-2))
+    for x in batches(fabric):
+        fabric.backward(nets[1](nets[0](x)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*(dict(net.state_dict()) for net in nets), optimizer.state_dict()]
+
+
+class Lit(LightningModule):
+    """Its steps call a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+
+    def training_step(self, x: Any) -> Any:
+        return self.net(x).square().mean()
+
+    validation_step = training_step
+
+
+def lightning_modules(fabric: Fabric) -> Any:
+    lit: Any = Lit()
+    lit, optimizer = fabric.setup(lit, torch.optim.AdamW(lit.parameters(), lr=1e-2))
+    found = []
+    for x in batches(fabric):
+        fabric.backward(lit.training_step(x))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(lit.validation_step(x))
+    return [found, dict(lit.state_dict())]
+
+
+WAYS = (closures, set_up_apart, two_of_each, one_optimizer, lightning_modules)
+
+
+@pytest.mark.parametrize("train", first(WAYS, set_up_apart, why="other orders of the same calls"))
+def test_ways(train: Train) -> None:
+    compare(train)
+
+
+@pytest.mark.rest("checkpoints are Fabric's own code")
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_checkpoint_of_one_is_resumed_by_the_other(ours_first: bool, tmp_path: Path) -> None:
+    def train(fabric: Fabric, load: bool = False, save: str = "first") -> Any:
+        net, optimizer = made(fabric)
+        state = {"net": net, "optimizer": optimizer, "step": 0}
+        if load:
+            fabric.load(tmp_path / "first", state)
+        for x in batches(fabric):
+            fabric.backward(net(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            state["step"] += 1
+        fabric.save(tmp_path / save, state)
+        return [dict(net.state_dict()), optimizer.state_dict(), state["step"]]
+
+    run(train, streamed=ours_first)
+    for save, streamed in (("ours", True), ("plain", False)):
+        run(lambda fabric: train(fabric, load=True, save=save), streamed=streamed)  # noqa: B023
+    ours, plain = (torch.load(tmp_path / name, weights_only=True) for name in ("ours", "plain"))
+    assert_equal(ours, plain, "resumed")
+    assert ours["step"] == 8
+    assert (tmp_path / "ours").stat().st_size == (tmp_path / "plain").stat().st_size
+
+
+# ---------------------------------------------------------------------- the end, and errors
+
+
+def test_the_name_and_the_end() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="superpipeline")
+    net, _ = made(fabric)
+    strategy: Any = fabric.strategy
+    assert strategy.streams == []
+    net(vectors(1)[0])
+    assert strategy.streams[0].plan.layers
+    strategy.teardown()
+    assert (strategy.streams, {type(each) for each in net.parameters()}) == ([], {nn.Parameter})
+    net(vectors(1)[0])
+    assert strategy.streams == []
+
+
+@pytest.mark.parametrize("settings", [{"devices": 2}, {"num_nodes": 2}, {"plugins": TorchElasticEnvironment()}])
+def test_several_processes(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"was given 2 devices or processes.*Fabric\(devices=1\)"):
+        Fabric(**{"accelerator": "cpu", "devices": 1, "strategy": "superpipeline", **settings})
+
+
+def test_what_fabric_chooses() -> None:
+    with pytest.raises(TypeError, match=r"no option 'device'. Expected Fabric\(accelerator"):
+        FabricStrategy(device="cpu")
+    with pytest.raises(TypeError, match="no option 'save_frozen', which belongs to Lightning's Trainer"):
+        FabricStrategy(save_frozen=False)
+    with pytest.raises(TypeError, match="no option 'autocast'"):
+        FabricStrategy(autocast=torch.bfloat16)
+
+
+def test_an_optimizer_that_was_not_set_up() -> None:
+    fabric = fabric_with(streamed=True)
+    net = fabric.setup(Stack(2))
+    optimizer = torch.optim.SGD(net.parameters())
+    fabric.backward(net(vectors(1)[0]).sum())
+    with pytest.raises(RuntimeError, match=r"was not given to it.*fabric\.setup\(model, optimizer, other\)"):
+        optimizer.step()
+    fabric.strategy.teardown()
