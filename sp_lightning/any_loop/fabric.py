@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from sp_lightning.any_loop.stream import StreamedLoop, replacing, steps, strategy_with, stream
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.torch_compat.around_calls import release, surround
-from sp_lightning.core.torch_compat.modes import never_compiled, no_inference_mode
+from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.trainer.options import AUTOCAST, prepare_precision
 
@@ -125,13 +125,6 @@ class FabricStrategy(SingleDeviceStrategy):
                 self._await_call(module)
         return optimizer
 
-    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Runs a step. A closure may be the first to call the module, which has to be streamed when the step begins."""
-        for module, streamed in self._modules.items():
-            if streamed is None and steps(optimizer, module):
-                self._streamed(module)
-        return super().optimizer_step(optimizer, **kwargs)
-
     def teardown(self) -> None:
         """Ends all streams. The modules are then ordinary modules on the CPU."""
         modules, self._modules = self._modules, {}
@@ -157,10 +150,9 @@ class FabricStrategy(SingleDeviceStrategy):
         """Returns the module's stream. It begins now if this is the first call."""
         streamed = self._modules[module]
         if streamed is None:
-            release(module, self._first_call)
             optimizers = [each for each in self._optimizers if steps(each, module)]
             autocast = AUTOCAST.get(self.precision.precision)
-            with no_inference_mode():
-                streamed = stream(module, optimizers, autocast=autocast, device=self.root_device, **self._options)
+            streamed = stream(module, optimizers, autocast=autocast, device=self.root_device, **self._options)
             self._modules[module] = streamed
+            release(module, self._first_call)
         return streamed

@@ -14,8 +14,8 @@ import pytest
 import torch
 from lightning import LightningModule
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import MixedPrecision
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.plugins import BitsandbytesPrecision, MixedPrecision
+from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
@@ -38,22 +38,24 @@ def fabric_with(*, streamed: bool, **settings: Any) -> Fabric:
     return fabric
 
 
-def run(train: Train, *, streamed: bool, **settings: Any) -> Any:
+def run(train: Train, *, streamed: bool, simulate: bool = False, **settings: Any) -> Any:
     """Returns what a function has computed with a Fabric, and the random state."""
     fabric = fabric_with(streamed=streamed, **settings)
-    with simulated() if streamed else nullcontext([None]) as made:
+    if not streamed:
+        return [copy.deepcopy(train(fabric)), torch.get_rng_state()]
+    strategy: Any = fabric.strategy
+    with simulated() if simulate else nullcontext():
         try:
             found = copy.deepcopy(train(fabric))
+            assert strategy.streams, "nothing was streamed"
         finally:
-            if streamed:
-                fabric.strategy.teardown()
-    assert made, "nothing was streamed"
+            strategy.teardown()
     return [found, torch.get_rng_state()]
 
 
-def compare(train: Train, settings: Callable[[], dict[str, Any]] = dict) -> None:
-    ours, plain = (run(train, streamed=streamed, **settings()) for streamed in (True, False))
-    assert_equal(ours, plain, "fabric")
+def compare(train: Train, simulate: bool, settings: Callable[[], dict[str, Any]] = dict) -> None:
+    ours = run(train, streamed=True, simulate=simulate, **settings())
+    assert_equal(ours, run(train, streamed=False, **settings()), "fabric")
 
 
 def batches(fabric: Fabric) -> Any:
@@ -62,7 +64,7 @@ def batches(fabric: Fabric) -> Any:
 
 def made(fabric: Fabric) -> tuple[Any, Any]:
     with fabric.init_module():
-        net = Stack()
+        net = Stack(3)
     return fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
 
 
@@ -109,30 +111,35 @@ def scaled() -> dict[str, Any]:
 
 
 PRECISIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    **{name: lambda name=name: {"precision": name} for name in ("32-true", "bf16-mixed", "bf16-true", "64-true")},
+    **{name: partial(dict, precision=name) for name in ("32-true", "bf16-mixed", "bf16-true", "64-true")},
     "16-mixed": scaled,
 }
 
 
+QUICK = (
+    (False, "32-true", "clipping by value, and evaluation"),
+    (False, "16-mixed", "clipping by norm, and accumulation"),
+)
+
+
 @pytest.mark.parametrize(
-    ("precision", "name"),
+    ("simulate", "precision", "name"),
     first(
-        itertools.product(PRECISIONS, LOOPS),
-        ("32-true", "clipping by value, and evaluation"),
-        ("16-mixed", "clipping by norm, and accumulation"),
-        why="the others are streamed in the same way",
+        [*QUICK, *itertools.product([True], PRECISIONS, LOOPS)], *QUICK, why="a simulated device and further precisions"
     ),
 )
-def test_loops(precision: str, name: str) -> None:
+def test_loops(simulate: bool, precision: str, name: str) -> None:
     """Losses, norms, weights, optimizer state and the scaler's."""
-    compare(lambda fabric: loop(fabric, **LOOPS[name]), PRECISIONS[precision])
+    compare(lambda fabric: loop(fabric, **LOOPS[name]), simulate, PRECISIONS[precision])
 
 
 # ---------------------------------------------------------------------- other ways to set up and to step
 
 
-def closures(fabric: Fabric) -> Any:
-    net, optimizer = made(fabric)
+def closures(fabric: Fabric, make: Any = torch.optim.AdamW) -> Any:
+    """The first closure of the first step is the module's first call."""
+    net = Stack(3)
+    net, optimizer = fabric.setup(net, make(net.parameters(), lr=1e-2))  # type: ignore[assignment]
 
     def closure(x: Any) -> Any:
         optimizer.zero_grad()
@@ -141,6 +148,10 @@ def closures(fabric: Fabric) -> Any:
         return loss
 
     return [[optimizer.step(partial(closure, x)).detach() for x in batches(fabric)], dict(net.state_dict())]
+
+
+def several_closures(fabric: Fabric) -> Any:
+    return closures(fabric, torch.optim.LBFGS)
 
 
 def set_up_apart(fabric: Fabric) -> Any:
@@ -208,12 +219,13 @@ def lightning_modules(fabric: Fabric) -> Any:
     return [found, dict(lit.state_dict())]
 
 
-WAYS = (closures, set_up_apart, two_of_each, one_optimizer, lightning_modules)
+WAYS = (closures, several_closures, set_up_apart, two_of_each, one_optimizer, lightning_modules)
 
 
-@pytest.mark.parametrize("train", first(WAYS, set_up_apart, why="other orders of the same calls"))
+@pytest.mark.rest("other orders of the same calls, on a simulated device")
+@pytest.mark.parametrize("train", WAYS)
 def test_ways(train: Train) -> None:
-    compare(train)
+    compare(train, simulate=True)
 
 
 @pytest.mark.rest("checkpoints are Fabric's own code")
@@ -271,6 +283,36 @@ def test_what_fabric_chooses() -> None:
         FabricStrategy(save_frozen=False)
     with pytest.raises(TypeError, match="no option 'autocast'"):
         FabricStrategy(autocast=torch.bfloat16)
+
+
+def test_modules_stay_on_the_host() -> None:
+    strategy = FabricStrategy()
+    strategy.parallel_devices = [torch.device("meta")]
+    with strategy.module_init_context():
+        net = nn.Linear(1, 1)
+    strategy.module_to_device(net)
+    assert net.weight.device.type == "cpu"
+    with strategy.tensor_init_context():
+        assert torch.ones(1).device.type == "meta"
+
+
+def test_precisions_that_replace_layers() -> None:
+    plugin = BitsandbytesPrecision.__new__(BitsandbytesPrecision)
+    strategy = FabricStrategy()
+    strategy.precision = plugin
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.cluster_environment = LightningEnvironment()
+    with pytest.raises(ValueError, match="superpipeline cannot work with BitsandbytesPrecision"):
+        strategy._configure_launcher()
+
+
+def test_a_module_that_does_not_fit_is_not_called_without_a_stream() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(k=1, gpu_memory="1KiB"))
+    net = fabric.setup(Stack(2))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="gpu_memory"):
+            net(vectors(1)[0])
+    fabric.strategy.teardown()
 
 
 def test_an_optimizer_that_was_not_set_up() -> None:

@@ -13,29 +13,28 @@ import pytest
 import torch
 import yaml
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 import sp_lightning
 from tests.support.runs import assert_equal
 from tests.support.simdevice import simulated
 
-litgpt = pytest.importorskip("litgpt")
+gpt = pytest.importorskip("litgpt.model")
+cli = pytest.importorskip("litgpt.__main__")
 
 TEXT = "Below is an instruction that describes a task. Write a response. ### one two three four five six"
 
 
 def write_model(folder: Path) -> None:
     """Writes a small Llama with random weights, its tokenizer, and a few rows."""
-    from litgpt.model import GPT, Config
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     folder.mkdir()
     words = TEXT.split()
-    config = Config(
+    config = gpt.Config(
         name="tiny", block_size=256, vocab_size=64, padded_vocab_size=64, n_layer=3, n_head=2, n_embd=16, intermediate_size=32,
         bias=False, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", rotary_percentage=1.0, parallel_residual=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    torch.save(GPT(config).state_dict(), folder / "lit_model.pth")
+    torch.save(gpt.GPT(config).state_dict(), folder / "lit_model.pth")
     (folder / "model_config.yaml").write_text(yaml.safe_dump(asdict(config)))
     vocabulary = {word: index for index, word in enumerate(["<unk>", "</s>", *dict.fromkeys(words)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -49,8 +48,6 @@ def write_model(folder: Path) -> None:
 
 def finetune(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, precision: str, *more: str) -> Any:
     """Runs the command. Returns the logged numbers and all checkpoints."""
-    from litgpt.__main__ import main
-
     given = {
         "out_dir": out, "precision": precision, "data": "JSON", "data.json_path": model / "rows.json",
         "data.val_split_fraction": 0.25, "data.num_workers": 0, "train.global_batch_size": 4, "train.micro_batch_size": 2,
@@ -59,7 +56,7 @@ def finetune(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, precision:
     }  # fmt: skip
     options = [f"--{name}={value}" for name, value in given.items()]
     monkeypatch.setattr(sys, "argv", ["litgpt", "finetune_full", str(model), *options, *more])
-    main()
+    cli.main()
     with next(out.glob("logs/**/metrics.csv")).open() as file:
         logged = [{name: value for name, value in row.items() if "time" not in name} for row in csv.DictReader(file)]
     files = sorted(out.rglob("lit_model.pth"))

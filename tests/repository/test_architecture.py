@@ -311,6 +311,7 @@ def test_the_options_are_frozen() -> None:
 def test_the_public_names_are_frozen() -> None:
     """Public names: imports, and attributes of a strategy beside Lightning's own. The CHANGELOG lists changes."""
     assert sp_lightning.__all__ == [
+        "FabricStrategy",
         "Plan",
         "PlannedLayer",
         "SharedBase",
