@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from sp_lightning.any_loop.stream import StreamedLoop, replacing, steps, strategy_with, stream
+from sp_lightning.any_loop.stream import StreamedLoop, replace_method, steps, strategy_with, stream
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
-from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.trainer.options import AUTOCAST, prepare_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -48,9 +46,8 @@ class FabricStrategy(SingleDeviceStrategy):
         ValueError: an option has an invalid value.
     """
 
-    cluster_environment: Any = (
-        None  # Fabric sets this attribute, and the next two, before it calls `_configure_launcher`
-    )
+    # Fabric sets this attribute, and the next two, before it calls `_configure_launcher`
+    cluster_environment: Any = None
     num_nodes = _num_nodes = 1
 
     def __init__(self, *, only_steps_write: bool = False, **options: Any) -> None:
@@ -60,7 +57,7 @@ class FabricStrategy(SingleDeviceStrategy):
         self._options = {"only_steps_write": only_steps_write, **options}
         self._devices: list[torch.device] = []
         self._modules: dict[nn.Module, StreamedLoop | None] = {}  # None before the module's first call
-        self._optimizers: list[Optimizer] = []
+        self._steppers: list[Optimizer] = []
         self._replaced = ExitStack()
         self._first_call = partial(self._streams_and_calls)  # kept here, because `surround` keeps a weak reference
         super().__init__()
@@ -80,7 +77,11 @@ class FabricStrategy(SingleDeviceStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
-        self._root_device = self._devices[0]
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device on which layers compute."""
+        return self._devices[0] if self._devices else torch.device("cpu")
 
     def _configure_launcher(self) -> None:
         """Called when Fabric has set all its parts. Raises a ValueError if they are not those of one process."""
@@ -111,14 +112,13 @@ class FabricStrategy(SingleDeviceStrategy):
         if module not in self._modules:
             self._await_call(module)
             if getattr(module, "automatic_optimization", True):  # otherwise these methods step optimizers themselves
-                names = [name for name in _STEPS if callable(getattr(module, name, None))]
-                methods = {name: MethodType(replacing(getattr(module, name), self._method), module) for name in names}
-                self._replaced.enter_context(in_place_of(module, methods))
+                for name in filter(partial(hasattr, module), _STEPS):
+                    replace_method(self._replaced, module, name, self._method)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Adds an optimizer. Streams of its weights end, and begin again with this optimizer at the next call."""
-        self._optimizers.append(optimizer)
+        self._steppers.append(optimizer)
         for module, streamed in self._modules.items():
             if streamed is not None and steps(optimizer, module):
                 streamed.close()
@@ -131,7 +131,7 @@ class FabricStrategy(SingleDeviceStrategy):
         for module in modules:
             release(module, self._first_call)
         streams = [each.close for each in modules.values() if each is not None]
-        close_all(*streams, self._replaced.close, self._optimizers.clear, super().teardown)
+        close_all(*streams, self._replaced.close, self._steppers.clear, super().teardown)
 
     def _await_call(self, module: nn.Module) -> None:
         self._modules[module] = None
@@ -150,7 +150,7 @@ class FabricStrategy(SingleDeviceStrategy):
         """Returns the module's stream. It begins now if this is the first call."""
         streamed = self._modules[module]
         if streamed is None:
-            optimizers = [each for each in self._optimizers if steps(each, module)]
+            optimizers = [each for each in self._steppers if steps(each, module)]
             autocast = AUTOCAST.get(self.precision.precision)
             streamed = stream(module, optimizers, autocast=autocast, device=self.root_device, **self._options)
             self._modules[module] = streamed
