@@ -34,7 +34,9 @@ def in_words_of_a_loop(text: str) -> str:
 
 def reword(error: BaseException) -> None:
     """Says the message and the notes of an error in the words of a loop."""
-    error.args = tuple(in_words_of_a_loop(each) if isinstance(each, str) else each for each in error.args)
+    said = tuple(in_words_of_a_loop(each) if isinstance(each, str) else each for each in error.args)
+    if said != error.args:  # errors of the user's code stay as they are
+        error.args = said
     if notes := getattr(error, "__notes__", None):
         notes[:] = map(in_words_of_a_loop, notes)
 
