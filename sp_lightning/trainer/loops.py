@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from sp_lightning.core.observe.messages import BEING_UPDATED, not_whole
 from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.ledger import Ledger
-from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.trainer.compat import last_checkpoint
 from sp_lightning.trainer.host_strategy import HostStrategy
@@ -163,10 +161,10 @@ class ReadableStrategy(HostStrategy):
 
     @gpu_memory.setter
     def gpu_memory(self, value: int | float | str | None) -> None:
-        budget = checked_budget("gpu_memory", value)
+        options = self._options.but("gpu_memory", value)
         if self._run is not None:
-            self._run.change_gpu_memory(budget)
-        self._options = replace(self._options, gpu_memory=budget)
+            self._run.change_gpu_memory(options.gpu_memory)
+        self._options = options
 
     def gpu_released(self) -> AbstractContextManager[int]:
         """A context between two batches in which other code can use the GPU's memory, for example an engine that generates.

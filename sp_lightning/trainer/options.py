@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -56,6 +56,11 @@ class Options:
     def host_budget(self) -> HostBudget:
         """The limit of host memory. With a disk it is all free memory: the disk stores the data beyond ``host_memory``."""
         return MACHINE if self.host_memory is None or self.disk is not None else registry.host_budget(self.host_memory)
+
+    def but(self, option: str, value: Any) -> Options:
+        """Returns these options with another value of one of them, which is checked."""
+        check = next(each.metadata["check"] for each in fields(self) if each.name == option)
+        return replace(self, **{option: check(value)})
 
     @classmethod
     def checked(cls, **given: Any) -> Options:

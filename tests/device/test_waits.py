@@ -43,7 +43,7 @@ import pytest
 from torch import Tensor
 
 from sp_lightning.core.device.device import Stream, Wait
-from sp_lightning.core.layers.gradients import Gradients
+from sp_lightning.core.layers.gradients import Transfers
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.registry import is_installed
 from tests.support.runs import assert_same, superpipeline
@@ -98,7 +98,7 @@ def as_a_device_does() -> Iterator[None]:
 
     def freeing(method: Callable[..., None]) -> Callable[..., None]:
         def later(self: Any, *args: Any, **options: Any) -> None:
-            device = self.device if isinstance(self, Gradients) else self._device
+            device = self.device if isinstance(self, Transfers) else self._device
             access = device.access
 
             def note(memory: Tensor | Iterable[Tensor], by: Stream | None, *, write: bool) -> None:
@@ -117,7 +117,7 @@ def as_a_device_does() -> Iterator[None]:
 
     with (
         mock.patch.object(HostBlock, "write", written),
-        mock.patch.object(Gradients, "retire", freeing(Gradients.retire)),
+        mock.patch.object(Transfers, "retire", freeing(Transfers.retire)),
         mock.patch.object(Watch, "__torch_dispatch__", dispatched),
         ExitStack() as stack,
     ):

@@ -181,3 +181,11 @@ def test_another_runs_thread_waits_for_no_lock_of_this_one() -> None:
                 assert helped == [False]
     finally:
         scope.reset(token)
+
+
+def test_layers_of_one_step_on_two_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stream waited for no upload, and the slot was free before it had read the weights."""
+    streams = iter([1, 1, 2])
+    monkeypatch.setattr(Device, "compute_stream", lambda device: next(streams))
+    with pytest.raises(RuntimeError, match="called on another CUDA stream"):
+        fit(lambda: Module(Stack()), vectors(1), superpipeline(k=1))

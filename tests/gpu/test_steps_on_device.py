@@ -101,6 +101,17 @@ def test_a_users_stream_waits_for_steps_as_the_default_one_does(mode: str) -> No
     assert_plains(lambda: OnStream(Stack(depth=12, width=512)), wide, mode, precision="bf16-mixed")
 
 
+def test_layers_of_one_step_on_two_streams_are_refused() -> None:
+    class OnTwo(Module):
+        def loss(self, batch: Tensor) -> Tensor:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                self.net(batch)
+            return super().loss(batch)
+
+    with pytest.raises(RuntimeError, match="called on another CUDA stream"):
+        assert_plains(lambda: OnTwo(Stack()), vectors(), "off")
+
+
 def test_the_models_kernels_do_not_wait_for_uploads_of_steps() -> None:
     """They were on one stream."""
     waited = list[Stream]()

@@ -2,8 +2,8 @@
 
 The classes that stream the model, :class:`~sp_lightning.core.engine.schedule.Residency` and
 :class:`~sp_lightning.core.layers.gradients.Transfers`, decide which layer is uploaded when and into which slot, and when
-gradients are offloaded. Only the device is replaced: it copies nothing and predicts the time of each copy. The prediction
-therefore follows the engine as it is, not a model of it.
+gradients are offloaded. Only the device is replaced (``clocks``): it copies nothing and predicts the time of each copy. So
+uploads and gradients follow the engine as it is. Optimizer steps are a model: this file repeats the rules of ``layerwise``.
 """
 
 from __future__ import annotations

@@ -66,6 +66,9 @@ class Accelerator(Device):
         # Not cached: hooks of backward run on autograd's thread, which has a current stream of its own.
         return self._side[stream] if stream in self._side else torch.accelerator.current_stream(self.device)
 
+    def compute_stream(self) -> int:
+        return self._stream(Stream.COMPUTE).stream_id
+
     def host_empty(self, nbytes: int, *, pin: bool = False) -> Tensor:
         if pin and self.device.type != "cuda":
             # torch raises RuntimeError if no more memory can be page-locked (size or permission).
@@ -258,14 +261,13 @@ class Accelerator(Device):
 
     def _sum_waits(self) -> None:
         """Adds up the measured waits that the device has passed, and keeps the others for the next call."""
-        still_open = []
-        for why, before, after in self._waits:
+        waits, self._waits = self._waits, []  # another thread may add waits meanwhile
+        for why, before, after in waits:
             if after.query():
                 self._stalled[why] += before.elapsed_time(after) / 1000
                 self._spare.append((before, after))
             else:
-                still_open.append((why, before, after))
-        self._waits = still_open
+                self._waits.append((why, before, after))
 
 
 @functools.cache

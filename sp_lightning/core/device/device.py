@@ -268,6 +268,10 @@ class Device:
         """Returns True if this device is an accelerator and a tensor is in its memory."""
         return not self.computes_on_host and tensor.device == self.device
 
+    def compute_stream(self) -> int:
+        """Returns the number of the stream on which this thread computes now. User code may choose another one."""
+        return 0
+
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """A context in which kernels are issued to ``stream``."""
         return nullcontext()

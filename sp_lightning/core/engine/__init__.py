@@ -65,7 +65,7 @@ transition. Every test checks the table::
 - Layers are RESTING only in inference, if every layer of their ring has a slot. Then nothing is copied any more.
 - A released layer keeps its slot. It is *evicted* when another layer is fetched into the slot, when its copy is out of date, or
   when slots are freed. Masters and tables are evicted at each release, except if a tensor still views their slot.
-- ``Prefetch.next`` chooses the slot for a prefetch, ``Slots.find`` for a fetch on demand: an empty slot, else the slot whose
+- ``Prefetch._choose`` chooses the slot for a prefetch, ``Slots.find`` for a fetch on demand: an empty slot, else the slot whose
   layer is used again last. The host never waits for a slot: the upload stream does, and if all slots are in use, a fetch on
   demand allocates another one.
 - HELD protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
@@ -75,7 +75,7 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 
 =======================  ============================================================================================
 ``schedule``             Which layers are fetched, locked, attached and released (1) (2), and in which order. The planner's
-                         simulator runs these very classes with a simulated device that only counts time.
+                         simulator (``capabilities.tuning``) runs these very classes on clocks.
 ``layers.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
 ``layers.compiled_calls`` Gives modules that ``torch.compile`` compiles casts and whole wrapped weights during their calls.
 ``layers.writes``        Copies weights to the host that user code has written on the device.
@@ -103,6 +103,12 @@ when backward updates a layer                               ``layerwise._update_
 what ``ctx.saved_tensors`` returns                          ``saved_objects``
 errors of code in other threads                             ``device.own_threads`` (texts), ``uses.admit``
 how the host waits for an event                             ``device.accelerator.Accelerator.synchronize``
+the streams and order of uploads; of gradients              ``layers.ring.Slots`` (``fetch``, ``_send``);
+                                                            ``layers.gradients`` (``Gradients.drain``, ``Transfers``)
+a check at each call of a layer                             ``calls.ModuleCall._begin``, ``calls.Calls.enter``
+what happens when values are loaded between two steps       ``trainer.run.Run.loading``, ``step.Step.invalidate``
+what happens after an error in a step                       ``trainer.run.Run.whole_after_failure``, ``step.Step.end``
+the time that the simulator counts for a wait or a copy     ``capabilities.tuning.clocks``
 the dtype of casts; how they are computed                   ``plan.plan``, ``layers.casts``; ``layers.host_casts``
 an option: field, check, signature; where memory acts       ``trainer.options``, ``plan.options``,
                                                             ``trainer.strategy``; ``plan.window``

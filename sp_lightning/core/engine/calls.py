@@ -76,8 +76,8 @@ class Calls:
             The layers for :meth:`leave`: none for a table whose rows are looked up; also the masters if other code may read them.
 
         Raises:
-            RuntimeError: the call is traced or transformed; or another thread makes the call, and no forward runs in which the
-                thread could be a helper.
+            RuntimeError: the call is traced or transformed; the step computes on another stream; or another thread makes the
+                call, and no forward runs in which the thread could be a helper.
         """
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
             visits = ()  # the look-up itself fetches the rows that it needs
@@ -97,6 +97,7 @@ class Calls:
             try:
                 if outside:
                     step.begin_outside()
+                self._refuse_other_stream(visits)
                 self._activate()
                 self.residents.group.sync_requires_grad()
                 self.residency.begin_call(visits, backward=bool(self.backward.tasks))
@@ -112,6 +113,19 @@ class Calls:
                 if layer.running_calls == 1:  # this call is the outermost one that uses the layer
                     layer.parameters.count_references()
         return visits
+
+    def _refuse_other_stream(self, visits: Visits) -> None:
+        """Raises a RuntimeError if the step computes on another stream: only that one waits for uploads and frees slots."""
+        step = self.step
+        stream = step.device.compute_stream()
+        if step.stream is None:
+            step.stream = stream
+        elif stream != step.stream and visits:
+            raise RuntimeError(
+                f"{visits[0].name!r} is called on another CUDA stream than the layers before it in this step, and would not wait "
+                "for its upload. Expected one stream for all layers of a step: call the layer outside of "
+                "`with torch.cuda.stream(…)`, or run the whole step inside of it."
+            )
 
     def _activate(self) -> None:
         """Calls :meth:`Step.activate` if modules hold host parameters or the residents may be out of date, which is seldom."""

@@ -219,7 +219,8 @@ class Backward:
         if gradient.dtype is not host.dtype:
             # User code has given the weight another dtype (param.data = other). The host parameter must get it before
             # the gradient.
-            self.writes.take_back(layer)
+            with held(self.lock):
+                self.writes.take_back(layer)
         if of_cast:
             gradient = gradient.inner_tensor
         with self._arrivals:

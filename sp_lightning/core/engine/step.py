@@ -41,6 +41,7 @@ class Step:
         running: True if a step runs.
         kind: the kind of the running step, or of the last one.
         ends_with_backward: True if the step ends when a backward ends.
+        stream: the number of the stream on which the step computes; None before its first call of a layer.
         shared: True if other threads use weights in the step, too.
         uploaded_again: the layers whose copies were out of date when the step began, because user code may have written them
             since the last step; None if all copies were.
@@ -68,6 +69,7 @@ class Step:
         self.running = False
         self.kind = StepKind.INFERENCE
         self.ends_with_backward = False
+        self.stream: int | None = None
         self.shared = False
 
     @property
@@ -317,6 +319,7 @@ class Step:
         # After an error, a weight that was written on the host and on the device raises no second error. Until the next step.
         self.writes.refuses = not failed
         self.running = self._stepping = False
+        self.stream = None
         self.threads.end_forward()
         for layer in self.layers:
             layer.running_calls = 0  # a call that an error or Ctrl-C has interrupted would keep its layer in use

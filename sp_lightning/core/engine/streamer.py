@@ -481,7 +481,7 @@ class Streamer:
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Frees device memory, and removes all hooks. Modules keep the host parameters as ordinary CPU parameters."""
+        """Frees device memory, and removes all hooks and patches. Modules keep the host parameters as ordinary CPU parameters."""
         with self._lock:
             close_all(
                 partial(unwatch, self._backward),  # first, because it is a patch of the whole process

@@ -50,7 +50,7 @@ class Transfers(Generic[W]):
 
     Args:
         device: copies, and waits for the transfers.
-        in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
+        in_flight: the number of transfers, each with the gradients of a layer, that may be on the device at once (k' + 1).
         apply: applies the gradients of a transfer, given its value. Called after the host has waited for the transfer.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Notes on errors that other code raises: how this package is involved, and a remedy."""
+"""The log, notes on errors that other code raises, and the context in which a choice that fails gives way to another one."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Ring:
 
     Layers far larger than the others have their own ring, so that they do not inflate every slot. The number of a ring's slots
     is the largest number of its layers among k + k' consecutive layers. So any k + k' consecutive layers fit, whatever their
-    sizes, and layers of one size share one ring of k + k' slots.
+    sizes, and layers of one size share one ring of k + k' slots. A ring has more slots if one module uses more layers at once.
     """
 
     slots: int
@@ -30,7 +30,9 @@ class Ring:
 def choose_rings(
     sizes: Sequence[int], window: int, together: Collection[Sequence[int]] = ()
 ) -> tuple[tuple[Ring, ...], list[int]]:
-    """Divides layers of different sizes among rings, so that all slots together take the fewest bytes.
+    """Divides layers of different sizes among rings, so that all slots together take few bytes.
+
+    The sizes of rings are chosen for windows of consecutive layers. ``together`` then only adds slots.
 
     Args:
         sizes: bytes of each layer.

@@ -1,7 +1,7 @@
 """All private names of torch that this package uses: names with an underscore, or in modules with one.
 
 torch may change these without notice. So this file defines one name for each of them, with its meaning and the reason why
-torch's public API does not suffice. All of them exist in torch 2.10, 2.11 and 2.15.
+torch's public API does not suffice. With torch 2.10, 2.11 and 2.15, this file defines all of them; some have two sources.
 ``tests/torch_compat/test_torch_private.py`` tests results whose change no training would show, and
 ``tests/repository/test_architecture.py`` keeps private names out of all other files.
 
