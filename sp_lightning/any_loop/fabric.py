@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.any_loop.stream import StreamedLoop, replace_method, steps, strategy_with, stream
 from sp_lightning.core.device.closing import close_all
+from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.trainer.options import AUTOCAST, prepare_precision
@@ -66,6 +67,27 @@ class FabricStrategy(SingleDeviceStrategy):
     def streams(self) -> list[StreamedLoop]:
         """The streams of the modules that were called, with their plans, counters and ``gpu_released()``."""
         return [each for each in self._modules.values() if each is not None]
+
+    @property
+    def gpu_memory(self) -> int | float | str | None:
+        """The limit of GPU memory of each module. It may be set between two steps."""
+        return self._options.get("gpu_memory")
+
+    @gpu_memory.setter
+    def gpu_memory(self, value: int | float | str | None) -> None:
+        checked_budget("gpu_memory", value)
+        for each in self.streams:
+            each.gpu_memory = value
+        self._options["gpu_memory"] = value
+
+    @contextmanager
+    def gpu_released(self) -> Generator[int, None, None]:
+        """A context between two steps in which other code can use the GPU's memory, of all streams.
+
+        See :meth:`sp_lightning.SuperpipelineStrategy.gpu_released`.
+        """
+        with ExitStack() as contexts:
+            yield sum(contexts.enter_context(each.gpu_released()) for each in self.streams)
 
     # ------------------------------------------------------------------ what Fabric gives
 

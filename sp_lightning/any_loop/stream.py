@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from sp_lightning.any_loop.words import LOG, in_loop, reword
 from sp_lightning.core.device.accelerator import present_device
 from sp_lightning.core.device.closing import close_all
+from sp_lightning.core.model.checks import refuse_computed_weights
 from sp_lightning.core.observe.stats import Stats
+from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
@@ -88,6 +90,10 @@ def stream(
             f"stream({type(model).__name__}, {type(optimizer).__name__}, autocast={autocast!r}): expected a module, its "
             "optimizer (or a list of optimizers), and a dtype such as autocast=torch.bfloat16, or None."
         )
+    if isinstance(model, nn.DataParallel):
+        raise TypeError(
+            "stream(DataParallel): expected the module itself, because one device computes: stream(model.module, …)."
+        )
     strategy = strategy_with(options, "stream()")
     together = torch.distributed.is_available() and torch.distributed.is_initialized()
     if together and (processes := torch.distributed.get_world_size()) > 1:
@@ -95,16 +101,17 @@ def stream(
             f"stream() was called in one of {processes} processes. Expected one, because it shares no gradients. Start one "
             "process, or use Lightning's Trainer: Trainer(strategy=SuperpipelineStrategy(), devices=…)."
         )
+    within = [other._module for other in _open if other._run.engine.in_step]  # these hold device parameters now
     for name, parameter in model.named_parameters():
+        if any(model is other for other in within) or any(id(parameter) in other.weights for other in _open):
+            raise ValueError(
+                f"{name!r} is streamed already: two streams would move it. Expected one stream for each weight. Close the first: "
+                "stream.close(), with Fabric fabric.strategy.teardown()."
+            )
         if parameter.device.type != "cpu":
             raise ValueError(
                 f"{name!r} is on {parameter.device}. Expected all weights on the CPU, from where they are streamed. Leave out "
                 "model.to(device), or call model.cpu() before the optimizer is made; load a model on the meta device first."
-            )
-        if any(id(parameter) in other.weights for other in _open):
-            raise ValueError(
-                f"{name!r} is streamed already: two streams would move it. Expected one stream for each weight. Close the first: "
-                "stream.close()."
             )
     device = present_device() if options.get("device") is None else strategy.root_device
     for each in optimizers:
@@ -127,7 +134,10 @@ def strategy_with(options: Mapping[str, Any], caller: str) -> SuperpipelineStrat
     """
     if wrong := sorted(_OF_LIGHTNING & set(options)):
         raise TypeError(f"{caller} has no option {wrong[0]!r}, which belongs to Lightning's Trainer. Leave it out.")
-    return SuperpipelineStrategy(**options)
+    try:
+        return SuperpipelineStrategy(**options)
+    except TypeError as error:
+        raise TypeError(str(error).replace(SuperpipelineStrategy.__name__, caller)) from None
 
 
 def steps(optimizer: Optimizer, module: nn.Module) -> bool:
@@ -177,7 +187,7 @@ class UserLoop:
         if not any(optimizer is each for each in self.optimizers):
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps weights of a stream, and was not given to it. Expected all optimizers of "
-                "these weights: sp_lightning.stream(model, [optimizer, other]). "
+                "these weights: close this stream, and begin another one: sp_lightning.stream(model, [all optimizers]). "
                 "With Fabric: fabric.setup(model, optimizer, other)."
             )
 
@@ -258,13 +268,37 @@ class StreamedLoop:
         """Returns the counters. Also after the end."""
         return self._run.results.stats
 
+    @property
+    def gpu_memory(self) -> int | float | None:
+        """The limit of GPU memory. It may be set between two steps: see :attr:`SuperpipelineStrategy.gpu_memory`."""
+        return self._run.gpu_memory
+
+    @gpu_memory.setter
+    @in_loop()
+    def gpu_memory(self, value: int | float | str | None) -> None:
+        budget = checked_budget("gpu_memory", value)
+        self._between("gpu_memory")
+        try:
+            self._run.change_gpu_memory(budget)
+        finally:
+            self._surround()
+
+    @in_loop()
     def gpu_released(self) -> AbstractContextManager[int]:
         """A context between two steps in which other code can use the GPU's memory.
 
         See :meth:`SuperpipelineStrategy.gpu_released`.
         """
-        self._end_without_graph()
+        self._between("gpu_released()")
         return self._run.gpu_released()
+
+    def _between(self, what: str) -> None:
+        """Ends a step that no backward follows. Raises a RuntimeError if the stream has ended."""
+        if self not in _open:
+            raise RuntimeError(
+                f"{what} of a stream that has ended. Expected an open one: sp_lightning.stream(model, optimizer)."
+            )
+        self._end_without_graph()
 
     # ------------------------------------------------------------------ a call of the root
 
@@ -305,7 +339,8 @@ class StreamedLoop:
         if checkpoint_hook() is not None:
             raise RuntimeError(
                 "torch.utils.checkpoint(model, …) around a streamed module: its step would begin inside of the checkpoint. "
-                'Expected checkpoints of parts of the module, or use_reentrant=True, or stream(…, activations="recompute").'
+                "Expected checkpoints of parts of the module, or use_reentrant=True, or, in place of the checkpoint, "
+                'stream(…, activations="recompute").'
             )
         self._inside = True
         try:
@@ -319,6 +354,7 @@ class StreamedLoop:
         if engine.in_step:
             with run.whole_after_failure(make_room=True), engine.saving():
                 return self._await(forward())
+        refuse_computed_weights(self._module)
         self._graphs.clear()
         phase = "train" if training else "predict"
         if not run.steps.running:  # otherwise `_step` has called it, before the closure

@@ -345,6 +345,11 @@ class Run:
 
     # ------------------------------------------------------------------ GPU memory between steps
 
+    @property
+    def gpu_memory(self) -> int | float | None:
+        """The limit of device memory: bytes, a share of the free memory, or None."""
+        return self._window.budget
+
     def change_gpu_memory(self, budget: int | float | None) -> None:
         """Builds the engine again for another limit of device memory, between two steps. The tuner measures again.
 
@@ -417,7 +422,8 @@ class Run:
         if engine.in_step or engine.in_backward or self.steps.running or self.is_foreign:
             raise RuntimeError(
                 f"{what} was used while a step runs. Expected a moment between two steps: on_train_batch_end of a callback, or "
-                "after optimizer.step() in a loop of your own."
+                "after optimizer.step() in a loop of your own. A loss that is kept without a backward keeps its step running: "
+                "delete it, or compute it under torch.no_grad()."
             )
         if self._lent:
             raise RuntimeError(

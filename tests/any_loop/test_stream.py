@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import compile_blocks, stream
@@ -411,7 +412,8 @@ def test_another_optimizer() -> None:
     with stream(net, optimizer, k=1):
         net(vectors(1)[0]).sum().backward()
         with pytest.raises(
-            RuntimeError, match=r"SGD steps weights of a stream, and was not given.*\[optimizer, other\]"
+            RuntimeError,
+            match=r"SGD steps weights of a stream, and was not given.*close this stream.*\[all optimizers\]",
         ):
             other.step()
 
@@ -487,3 +489,73 @@ def test_other_arguments(given: Any) -> None:
 def test_an_optimizer_of_another_model() -> None:
     with pytest.raises(ValueError, match="SGD has no weight of the streamed module"):
         stream(nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters()))
+
+
+class Shifted(nn.Module):
+    """Calls a frozen module with weights that are computed from trained ones."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner.requires_grad_(False)
+        self.shifts = nn.ParameterList(nn.Parameter(torch.full_like(p, 0.1)) for p in inner.parameters())
+
+    def forward(self, x: torch.Tensor) -> Any:
+        named = zip(self.inner.named_parameters(), self.shifts, strict=True)
+        return functional_call(self.inner, {name: weight + shift for (name, weight), shift in named}, (x,))
+
+
+def shifted() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+
+def test_computed_weights_belong_into_a_forward() -> None:
+    """The root took them for its weights, and the tensors that they were computed from got no gradient."""
+    net = shifted()
+    computed = {name: weight * 1.0 for name, weight in net.named_parameters()}
+    with (
+        stream(net, torch.optim.SGD(net.parameters(), lr=0.1), k=1),
+        pytest.raises(RuntimeError, match=r"'0.weight' is a computed tensor .* Write functional_call into the forward"),
+    ):
+        functional_call(net, computed, (torch.ones(2, 8),))
+    losses = []
+    for options in (None, {"k": 1}):
+        net = Shifted(shifted())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with nullcontext() if options is None else stream(net, optimizer, **options):  # type: ignore[arg-type]
+            for _ in range(3):
+                net(torch.ones(2, 8)).square().mean().backward()
+                optimizer.step()
+        losses.append([p.detach().clone() for p in net.parameters()])
+    assert all(map(torch.equal, *losses))
+
+
+def test_the_limit_changes_between_two_steps() -> None:
+    """The attribute was set, and nothing read it."""
+    net, x = Stack(), torch.ones(2, 16)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with stream(net, optimizer, gpu_memory="1GiB") as streamed:
+        net(x).sum().backward()
+        with pytest.raises(ValueError, match="gpu_memory"):
+            streamed.gpu_memory = "lots"
+        streamed.gpu_memory = "2GiB"
+        loss = net(x).sum()
+        with pytest.raises(RuntimeError, match="gpu_memory was used while a step runs"):
+            streamed.gpu_memory = "1GiB"
+        loss.backward()
+        assert streamed.gpu_memory == 2 << 30
+    for late in (lambda: streamed.gpu_released(), lambda: setattr(streamed, "gpu_memory", "1GiB")):
+        with pytest.raises(RuntimeError, match="of a stream that has ended"):
+            late()
+
+
+def test_a_stream_within_a_step_is_the_second_one() -> None:
+    net = Stack()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with stream(net, optimizer, k=1):
+        loss = net(torch.ones(2, 16)).sum()
+        with pytest.raises(ValueError, match="is streamed already"):
+            stream(net, optimizer)
+        loss.backward()
+    with pytest.raises(TypeError, match=r"expected the module itself.*model\.module"):
+        stream(nn.DataParallel(net), optimizer)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy

@@ -92,6 +92,22 @@ def test_a_batch_that_steps_no_layer_is_plains(kept: int, way: str) -> None:
     assert_same(ours, trained("auto"))
 
 
+@pytest.mark.parametrize("which", ["blocks.0.inner", "head"])
+def test_a_weight_is_given_memory_beside_layers_that_stay(which: str) -> None:
+    """The weights of the layers that stay were read, to see whether one has the same memory: an error that named them."""
+
+    def given(_: Any, module: Any, *__: Any) -> None:
+        weight = module.net.get_submodule(which).weight
+        weight.data = weight.detach().clone()
+
+    def trained(strategy: Any) -> Outcome:
+        return fit(Stepped, vectors(4), strategy, callbacks=[Does(on_train_batch_start=given)], recorded="losses")
+
+    with simulated():
+        ours = trained(superpipeline(k=1, optimizer_on="gpu", gpu_layers=1))
+    assert_same(ours, trained("auto"))
+
+
 class ReturnsParameters(Stepped):
     """Steps return parameters, and hooks read what they have returned."""
 

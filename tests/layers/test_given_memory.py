@@ -368,3 +368,41 @@ def test_a_weight_is_not_compared_with_a_slot_that_may_have_other_values_than_th
 
     fit(lambda: At(after_forward=ask), vectors(1), superpipeline(k=1))
     assert found == [{0}, set()]
+
+
+class Scaled(nn.Module):
+    """Backward reads the scale as autograd has saved it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) * self.scale
+
+
+class Precise(Module):
+    """Calls a layer in another dtype, and gives it its own dtype back."""
+
+    def __init__(self, after: bool) -> None:
+        super().__init__(nn.Sequential(*(Scaled() for _ in range(4))))
+        self.after = after
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) if self.after else None
+        if batch_idx == 1:
+            layer: Any = self.net[1]  # type: ignore[index]
+            with torch.no_grad():
+                layer.double()
+                layer(torch.ones(2, 16, dtype=torch.double))
+                layer.float()
+        return super().training_step(batch, batch_idx) if loss is None else loss
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_layer_has_another_dtype_for_a_while(after: bool) -> None:
+    """Later backwards read the values from before."""
+    make = lambda: Precise(after)  # noqa: E731
+    with simulated():
+        ours = fit(make, vectors(4), superpipeline(k=1))
+    assert_same(ours, fit(make, vectors(4)))

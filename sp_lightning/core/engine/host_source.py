@@ -149,11 +149,11 @@ class HostSource(BlockSource):
         """
         with torch.DisableTorchFunctionSubclass():  # must not wait for updates: they do not change addresses
             given = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
-            for other in self._layers:
-                for span, parameter in zip(other.block.planned.spans, other.block.parameters, strict=True):
-                    # Parameters without elements have the address 0.
-                    if parameter.numel() and (name := given.get(parameter.data_ptr())) not in (None, span.name):
-                        raise RuntimeError(tied(name, span.name))
+        for other in self._layers:
+            for span, address in zip(other.block.planned.spans, other.block.addresses, strict=True):
+                # Parameters without elements have the address 0.
+                if address and (name := given.get(address)) not in (None, span.name):
+                    raise RuntimeError(tied(name, span.name))
 
 
 def tied(name: str, other: str) -> str:

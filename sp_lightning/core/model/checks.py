@@ -38,6 +38,23 @@ def refuse_cuda_graphs(module: nn.Module) -> None:
             )
 
 
+def refuse_computed_weights(module: nn.Module) -> None:
+    """Checks that no weight is a tensor with a graph of its own, as in ``functional_call(module, computed, …)``.
+
+    The engine would stream such a tensor as a weight, and its graph would get no gradient.
+
+    Raises:
+        RuntimeError: a weight is not a leaf of autograd's graph.
+    """
+    for name, weight in module.named_parameters():
+        if not weight.is_leaf:
+            raise RuntimeError(
+                f"{name!r} is a computed tensor in this call (torch.func.functional_call), and would get no gradient, because "
+                "the streamed module begins a step inside of the call. Expected its own parameters. Write functional_call into "
+                "the forward of a module, and stream that one."
+            )
+
+
 def tunes_products(module: nn.Module) -> bool:
     """Returns True if a module is compiled with the compiler's own kernels for matrix products (``mode="max-autotune…"``).
 

@@ -128,7 +128,7 @@ class HostBlock:
         """Copies the device's value of a weight to the host if its bytes differ. Autograd sees a write in place.
 
         Called for weights that user code has written on the device (``layers.writes``). If the value has another dtype, the
-        parameter gets memory of its own and is added to :attr:`retyped`.
+        parameter gets memory of its own and is added to :attr:`retyped`, until it has its first dtype again.
 
         Args:
             index: the index of the parameter.
@@ -144,7 +144,10 @@ class HostBlock:
         name = self.planned.spans[index].name
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
-                self.retyped.add(index)
+                if value.dtype is self.planned.spans[index].dtype:  # again: it is displaced, and the next fetch absorbs it
+                    self.retyped.discard(index)
+                else:
+                    self.retyped.add(index)
                 with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # without its role, as below
                     target.data = value.to("cpu", copy=True)
                 return True
