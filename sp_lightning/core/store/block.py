@@ -144,7 +144,8 @@ class HostBlock:
         name = self.planned.spans[index].name
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
-                if value.dtype is self.planned.spans[index].dtype:  # again: it is displaced, and the next fetch absorbs it
+                # With its first dtype it is displaced, and the next fetch absorbs it.
+                if value.dtype is self.planned.spans[index].dtype:
                     self.retyped.discard(index)
                 else:
                     self.retyped.add(index)
