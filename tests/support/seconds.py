@@ -17,8 +17,13 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "seconds.txt"
 LATER = {"": {"rest": 0.1, "long": 1.0}, "rest": {"long": 0.5}}
 """By the tier of a test (its mark): the later tiers, and from how many seconds on it runs in each."""
-STAY = ("test_gpu_script.py::test_what_has_run", "test_gpu_script.py::test_tests_on_the_list", "test_fuzz.py::")
-"""These stay in their tier: a dry run of the GPU script, and the fuzz test, which the gate runs again."""
+STAY = (
+    "test_gpu_script.py::test_what_has_run",
+    "test_gpu_script.py::test_tests_on_the_list",
+    "test_fuzz.py::",
+    "test_deletion.py::test_the_core_works_without[capabilities.kernels]",
+)
+"""These stay in their tier: a dry run of the GPU script, the fuzz test, which the gate runs again, and one deletion test."""
 _HEAD = "# Seconds of tests that run a tier later than their marks say: tests/support/seconds.py\n"
 
 
