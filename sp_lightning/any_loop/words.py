@@ -43,7 +43,7 @@ def reword(error: BaseException) -> None:
 
 @contextmanager
 def in_loop() -> Iterator[None]:
-    """A context, or a decorator, from which errors come in the words of a loop."""
+    """A context, or a decorator, that puts errors into the words of a loop."""
     try:
         yield
     except BaseException as error:

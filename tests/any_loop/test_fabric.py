@@ -269,6 +269,24 @@ def test_the_name_and_the_end() -> None:
     assert strategy.streams == []
 
 
+def test_the_limit_and_the_loan_are_those_of_all_streams() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(k=1, gpu_memory="1GiB"))
+    nets = [fabric.setup(Stack(2)) for _ in range(2)]
+    strategy: Any = fabric.strategy
+    for net in nets:
+        net(vectors(1)[0])
+    with pytest.raises(ValueError, match="gpu_memory"):
+        strategy.gpu_memory = "lots"
+    strategy.gpu_memory = "2GiB"
+    assert [each.gpu_memory for each in strategy.streams] == [2 << 30] * 2
+    with strategy.gpu_released() as staying:
+        assert staying == 0
+        for each in strategy.streams:
+            with pytest.raises(RuntimeError, match="released already"):
+                each.gpu_memory = "1GiB"
+    strategy.teardown()
+
+
 @pytest.mark.parametrize("settings", [{"devices": 2}, {"num_nodes": 2}, {"plugins": TorchElasticEnvironment()}])
 def test_several_processes(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")

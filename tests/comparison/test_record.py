@@ -106,7 +106,7 @@ def test_values_of_another_moment_are_not_those_of_this_one(tmp_path: Path) -> N
 
 
 def test_places_that_do_not_repeat_can_be_left_out(tmp_path: Path) -> None:
-    """Of all batches, because a time may be the same by chance in one of them."""
+    """All batches are compared, because a time may be the same by chance in one of them."""
     again, plain, ours, wrong = (
         record(tmp_path / str(number), *(("logs", f"batch {batch}", values) for batch, values in enumerate(both)))
         for number, both in enumerate(

@@ -244,7 +244,7 @@ def test_each_stream_keeps_what_it_has_freed() -> None:
     del kept
 
 
-@pytest.mark.skipif(not is_installed("capabilities.kernels"), reason="there are no kernels")
+@pytest.mark.skipif(not is_installed("capabilities.kernels"), reason="needs the folder kernels")
 def test_kernels_of_the_cpu_get_no_device_memory() -> None:
     from sp_lightning.capabilities.kernels.norms import norms_of
 

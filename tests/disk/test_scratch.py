@@ -166,7 +166,7 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_kind_of_a_file_system() -> None:
     shared = Path("/dev/shm")
     if not shared.is_dir():
-        pytest.skip("there is no tmpfs here")
+        pytest.skip("needs a tmpfs")
     assert file_system(shared) == "tmpfs"
     assert file_system(Path("/proc")) == "proc"
     assert file_system(Path("/not there")) == ""

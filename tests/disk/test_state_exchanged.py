@@ -98,20 +98,20 @@ ACTS = {
 }
 
 
+def assert_plains(overlap: Any, folder: Path, act: Any) -> None:
+    """Compares a run with state on a disk with plain Lightning's. ``act`` gets the module and the optimizer after a batch."""
+    settings: Any = {"callbacks": [After(act)], "recorded": "nothing"}
+    ours = fit(made(overlap), batches(), on_disk(folder, optimizer_overlap=overlap), **settings)
+    assert_same(ours, fit(made(overlap), batches(), **settings))
+
+
 @pytest.mark.parametrize("act", first(ACTS, "move_to_a_new_group", why="other ways of the same"))
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_state_gets_another_place_within_its_layer(
     overlap: Any, act: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_room(monkeypatch)
-    ours = fit(
-        made(overlap),
-        batches(),
-        on_disk(tmp_path, optimizer_overlap=overlap),
-        callbacks=[After(ACTS[act])],
-        recorded="nothing",
-    )
-    assert_same(ours, fit(made(overlap), batches(), callbacks=[After(ACTS[act])], recorded="nothing"))
+    assert_plains(overlap, tmp_path, ACTS[act])
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -127,15 +127,8 @@ def test_a_layer_in_memory_gets_state_that_is_on_the_disk(
         for one, other in zip(states, states[1:] + states[:1], strict=True):
             one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
 
-    ours = fit(
-        made(overlap),
-        batches(),
-        on_disk(tmp_path, optimizer_overlap=overlap),
-        callbacks=[After(exchange)],
-        recorded="nothing",
-    )
+    assert_plains(overlap, tmp_path, exchange)
     assert 0 < found[0] < 20  # some layers' state is in memory, and some is not
-    assert_same(ours, fit(made(overlap), batches(), callbacks=[After(exchange)], recorded="nothing"))
 
 
 def read_all(optimizer: Any) -> list[float]:
@@ -155,14 +148,7 @@ def test_more_is_read_than_the_ring_has_while_a_view_is_held(
         held.append(next(iter(optimizer.state.values()))["exp_avg"].view(-1)[:3])
         held.append(read_all(optimizer))
 
-    ours = fit(
-        made(overlap),
-        batches(),
-        on_disk(tmp_path, optimizer_overlap=overlap),
-        callbacks=[After(hold)],
-        recorded="nothing",
-    )
-    assert_same(ours, fit(made(overlap), batches(), callbacks=[After(hold)], recorded="nothing"))
+    assert_plains(overlap, tmp_path, hold)
     assert held[1] == held[3]
     assert torch.equal(held[0], held[2])
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.core.engine.graph import Backward
 from tests.support.experts import switch
 from tests.support.models import Block, Module, tokens, vectors
 from tests.support.poison import poisoned
@@ -178,3 +179,25 @@ def test_recompute_is_refused_by_name() -> None:
     modes = {"net.1": "offload", "net.3": "offload", "**": "recompute"}
     ours = fit(routed, batches(), superpipeline(activations=modes), precision="bf16-true")
     assert_same(ours, fit(routed, batches(), precision="bf16-true"))
+
+
+def test_a_gradient_of_another_dtype_takes_its_weight_back_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread of autograd might copy back the same weight."""
+    owned: list[bool] = []
+    arrived: Any = Backward.gradient_arrived
+
+    def watched(backward: Any, *args: Any) -> None:
+        take_back = backward.writes.take_back
+
+        def noted(layer: Any) -> None:
+            owned.append(backward.lock._is_owned())
+            take_back(layer)
+
+        with monkeypatch.context() as patches:
+            patches.setattr(backward.writes, "take_back", noted)
+            arrived(backward, *args)
+
+    monkeypatch.setattr(Backward, "gradient_arrived", watched)
+    fit(routed, vectors(2), superpipeline(k=1, keep_on_gpu=["net.*"]), precision="bf16-true")
+    assert owned
+    assert all(owned)

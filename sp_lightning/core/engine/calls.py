@@ -97,7 +97,8 @@ class Calls:
             try:
                 if outside:
                     step.begin_outside()
-                self._refuse_other_stream(visits)
+                if visits:
+                    self._refuse_other_stream(visits)
                 self._activate()
                 self.residents.group.sync_requires_grad()
                 self.residency.begin_call(visits, backward=bool(self.backward.tasks))
@@ -120,7 +121,7 @@ class Calls:
         stream = step.device.compute_stream()
         if step.stream is None:
             step.stream = stream
-        elif stream != step.stream and visits:
+        elif stream != step.stream:
             raise RuntimeError(
                 f"{visits[0].name!r} is called on another CUDA stream than the layers before it in this step, and would not wait "
                 "for its upload. Expected one stream for all layers of a step: call the layer outside of "

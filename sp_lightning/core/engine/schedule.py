@@ -63,7 +63,7 @@ class Trace(Generic[L]):
         self.start()
 
     def start(self) -> None:
-        """Expects the order of the last batch from now on, and goes to its start.
+        """Sets the order of the last batch as the expected one, and goes to its start.
 
         Called for a new batch, or for fetches before it.
         """

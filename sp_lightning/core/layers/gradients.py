@@ -385,10 +385,9 @@ class Gradients(GradientSink):
                 used += aligned(gradient.nbytes)
             rows = None if layer.whole else layer.rows.gradient_rows(index)
             if rows is None:
+                # On plain Lightning, a gradient of another dtype is converted, to memory of its own.
                 if own is not None and gradient.storage_offset() % 4 and gradient.dtype is parameter.dtype:
-                    note_unaligned(
-                        own
-                    )  # a gradient of another dtype is converted on plain Lightning, to memory of its own
+                    note_unaligned(own)
                 targets.append(target)
                 sources.append(gradient)
             else:
@@ -434,8 +433,8 @@ class Gradients(GradientSink):
         in that hook may need this thread. The other thread then applies the rest, after the hook, except perhaps the latest
         layer's. The end of the outermost graph task applies all that are left (``Backward._ends``): no hook runs any more then.
         """
-        # The latest gradients were kept on the GPU if they have no copies. Then there is no copy to wait for, and the layer's
-        # step should free their memory soon.
+        # The latest gradients were kept on the GPU if their list of copies is empty. The host then waits for nothing, and the
+        # layer's step should free their memory soon.
         retired = self.transfers.retired
         were_kept = bool(retired) and not retired[-1][0][1]
         if not (everything or were_kept or len(retired) > 1) or not self._applying.acquire(blocking=False):

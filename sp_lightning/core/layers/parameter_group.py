@@ -250,10 +250,14 @@ class ParameterGroup:
     def set_retyped(self, index: int, value: Tensor) -> None:
         """Keeps the device memory of a weight that was given another dtype, because the slot has no place for that dtype.
 
-        The weight's stand-in has the new dtype from now on.
+        With its first dtype again, the weight has its place in the slot back. Its stand-in has the new dtype from now on.
         """
         with no_inference_mode():
-            guard_of(self.layer).retyped[index] = value
+            retyped = guard_of(self.layer).retyped
+            if index in self.layer.block.retyped:
+                retyped[index] = value
+            else:
+                del retyped[index]
             self.stand_in_data[index] = self._stand_in_like(value, index)
 
     def refuse_exchanged(self, index: int) -> None:

@@ -121,11 +121,8 @@ class WriteBack:
             if index in replaced:
                 layer.block.detach_views(index)
             written_now = layer.block.write(index, value)
-            if index in layer.block.retyped:
+            if index in layer.block.retyped or (layer.guard is not None and index in layer.guard.retyped):
                 group.set_retyped(index, value)
-            elif layer.guard is not None and index in layer.guard.retyped:
-                group.set_retyped(index, value)  # for the stand-in's dtype
-                del layer.guard.retyped[index]
             if written_now:
                 group.unversioned_writes[index] += 1
                 group.written_back()

@@ -146,7 +146,7 @@ def written_in_common(block: HostBlock) -> Iterator[None]:
                 block.parameters[index].data = memory
         yield
         with no_inference_mode(), torch.no_grad():
-            # If the optimizer has given a parameter other memory, its value goes to all ranks.
+            # If the optimizer has given a parameter other memory, its value is copied to all ranks.
             for index, memory in common.items():
                 parameter = block.parameters[index]
                 if parameter.data_ptr() != memory.data_ptr():
