@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import pickle
 import re
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +62,33 @@ def run(tmp_path: Path, overlap: Any = "off", every: int = 2) -> Any:
     return fit(lambda: llama(layers=4), tokens() * 2, strategy, callbacks=[callback], recorded="losses")
 
 
+@pytest.fixture
+def updates_run_when_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Background work begins when something waits for it.
+
+    The layers are tiny: otherwise all updates of a batch may end before the next batch, and its recording, begins.
+    """
+    later, finish, awaited = Device.later, Device.finish, [threading.Event()]
+
+    def held_back(self: Device, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
+        begins = awaited[0]
+
+        def work_when_awaited() -> None:
+            begins.wait()
+            work()
+
+        return later(self, work_when_awaited, urgency)
+
+    def begin_and_finish(self: Device, work: Future[None], why: Wait) -> None:
+        awaited[0].set()
+        awaited[0] = threading.Event()
+        finish(self, work, why)
+
+    monkeypatch.setattr(Device, "later", held_back)
+    monkeypatch.setattr(Device, "finish", begin_and_finish)
+
+
+@pytest.mark.usefixtures("updates_run_when_awaited")
 @pytest.mark.parametrize(("every", "last"), [(1, 5), (2, 5), (3, 4), (9, 1)])
 def test_the_last_recorded_batch(every: int, last: int, drawn: list[Drawn], tmp_path: Path) -> None:
     plan = run(tmp_path, "forward", every).trainer.strategy.plan
