@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,7 +20,7 @@ from torch.optim import optimizer as torch_optimizer
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.torch_compat.private import ENGINE_CALL
 from tests.support.imported import imports_are_over
-from tests.support.seconds import move_down
+from tests.support.parts import keep_one_part, number
 from tests.support.states import checked_states
 
 if TYPE_CHECKING:
@@ -44,14 +45,19 @@ for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "ligh
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="of the third tier, only this part (.ci/part), with layers' states compared in each test")
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are taken by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have tests that take long run a tier later, and those of several ranks first.
+    """Takes one part of the third tier if an option says so, and runs tests of several ranks first.
 
     They are then tests of one worker, whose server of processes imports everything but once.
     """
     refuse_without_reason(items)
-    move_down(items, whole=not any("::" in argument for argument in config.args))
+    if (part := config.getoption("part")) is not None:
+        keep_one_part(config, items, number(part))
     items.sort(key=lambda item: "/test_rank" not in item.nodeid and "/test_nodes" not in item.nodeid)
 
 
@@ -85,9 +91,13 @@ def _nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _layers_change_as_the_table_says() -> Iterator[None]:
-    """Fail a test in which a layer's state changes in a way that ``layers/states.py`` does not list."""
-    with checked_states():
+def _layers_change_as_the_table_says(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which a layer's state changes in a way that ``layers/states.py`` does not list.
+
+    Only tests with the mark ``states`` are compared, and those of a part of the third tier.
+    """
+    asked_for = request.node.get_closest_marker("states") or request.config.getoption("part") is not None
+    with checked_states() if asked_for else nullcontext():
         yield
 
 

@@ -1,8 +1,6 @@
 """The registry of variants: how a case is trained, and what each variant covers, in words.
 
-A pair of a case and a variant runs in the first tier (``python -m pytest``) if the variant says so of the case; the
-others run in the second one (``pytest -m rest``), but for the slowest ones and those that others stand for, which are in the
-third (``pytest -m long``).
+:func:`pairs` says in which tier a pair of a case and a variant runs.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Variant:
             is such a device on which activations do not fit into memory that was not measured.
         seen: what a callback notes; with a hook on gradients the engine keeps no copies and fetches nothing early.
         cases: those that it is for.
-        quick: those of them that are in the first tier.
+        quick: those of them that are in the first tier, or in the second if they take longer (:func:`pairs`).
         refused: cases that are refused by name, with what is said; ``"*"`` stands for all others.
         below: whether state, gradients and trained weights are on a disk.
         elsewhere: whether backward runs in another thread than forward.
@@ -470,17 +468,33 @@ LIKE_OTHERS = frozenset(name for name in CASES if name.startswith("stacked/")) -
 """Cases whose kind of layer the second tier has in every variant with two others."""
 
 
+TENTHS = frozenset(
+    {"llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "bert", "vit", "teacher", "gan", "own-function",
+     "experts/mixture", "experts/switch", "quantised/int8"}
+)  # fmt: skip
+"""Cases that take tenths of a second. The first tier has them in one variant."""
+
+
 def pairs() -> Iterator[tuple[str, str, int]]:
     """Case, variant, and the tier that they are in.
 
-    The second tier has each case with every 23rd variant (a number that no family of variants has as a period), and each
-    variant with one case at least.
+    The first tier has the quick cases of variants that need neither a simulated device, nor another thread, a compiler or a
+    disk. The second has the quick ones that are slower, each case with every 47th variant (a number that no family of variants
+    has as a period), and each variant with one case at least. The third has all others.
     """
     for number, variant in enumerate(VARIANTS.values()):
+        slow = variant.memory in ("simulated", "crowded") or variant.elsewhere or variant.compiled or variant.below
         small = [name for name in CASES if name in variant.cases and name not in SLOW and name not in LIKE_OTHERS]
-        second = {name for index, name in enumerate(CASES) if name in small and (number + index) % 23 == 0}
-        if not second and not variant.quick:
+        second = {name for index, name in enumerate(CASES) if name in small and (number + index) % 47 == 0}
+        quick = {name for name in CASES if name in variant.cases & variant.quick}
+        if slow:
+            second |= {name for index, name in enumerate(sorted(quick)) if (number + index) % 3 == 0}
+            quick = set()
+        elif number:
+            second |= quick & TENTHS
+            quick -= TENTHS
+        if not second and not quick:
             second = set(small[:1])
         for name in CASES:
             if name in variant.cases:
-                yield name, variant.name, 1 if name in variant.quick else 2 if name in second else 3
+                yield name, variant.name, 1 if name in quick else 2 if name in second else 3

@@ -77,6 +77,7 @@ print(f"rank {trainer.global_rank} has made {trainer.global_step} of {reference.
         assert f"rank {rank} has made 1 of 1 steps" in run.stdout
 
 
+@pytest.mark.rest("trainings of several seconds")
 @pytest.mark.parametrize("page", [page for page in having("python") if page.values[0] != SEVERAL])
 def test_python_code_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -44,7 +44,7 @@ from tests.support.poison import poisoned
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
 
-pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
+pytestmark = [pytest.mark.usefixtures("everything_is_worth_moving"), pytest.mark.states]
 
 MODES: dict[str, dict[str, Any]] = {
     "k=1": {
@@ -674,13 +674,18 @@ def plain(name: str, precision: str) -> Outcome | RuntimeError:
     return fit(row.make, vectors(), precision=precision, **row.options)  # type: ignore[arg-type]
 
 
+REST = pytest.mark.rest("the same in other modes, and with other layers")
+LONG = pytest.mark.long("the simulated device and 16 bits take a second each; the second tier has the other modes")
+
+
 def cases() -> Iterator[Any]:
-    for name, row in ROWS.items():
+    """Each row in each of its modes. Every third row is in the first tier, in the modes that other modes are like."""
+    for number, (name, row) in enumerate(ROWS.items()):
         for mode in row.modes:
             early = mode in ("k=1", *row.errors) or "k=1" not in row.modes
-            quick = early and not name.endswith(("convolution", "scalar"))
-            marks = [] if quick else [pytest.mark.rest("the same in other modes, and with other layers")]
-            yield pytest.param(name, mode, marks=marks, id=f"{name}: {mode}")
+            quick = early and number % 3 == 0 and not name.endswith(("convolution", "scalar"))
+            slow = mode.startswith(("simulated", "half"))
+            yield pytest.param(name, mode, marks=[] if quick else LONG if slow else REST, id=f"{name}: {mode}")
 
 
 @pytest.mark.parametrize(("name", "mode"), list(cases()))

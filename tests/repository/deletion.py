@@ -104,9 +104,6 @@ def without(folder: str, place: Path) -> Path:
     shutil.rmtree(copy / path_of(folder))
     tests = folder.rpartition(".")[2]
     shutil.rmtree(copy / "tests" / tests, ignore_errors=True)
-    seconds = copy / "tests" / "seconds.txt"
-    kept = [line for line in seconds.read_text().splitlines(keepends=True) if f" tests/{tests}/" not in line]
-    seconds.write_text("".join(kept))
     (copy / "sitecustomize.py").write_text(NO_EDITABLE_INSTALL)
     return copy
 

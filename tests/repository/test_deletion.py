@@ -11,10 +11,11 @@ from sp_lightning.core.device.host_kernels import host_kernels
 from sp_lightning.core.model.rows import row_finder
 from sp_lightning.registry import CAPABILITIES, MissingCapabilityError, needed_for
 from tests.repository import deletion
+from tests.support.tiers import some
 
 
 @pytest.mark.rest("processes that import torch")
-@pytest.mark.parametrize("folder", CAPABILITIES)
+@pytest.mark.parametrize("folder", some(CAPABILITIES, "capabilities.experts", why="the same for other capabilities"))
 def test_the_core_works_without(folder: str, tmp_path: Path) -> None:
     copy = deletion.without(folder, tmp_path)
     deletion.imports(copy, folder)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from tests.conftest import refuse_without_reason
-from tests.support import seconds
+from tests.support import parts
+from tests.support.parts import PARTS, keep_one_part, part_of
 from tests.support.tiers import first, some
 
 ROOT = Path(__file__).parents[2]
@@ -57,60 +58,32 @@ def test_most_parameters_may_be_in_the_third_tier() -> None:
             wrong()
 
 
-class Item:
-    """A test with marks, which may get more."""
-
-    def __init__(self, name: str, *marks: str) -> None:
-        self.nodeid, self.marks = name, list(marks)
-
-    def get_closest_marker(self, name: str) -> bool:
-        return name in self.marks
-
-    def add_marker(self, mark: Any) -> None:
-        self.marks.append(mark.name)
+def test_each_test_is_in_one_part_and_parts_are_of_one_size() -> None:
+    names = [f"tests/test_a.py::test_b[{number}]" for number in range(2000)]
+    sizes = Counter(part_of(name) for name in names)
+    assert sorted(sizes) == list(range(PARTS))
+    assert max(sizes.values()) < 2 * min(sizes.values())
 
 
-def test_tests_that_take_long_run_a_tier_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = (
-        "0.70s call     t/a.py::x[1, 2]\n0.30s setup    t/a.py::y\n0.30s call     t/a.py::y\n0.05s call     t/a.py::z\n"
-    )
-    log += "0.40s call     t/b.py::x\n2.00s call     t/b.py::y\n9.00s call     t/c.py::x\n"
-    tiers = {
-        "t/a.py::x[1, 2]": "",
-        "t/a.py::y": "",
-        "t/a.py::z": "",
-        "t/b.py::x": "rest",
-        "t/b.py::y": "rest",
-        "t/c.py::x": "long",
-    }
-    found = seconds.read([log], tiers, {})
-    assert found == {"t/a.py::x[1, 2]": 0.7, "t/a.py::y": pytest.approx(0.6), "t/b.py::y": 2.0}
-    before = {"t/a.py::y": 5.0, "t/d.py::x": 3.0, "t/d.py::gone": 3.0}  # of which the log has the first one
-    assert seconds.read([log], {**tiers, "t/d.py::x": "rest"}, before) == {**found, "t/d.py::x": 3.0}
-    monkeypatch.setattr(seconds, "ROOT", tmp_path)
-    monkeypatch.setattr(seconds, "FILE", tmp_path / "seconds.txt")
-    (tmp_path / "t").mkdir()
-    for name in ("a", "b"):
-        (tmp_path / "t" / f"{name}.py").touch()
-    seconds.FILE.write_text("# Seconds\n4.00 t/a.py::w\n0.70 t/a.py::x[1, 2]\n2.00 t/b.py::y\n")
-    quick, slow, slowest = Item("t/a.py::z"), Item("t/a.py::x[1, 2]"), Item("t/a.py::w")
-    other = Item("t/b.py::y", "rest")
-    seconds.move_down([quick, slow, slowest, other], whole=True)  # type: ignore[list-item]
-    assert [quick.marks, slow.marks, slowest.marks, other.marks] == [[], ["rest"], ["long"], ["rest", "long"]]
-    monkeypatch.setattr(seconds, "gone", [])
-    seconds.move_down([quick], whole=False)  # type: ignore[list-item]
-    assert not seconds.gone
-    seconds.move_down([quick], whole=True)  # type: ignore[list-item]
-    assert seconds.gone == ["t/a.py::w", "t/a.py::x[1, 2]"]
-    (tmp_path / "t" / "b.py").unlink()  # no test of a removed file is collected
-    seconds.move_down([quick], whole=False)  # type: ignore[list-item]
-    assert seconds.gone == ["t/b.py::y"]
+def test_a_part_has_its_tests_of_the_third_tier_and_all_others() -> None:
+    items = [mock.Mock(nodeid=f"test_a.py::test_b[{number}]") for number in range(40)]
+    for number, item in enumerate(items):
+        item.get_closest_marker = {"long": number % 2}.get
+    kept, config = list(items), mock.Mock()
+    keep_one_part(config, kept, 7)
+    assert kept == [item for number, item in enumerate(items) if number % 2 == 0 or part_of(item.nodeid) == 7]
+    assert 20 < len(kept) < 40
+    (left_out,) = config.hook.pytest_deselected.call_args.kwargs.values()
+    assert len(left_out) == 40 - len(kept)
 
 
-def test_the_file_of_slow_tests_names_existing_tests() -> None:
-    assert not seconds.gone, "make tests/seconds.txt anew, or take these out of it"
+@pytest.mark.parametrize("text", ["20", "-1", "first", ""])
+def test_a_part_that_does_not_exist_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match=f"got '{text}'. Expected a number from 0 to 19"):
+        parts.number(text)
 
 
 def test_the_gate_begins_with_the_command_of_the_readme_and_goes_on_with_the_rest() -> None:
     gate = (ROOT / ".ci/run").read_text()
-    assert gate.index('bash -euo pipefail -c "$tests"') < gate.index('-m "rest and not long"') < gate.index("mypy")
+    order = ['bash -euo pipefail -c "$tests"', '-m "rest and not long"', ".ci/part", "mypy"]
+    assert sorted(order, key=gate.index) == order
