@@ -46,7 +46,9 @@ for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "ligh
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", help="of the third tier, only this part (.ci/part), with layers' states compared in each test")
+    parser.addoption(
+        "--part", help="of the third tier, only this part (.ci/part), with layers' states compared in each test"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are taken by their marks

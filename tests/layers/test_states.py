@@ -19,6 +19,8 @@ from tests.support.engine import step, streamed, update
 from tests.support.simdevice import SimDevice
 from tests.support.states import Change, checked_states
 
+pytestmark = pytest.mark.states
+
 X = torch.ones(2, 4)
 CPU = torch.device("cpu")
 
