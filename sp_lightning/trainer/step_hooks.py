@@ -27,7 +27,7 @@ from sp_lightning.core.torch_compat.private import (
     run_first_after_step,
 )
 from sp_lightning.core.updates.background import updates_here
-from sp_lightning.core.updates.fused import runs_fused
+from sp_lightning.core.updates.fused import runs_fused, settings_on_cpu
 from sp_lightning.trainer.user_hooks import calls_closure_first
 
 _ONE_CLASS_PAGE = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-cpu"
@@ -87,7 +87,8 @@ class StepHooks:
         self._begun = 0.0  # the time at which the running step began, or continued after its closure
         self._in_closure: Optimizer | None = None  # the optimizer whose closure runs, called by torch's step
         self._stepping: list[Optimizer] = []  # the optimizers whose steps are running, the innermost last
-        self._fused: list[dict[str, Any]] = []  # groups that are fused only during the step: the user's value is None
+        self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Groups that have other settings during a step, with the user's values of these settings."""
         self._hooks_of: dict[Optimizer, list[RemovableHandle]] = {}  # hooks on single optimizers, while they step
         self._scope = scope.get()
 
@@ -266,8 +267,15 @@ class StepHooks:
         if self._fuse(optimizer):
             for group in optimizer.param_groups:
                 if not group.get("fused") and runs_fused(optimizer, group, fuse=True):
-                    group["fused"] = True
-                    self._fused.append(group)
+                    self._change(group, {"fused": True})
+        for group in optimizer.param_groups:
+            if group.get("fused") and (on_cpu := settings_on_cpu(group)) and any(p.is_cpu for p in group["params"]):
+                self._change(group, on_cpu)
+
+    def _change(self, group: dict[str, Any], settings: dict[str, Any]) -> None:
+        """Changes settings of a group until the step is over."""
+        self._changed.append((group, {name: group[name] for name in settings}))
+        group.update(settings)
 
     # ------------------------------------------------------------------ after the optimizer's own code
 
@@ -275,9 +283,9 @@ class StepHooks:
         """Restores the user's groups. Called when a step is over or has failed. The arguments are those of torch's hooks."""
         if updates_here():
             return
-        for group in self._fused:
-            group["fused"] = None  # the user's value: only groups with this value were made fused
-        self._fused.clear()
+        for group, settings in reversed(self._changed):
+            group.update(settings)
+        self._changed.clear()
         if self.deferring is not None:
             self.deferring[1].give_back_groups()
 

@@ -64,6 +64,34 @@ def test_packed_experts(accelerator: str, name: str, deterministic: None) -> Non
     assert_plain(accelerator, stacked.adapted(name, packed=True), stacked.tokens(), k=1)
 
 
+class Fused(Module):
+    """A fused optimizer, which gets numbers of the scaler, and a learning rate that may be on the GPU."""
+
+    def __init__(self, fused: bool | None, rate: Any) -> None:
+        super().__init__(Stack(depth=8, width=512))
+        self.fused, self.rate = fused, rate
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.rate, fused=self.fused)
+
+
+@needs_gpu
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_fused_steps_on_the_cpu_wait_for_numbers_from_the_gpu(overlap: Any) -> None:
+    """The scale, whether a gradient is infinite, and the learning rate. A power of two divides exactly."""
+    batches = [torch.randn(8, 512, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+
+    def run(fused: bool | None, rate: Any) -> Outcome:
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
+        return fit(
+            lambda: Fused(fused, rate), batches, strategy, accelerator="gpu", precision="16-mixed", recorded="nothing"
+        )
+
+    expected = run(None, 0.01)
+    assert_equal(run(True, 0.01).state, expected.state, "fused")
+    assert_equal(run(True, torch.tensor(0.01, device="cuda")).state, expected.state, "a rate on the GPU")
+
+
 class Flash(torch.autograd.Function):
     """As flash-attn 2, saves the state of a random generator that its kernel has not written."""
 

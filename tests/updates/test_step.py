@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.layers.narrow_gradient import NarrowGradient, keep_narrow, stored, unwidened
 from sp_lightning.core.updates.scaler import HostGradScaler
-from tests.support.runs import assert_equal
+from tests.support.models import Module, Stack, vectors
+from tests.support.planted import is_streamed
+from tests.support.runs import assert_equal, fit
 
 
 def train(scaler: torch.amp.GradScaler, gradients: list[float]) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -39,16 +41,23 @@ def test_scales_skips_and_grows_as_torchs() -> None:
     assert torch.equal(ours[0][1], ours[0][2]), "the step with an infinite gradient is skipped"
 
 
+DEVICE = Tensor.device.__get__
+
+
 class OnTheWay(Tensor):
     """A value on an accelerator: a copy that nobody waits for has not arrived when the CPU reads it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == DEVICE:  # a new object each time
+            return torch.device("cuda", 0)
+        func = Tensor.clone if func is Tensor.__deepcopy__ else func
+        args = args[:1] if func is Tensor.clone else args
         with torch.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if (kwargs or {}).get("non_blocking"):
                 return torch.full_like(result, 7.0).as_subclass(Tensor)
-            return result.as_subclass(Tensor) if func is Tensor.cpu else result
+            return result.as_subclass(Tensor if func is Tensor.cpu else cls) if isinstance(result, Tensor) else result
 
 
 def test_the_cpu_does_not_read_a_scale_that_is_on_its_way() -> None:
@@ -59,6 +68,34 @@ def test_the_cpu_does_not_read_a_scale_that_is_on_its_way() -> None:
     infinite = scaler._unscale_grads_(torch.optim.SGD([parameter]), scale, found, allow_fp16=False)
     assert parameter.grad.tolist() == [2.0, 2.0, 2.0]
     assert [value.item() for value in infinite.values()] == [0.0]
+
+
+def test_a_fused_optimizer_does_not_read_a_scale_that_is_on_its_way() -> None:
+    """torch's ``step`` sets it as ``grad_scale``, by which the fused kernel divides the gradients."""
+    scaler = HostGradScaler(device="cpu")
+    scaler._scale = torch.tensor(4.0).as_subclass(OnTheWay)
+    scale = scaler._get_scale_async()
+    assert type(scale) is Tensor, "a copy on the CPU, for which the call has waited"
+    assert scale.item() == 4.0
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize("fused", [True, None])
+def test_the_cpu_does_not_read_a_learning_rate_that_is_on_its_way(fused: bool | None, overlap: str) -> None:
+    """torch's fused steps copy it to the CPU without blocking."""
+
+    class Learns(Module):
+        def configure_optimizers(self) -> Any:
+            rate = torch.tensor(0.01)
+            self.rate = rate.as_subclass(OnTheWay) if is_streamed(self) else rate
+            return torch.optim.AdamW(self.parameters(), lr=self.rate, fused=fused if is_streamed(self) else True)
+
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, fused_optimizer=True, optimizer_overlap=overlap)  # type: ignore[arg-type]
+    ours = fit(lambda: Learns(Stack()), vectors(), strategy, recorded="nothing")
+    plain = fit(lambda: Learns(Stack()), vectors(), recorded="nothing")
+    assert_equal(ours.state, plain.state, "weights")
+    (group,) = ours.trainer.optimizers[0].param_groups
+    assert group["lr"] is ours.trainer.lightning_module.rate, "the user's tensor is back"
 
 
 FINITE = [1.0, -3.0, 65504.0, -65504.0, 2.0**-24, -0.0, 0.0, 0.1]

@@ -41,6 +41,7 @@ from sp_lightning.core.updates.fused import (
     is_separable,
     lacks_buffers,
     runs_fused,
+    settings_on_cpu,
     shares_state,
 )
 from sp_lightning.core.updates.gpu_bits import StepsLikeGpu
@@ -464,7 +465,7 @@ class LayerwiseStep:
         gpu_settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
         if self._traits.on_gpu:
             return gpu_settings, gpu_settings
-        cpu_settings = {**gpu_settings}
+        cpu_settings = {**gpu_settings, **settings_on_cpu(gpu_settings)}
         if self._like is not None:
             if why := self._like.against_group(cpu_group, self._of_gpu):
                 self.warn_of_bits(why)

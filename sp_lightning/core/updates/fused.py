@@ -45,6 +45,15 @@ def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fu
         return fuse and left_open and _can_be_fused(optimizer, group)
 
 
+def settings_on_cpu(group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Returns CPU copies of a group's settings that are tensors on another device, such as a learning rate on the GPU.
+
+    torch's fused step copies them without blocking, so the CPU kernel may read them before they have arrived. These copies block.
+    """
+    settings = ((name, value) for name, value in group.items() if isinstance(value, Tensor))
+    return {name: value.cpu() for name, value in settings if value.device.type != "cpu"}
+
+
 def has_fused_step(optimizer: Any) -> bool:
     """Returns True if an optimizer's class is one of torch's with a fused step on the CPU. A subclass may step in its own way."""
     return type(optimizer) in KINDS

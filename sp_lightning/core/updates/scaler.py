@@ -25,9 +25,10 @@ Found = dict[torch.device, Tensor]
 class HostGradScaler(torch.amp.GradScaler):
     """A ``GradScaler`` for gradients on the host.
 
-    torch's scaler copies the scale to the CPU without blocking, so the CPU kernel may read it before it has arrived. Here the
-    copies block. Narrow gradients stay narrow: this class searches them for infinities and NaN, and the update divides them by
-    the scale. Everything else is torch's code, including checkpoints.
+    torch's scaler copies the scale to the CPU without blocking, and so does torch for a fused optimizer, with the scale and the
+    number of infinities. So the CPU kernel may read them before they have arrived. Here these numbers are on the CPU already,
+    copied by calls that block. Narrow gradients stay narrow: this class searches them for infinities and NaN, and the update
+    divides them by the scale. Everything else is torch's code, including checkpoints.
 
     Attributes:
         run_on_one_rank: runs the unscaling on one rank, for gradients that all ranks share; None on one device. Its argument is
@@ -72,7 +73,12 @@ class HostGradScaler(torch.amp.GradScaler):
                 is_recorded = change(parameter, unscale)  # the update will multiply the gradient by this factor
                 if not is_recorded and parameter.grad is not None:
                     unscale(parameter.grad)  # another thread has read the gradient meanwhile, which has widened it
-        return found
+        return {device: number.cpu() for device, number in found.items()}
+
+    def _get_scale_async(self) -> Tensor | None:
+        # torch's method of this name, whose result ``step`` gives to a fused optimizer as ``grad_scale``.
+        scale = super()._get_scale_async()
+        return None if scale is None else scale.cpu()
 
 
 def _are_finite(gradients: Sequence[Tensor]) -> bool:
