@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from sp_lightning.core.plan.update_policy import BatchFacts, OptimizerFacts, UpdateFacts
 from sp_lightning.core.torch_compat.private import (
-    accumulation_hooks,
     global_step_hooks,
     gradient_hooks,
+    has_accumulation_hooks,
     step_hooks,
     unscales_by_itself,
 )
@@ -61,9 +61,9 @@ def collect(
         disk=options.disk is not None,
     )
     against_layers, instead = _against_layerwise_steps(optimizers, facts.fuses_on_cpu)
-    has_accumulation_hooks, has_gradient_hooks = _parameter_hooks(trainer.lightning_module)
+    after, any_hook = _parameter_hooks(trainer.lightning_module)
     # True if user code runs between backward and the optimizer's step; and between the step and the reset of gradients to None.
-    read_before_step = bool(has_gradient_hooks or hooks_of_users(trainer, "gradients"))
+    read_before_step = bool(any_hook or hooks_of_users(trainer, "gradients"))
     read_after_step = bool(hooks_of_users(trainer, "train", "optimizer", "end"))
     return replace(
         facts,
@@ -84,7 +84,7 @@ def collect(
         against_forward=_against_beside_forward(optimizers),
         against_gpu=places.against(optimizers) or _against_steps_on_gpu(trainer, optimizers),
         against_gpu_background=_against_background_on_gpu(trainer, optimizers, places),
-        accumulation_hooks=has_accumulation_hooks,
+        accumulation_hooks=after,
         step_hooks=_has_step_hooks(optimizers),
         unread_before_step=not read_before_step and scaler_of(trainer) is None,
         unread=not read_before_step and not read_after_step and not _may_scaler_read(trainer),
@@ -127,7 +127,7 @@ def clips_as_lightning(plugin: Any) -> bool:
 
 def _parameter_hooks(module: nn.Module) -> tuple[bool, bool]:
     """Returns two values: True if parameters have post-accumulate hooks; True if they have any hooks on gradients."""
-    accumulation = any(accumulation_hooks(p) for p in module.parameters())
+    accumulation = any(has_accumulation_hooks(p) for p in module.parameters())
     return accumulation, accumulation or any(gradient_hooks(p) for p in module.parameters())
 
 

@@ -14,7 +14,7 @@ from sp_lightning.core.device.device import Stream
 from sp_lightning.core.engine.updating import Updating
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.narrow_gradient import Change, Factor, Norms, change, stored, unwidened
-from sp_lightning.core.torch_compat.private import accumulation_hooks
+from sp_lightning.core.torch_compat.private import has_accumulation_hooks
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
@@ -49,7 +49,9 @@ class Clipping:
         """Clips by the norm of all gradients together. Computes norms that are not known yet."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
         measured, self._measured = self._measured, {}
-        if any(map(accumulation_hooks, parameters)):  # a hook may have written a gradient after its norm was measured
+        if any(
+            map(has_accumulation_hooks, parameters)
+        ):  # a hook may have written a gradient after its norm was measured
             measured = {}
         if self._on_gpu:
             total = get_total_norm(self._norms_on_device(parameters))

@@ -34,7 +34,14 @@ from sp_lightning.core.layers.narrow_gradient import (
 )
 from sp_lightning.core.store.block_memory import BlockMemory, Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
-from sp_lightning.core.torch_compat.private import accumulation_hooks, sparse_indices, sparse_rows, sparse_values
+from sp_lightning.core.torch_compat.private import (
+    accumulation_hooks,
+    has_accumulation_hooks,
+    node_hooks,
+    sparse_indices,
+    sparse_rows,
+    sparse_values,
+)
 
 Wanted = Callable[[StreamedLayer], bool]
 """Returns True if an optimizer's step waits for a layer's gradients, to update the layer in this backward."""
@@ -306,7 +313,7 @@ class Gradients(GradientSink):
             return False
         parameters = [layer.block.parameters[index] for layer, index in gradients]
         dense = all(gradient.layout is torch.strided for gradient in gradients.values())
-        alone = all(p.grad is None and not accumulation_hooks(p) for p in parameters)
+        alone = all(p.grad is None and not has_accumulation_hooks(p) for p in parameters)
         return dense and alone and owner.kind is not Kind.RESIDENTS and self._wanted(owner)
 
     def _may_keep_for_own_slot(self, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]) -> bool:
@@ -318,7 +325,7 @@ class Gradients(GradientSink):
         return (
             len(gradients) == received.expected
             and all(gradient.layout is torch.strided for gradient in gradients.values())
-            and not any(map(accumulation_hooks, parameters))
+            and not any(map(has_accumulation_hooks, parameters))
             and all(stored(p) is None or waits_on_device(p) for p in parameters)
         )
 
@@ -376,7 +383,7 @@ class Gradients(GradientSink):
             if index in block.retyped:  # the block has no place for this dtype
                 own = target = torch.empty_like(gradient, device="cpu")
             elif parameter.grad is None:
-                stay_narrow = self.keep_narrow and not self._was_read and not accumulation_hooks(parameter)
+                stay_narrow = self.keep_narrow and not self._was_read and not has_accumulation_hooks(parameter)
                 own = target = block.gradients.target(index, gradient.dtype if stay_narrow else parameter.dtype)
             if target is None or target.dtype is not gradient.dtype:
                 staging = staging or self._staging.take(_staged_bytes(gradients.values()))
@@ -509,7 +516,7 @@ class Gradients(GradientSink):
                 else:
                     gradient = own.zero_().index_copy_(0, sparse_indices(gradient)[0], sparse_values(gradient))
         narrow = own is gradient and gradient.dtype is not parameter.dtype
-        if first and own is gradient and not accumulation_hooks(parameter):  # nearly always
+        if first and own is gradient and not has_accumulation_hooks(parameter):  # nearly always
             if narrow:
                 keep_narrow(parameter, gradient, self._note_read)
             else:
@@ -544,13 +551,17 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     """Accumulates a gradient into the host's parameter, like autograd's ``AccumulateGrad``.
 
     The first gradient becomes ``param.grad``, and later ones are added in place. Then the user's hooks for accumulated gradients
-    run.
+    run. So do hooks on the parameter's own ``AccumulateGrad`` node: backward does not reach this node, because modules use the
+    device parameter.
 
     Args:
         parameter: the user's parameter.
         gradient: a tensor on the host with the parameter's shape, and its dtype or a lower one.
         own: True if ``gradient`` itself may become ``param.grad``. Otherwise a copy becomes ``param.grad``.
     """
+    on_node = node_hooks(parameter)
+    if on_node is not None:
+        gradient, own = _before_accumulation(on_node.before, gradient.to(parameter.dtype), own)
     if parameter.grad is None and own:
         parameter.grad = gradient
     else:
@@ -567,6 +578,20 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
             for hook in list(after.values()):
                 if hook(parameter) is not None:
                     raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # torch's message
+    if on_node is not None:
+        with no_inference_mode(), torch.no_grad():
+            for hook in on_node.after:
+                hook((), (gradient,))
+
+
+def _before_accumulation(hooks: Sequence[Callable[..., Any]], gradient: Tensor, own: bool) -> tuple[Tensor, bool]:
+    """Runs hooks that may replace a gradient. Returns the gradient, and whether it may become ``param.grad`` itself."""
+    with no_inference_mode(), torch.no_grad():
+        for hook in hooks:
+            if (replaced := hook((gradient,))) is not None:
+                (gradient,) = replaced if isinstance(replaced, tuple) else (replaced,)
+                own = False  # user code may hold the other tensor
+    return gradient, own
 
 
 def each_row_once(gradient: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ from sp_lightning.core.layers.device_parameter import (
     tensor_requires_grad,
 )
 from sp_lightning.core.layers.write_guard import guard_of
-from sp_lightning.core.observe.messages import HIDDEN_READ
+from sp_lightning.core.observe.messages import HIDDEN_READ, WAITS_FOR_NODE
 from sp_lightning.core.torch_compat.cast_gradient import CastGradient
 from sp_lightning.core.torch_compat.modes import no_inference_mode
-from sp_lightning.core.torch_compat.private import gradient_hooks
+from sp_lightning.core.torch_compat.private import counted_nodes, gradient_hooks
 
 
 class EngineCallbacks(Protocol):
@@ -215,11 +215,17 @@ class ParameterGroup:
         Returns:
             The gradient after the hooks. None if there are no hooks: autograd then keeps the gradient, which may be a
             :class:`CastGradient`.
+
+        Raises:
+            RuntimeError: a hook waits for the host parameter's node, which backward does not reach. torch would never call it.
         """
-        hooks = gradient_hooks(self.hosts[index])
+        host = self.hosts[index]
+        hooks = gradient_hooks(host)
         if hooks and type(gradient) is CastGradient:  # hooks get the plain float32 tensor of plain Lightning
             gradient = gradient.wide()
         for hook in list(hooks.values()) if hooks else ():
+            if any(node.variable is host for node in counted_nodes(hook)):
+                raise RuntimeError(WAITS_FOR_NODE.format(name=self.spans[index].name))
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
         return gradient if hooks else None

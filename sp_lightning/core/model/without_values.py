@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.torch_compat.private import accumulation_hooks, exchange_memory, gradient_hooks, storage_id
+from sp_lightning.core.torch_compat.private import exchange_memory, gradient_hooks, has_accumulation_hooks, storage_id
 
 
 class WithoutValues(NamedTuple):
@@ -65,7 +65,7 @@ def _refuse_special(module: nn.Module, found: list[WithoutValues]) -> None:
             reason = f"is of class {type(tensor).__name__}"
         elif tensor in scripted:
             reason = "belongs to a ScriptModule"
-        elif gradient_hooks(tensor) or accumulation_hooks(tensor):
+        elif gradient_hooks(tensor) or has_accumulation_hooks(tensor):
             reason = "has hooks, which would be lost"
         elif other != name:
             reason = f"is a view of the memory of {other!r}"

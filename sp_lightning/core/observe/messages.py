@@ -28,6 +28,12 @@ TRACES = (
     "streamed module. Use torch.func.jvp in place of linearize; trace copy.deepcopy(module), or the module after the run."
 )
 
+WAITS_FOR_NODE = (
+    "register_multi_grad_hook(…) was called outside of a step for {name!r}, and waits for a node that backward does not reach. "
+    'Call it inside the step (in training_step, after the forward), or with mode="any".'
+)
+"""The error for a hook that torch would never call. ``name`` is the name of a weight."""
+
 HIDDEN_READ = (
     "The memory of the weight {name!r} was read while the weight is not on the GPU. Superpipeline cannot detect reads in a "
     "torch.func transform (vmap, jvp …), a TorchScript function or a C++ extension. Pass weight.clone() instead, or keep the "

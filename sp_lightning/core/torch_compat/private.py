@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, autograd, jit, nn, overrides, serialization
@@ -431,6 +431,59 @@ gradient_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = attrg
 accumulation_hooks: Callable[[Tensor], dict[int, Callable[..., Any]] | None] = attrgetter("_post_accumulate_grad_hooks")
 """Returns the hooks of ``tensor.register_post_accumulate_grad_hook``, by number; None or empty if there are none."""
 
+
+class NodeHooks(NamedTuple):
+    """Hooks on the node with which autograd accumulates the gradient of a leaf.
+
+    Attributes:
+        before: those of ``node.register_prehook``. Each gets ``(gradient,)``, and may return another gradient.
+        after: those of ``node.register_hook``. Each gets ``()`` and ``(gradient,)`` when ``leaf.grad`` has the gradient.
+    """
+
+    before: list[Callable[..., Any]]
+    after: list[Callable[..., Any]]
+
+
+def node_hooks(leaf: Tensor) -> NodeHooks | None:
+    """Returns the hooks on a leaf's node; None if there are none.
+
+    The node exists as long as a graph or user code holds it, and it counts as a user of the leaf. So a leaf without other users
+    than Python has none, and nothing else is asked: nearly always.
+    """
+    if torch._C.TensorBase._use_count(leaf) < 2:
+        return None
+    with torch.DisableTorchFunctionSubclass():
+        if not leaf.requires_grad or not leaf.is_leaf:
+            return None
+        node = torch.autograd.graph.get_gradient_edge(leaf).node
+    found = []
+    for register in (node.register_prehook, node.register_hook):
+        handle: Any = register(_no_hook)  # torch lists a node's hooks nowhere else
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        found.append(list(hooks.values()))
+    return NodeHooks(*found) if any(found) else None
+
+
+def _no_hook(*_: Any) -> None:
+    pass
+
+
+def counted_nodes(hook: Callable[..., Any]) -> Sequence[Any]:
+    """Returns the nodes that a hook of ``register_multi_grad_hook`` waits for (mode ``"all"``); empty for other hooks."""
+    if not getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.<locals>."):
+        return ()
+    code, cells = hook.__code__, hook.__closure__ or ()
+    return next(
+        (each.cell_contents for name, each in zip(code.co_freevars, cells, strict=True) if name == "grad_fns"), ()
+    )
+
+
+def has_accumulation_hooks(leaf: Tensor) -> bool:
+    """Returns True if user code runs when the gradient of a leaf is accumulated: hooks of the leaf, or of its node."""
+    return bool(accumulation_hooks(leaf)) or node_hooks(leaf) is not None
+
+
 TENSOR_METADATA = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks")
 """Private attributes of a tensor whose read does not touch its memory."""
 
@@ -689,6 +742,10 @@ FEATURES = {
         "second_level_cache": "the size of pieces in updates on the CPU",
         "gradient_hooks": "tensor.register_hook on weights",
         "accumulation_hooks": "register_post_accumulate_grad_hook on weights",
+        "counted_nodes": "the error for register_multi_grad_hook outside of a step",
+        "NodeHooks": "hooks on the nodes that accumulate gradients of weights",
+        "has_accumulation_hooks": "hooks that run when gradients of weights are accumulated",
+        "node_hooks": "hooks on the nodes that accumulate gradients of weights",
         "TENSOR_METADATA": "attributes of weights that are not on the GPU",
         "forward_hooks": "forward hooks on experts with adapters",
         "global_forward_hooks": "forward hooks on experts with adapters",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sp_lightning.core.layers.writes import digest
-from sp_lightning.core.torch_compat.private import accumulation_hooks
+from sp_lightning.core.torch_compat.private import has_accumulation_hooks
 from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.experimental.ranks.ranks import Ranks
 from sp_lightning.trainer.compat import trainer_of
@@ -57,7 +57,7 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
                 "Trainer(devices=1)."
             )
     for name, parameter in module.named_parameters():
-        if accumulation_hooks(parameter):
+        if has_accumulation_hooks(parameter):
             raise ValueError(
                 f"{name!r} has a hook that runs after its gradient was accumulated (register_post_accumulate_grad_hook); with "
                 f"several devices gradients are summed after that. {_ONE}, or use the hook on_before_optimizer_step."

@@ -1,0 +1,198 @@
+"""Hooks that user code has registered before a step, of every kind: each runs as on plain Lightning, or is refused by name.
+
+Modules use the device parameter in a step, so backward does not reach the host parameter's own ``AccumulateGrad`` node. Hooks on
+it never ran, and nothing noticed: weights that torch's ``_apply_optimizer_in_backward`` steps did not train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+import sp_lightning
+from tests.support.models import Module, Stack, vectors
+from tests.support.runs import assert_equal, fit, superpipeline
+
+Seen = list[Any]
+
+
+def node_of(p: Tensor) -> Any:
+    """The node that adds gradients to ``p.grad``, as Megatron, apex and NeMo find it."""
+    return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def note(seen: Seen, name: str, value: Any) -> None:
+    seen.append((name, value.clone() if isinstance(value, Tensor) else value))
+
+
+def after(name: str, p: Tensor, seen: Seen) -> Any:
+    def hook(inputs: Any, outputs: tuple[Tensor]) -> None:
+        assert inputs == ()
+        note(seen, name, outputs[0])
+        note(seen, name, p.grad)
+
+    node = node_of(p)
+    node.register_hook(hook)
+    return node
+
+
+def before(name: str, p: Tensor, seen: Seen) -> Any:
+    def hook(gradients: tuple[Tensor]) -> tuple[Tensor]:
+        note(seen, name, p.grad)
+        return (gradients[0] * 0.5,)
+
+    node = get_gradient_edge(p).node
+    node.register_prehook(hook)
+    return node
+
+
+def both_on_one_node(name: str, p: Tensor, seen: Seen) -> Any:
+    return before(name, p, seen), after(name, p, seen)
+
+
+def on_tensor(name: str, p: Tensor, seen: Seen) -> Any:
+    p.register_hook(lambda gradient: (note(seen, name, gradient), gradient * 0.5)[1])
+
+
+def after_accumulation(name: str, p: Any, seen: Seen) -> Any:
+    p.register_post_accumulate_grad_hook(lambda p: note(seen, name, p.grad))
+
+
+def retains(name: str, p: Tensor, seen: Seen) -> Any:
+    p.retain_grad()  # does nothing for a leaf
+
+
+def any_of_several(name: str, p: Tensor, seen: Seen) -> Any:
+    return register_multi_grad_hook([p], lambda gradient: note(seen, name, gradient), mode="any")
+
+
+def all_of_several(name: str, p: Tensor, seen: Seen) -> Any:
+    return register_multi_grad_hook([p], lambda gradients: note(seen, name, gradients[0]), mode="all")
+
+
+def removed(name: str, p: Tensor, seen: Seen) -> Any:
+    node = node_of(p)
+    node.register_hook(lambda *_: note(seen, name, None)).remove()
+    return node
+
+
+ROWS: dict[str, Callable[[str, Tensor, Seen], Any]] = {
+    "hooks on nodes": after,
+    "hooks on nodes that change gradients": before,
+    "both kinds on one node": both_on_one_node,
+    "hooks on nodes that were removed": removed,
+    "hooks on tensors": on_tensor,
+    "hooks after accumulation": after_accumulation,
+    "retained gradients": retains,
+    "hooks on any of several": any_of_several,
+}
+
+
+class Holds(Module):
+    def __init__(self, row: Callable[[str, Tensor, Seen], Any]) -> None:
+        super().__init__(Stack(3))
+        self.seen: Seen = []
+        self.held = [row(name, p, self.seen) for name, p in self.named_parameters()]
+
+
+def by_name(module: Any) -> dict[str, list[Any]]:
+    """What hooks have seen, for each parameter: the order of parameters within a backward is not plain's."""
+    return {name: [value for other, value in module.seen if other == name] for name, _ in module.named_parameters()}
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_hooks_run_as_on_plain_lightning(name: str, options: dict[str, Any]) -> None:
+    ours, plain = (
+        fit(lambda: Holds(ROWS[name]), vectors(), strategy, recorded="losses", **options)
+        for strategy in (superpipeline(k=1, k_prime=1), "auto")
+    )
+    assert_equal(ours.losses, plain.losses, "losses")
+    assert_equal(by_name(ours.module), by_name(plain.module), "what hooks have seen")
+    assert_equal(ours.state, plain.state, "weights")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_hooks_run_as_in_a_plain_loop(name: str) -> None:
+    def run(streamed: bool) -> Any:
+        torch.manual_seed(0)
+        module = Holds(ROWS[name])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with sp_lightning.stream(module, optimizer, k=1, k_prime=1) if streamed else nullcontext():
+            for batch in vectors():
+                module.net(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return by_name(module), dict(module.state_dict())
+
+    assert_equal(run(True), run(False), "what hooks have seen, and weights")
+
+
+def test_a_hook_on_all_of_several_weights_is_refused_by_name() -> None:
+    """It counts the nodes that backward will reach, and found none: it never ran."""
+    with pytest.raises(RuntimeError, match=r"register_multi_grad_hook.*'net.head.bias'.*inside the step.*mode=\"any\""):
+        fit(lambda: Holds(all_of_several), vectors(), superpipeline(k=1), recorded="losses")
+
+
+class HoldsInStep(Holds):
+    """The remedy of the error."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.held = [all_of_several(name, p, self.seen) for name, p in self.named_parameters()]
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for handle in self.held:
+            handle.remove()
+
+
+def test_a_hook_on_all_of_several_weights_inside_the_step() -> None:
+    ours, plain = (fit(HoldsInStep, vectors(), each, recorded="losses") for each in (superpipeline(k=1), "auto"))
+    assert_equal(by_name(ours.module), by_name(plain.module), "what hooks have seen")
+    assert len(plain.module.seen) > 0
+
+
+@pytest.mark.parametrize("way", ["lightning", "stream"])
+def test_an_optimizer_that_steps_in_backward(way: str) -> None:
+    """torch's own; torchrec and experiments of torchtitan use it."""
+
+    def run(streamed: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+        before = [p.detach().clone() for p in net.parameters()]
+        if way == "lightning":
+
+            class Manual(Module):
+                def __init__(self) -> None:
+                    super().__init__(net)
+                    self.automatic_optimization = False
+
+                def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+                    self.manual_backward(self.net(batch).square().mean())
+
+                def configure_optimizers(self) -> None:
+                    return None
+
+            with pytest.warns(UserWarning, match="will run with no optimizer"):
+                fit(Manual, vectors(), superpipeline(k=1) if streamed else "auto", recorded="nothing")
+        else:
+            inner = [each for p in net.parameters() for each in p._in_backward_optimizers]
+            with sp_lightning.stream(net, inner, k=1, k_prime=1) if streamed else nullcontext():
+                for batch in vectors():
+                    net(batch).square().mean().backward()
+        assert not any(map(torch.equal, before, net.parameters()))
+        return [p.detach() for p in net.parameters()]
+
+    assert_equal(run(True), run(False), "weights")
