@@ -55,7 +55,7 @@ CAPABILITIES = {
     "tools.planner": "the command line: plan, check, dial, rates",
     "experimental.ranks": "trains on several devices",
     "experimental.sharing": "lets several trainings share one frozen base",
-    "capabilities.tuning": "measures batches, and chooses k, k' and the modes of activations",
+    "capabilities.tuning": "measures batches, chooses k and k', and has activations offloaded",
 }
 """The folders, as names of packages, and what each adds."""
 
@@ -161,7 +161,7 @@ def row_finder() -> RowFinder:
 # ---------------------------------------------------------------------- activations
 
 
-def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, may_choose: bool) -> ActivationPlan:
+def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, may_evict: bool) -> ActivationPlan:
     """Resolves ``activations=``: how the activations of each unit are stored between forward and backward.
 
     Without the folder, ``"auto"`` keeps all activations (fallback); this is logged after an out-of-memory error. All values
@@ -171,11 +171,11 @@ def activations(choice: ActivationChoice, module: nn.Module, found: Found, *, ma
         choice: the option.
         module: the root.
         found: its layers and units.
-        may_choose: True if ``"auto"`` may choose modes: the run trains, and device memory is limited.
+        may_evict: True if ``"auto"`` may offload activations: the run trains, and device memory is limited.
     """
     from sp_lightning.core.engine.activations import ActivationPlan
 
-    if choice == "keep" or (choice == "auto" and not may_choose):
+    if choice == "keep" or (choice == "auto" and not may_evict):
         return ActivationPlan(automatic=choice == "auto")
     if choice == "auto" and not is_installed("capabilities.activations"):
         return ActivationPlan(
@@ -265,9 +265,9 @@ def step_place() -> type[StepPlace]:
 
 
 def make_tuner(
-    window: Window, streamer: Streamer, device: Device, log: logging.Logger, *, chooses_modes: bool, alone: bool
+    window: Window, streamer: Streamer, device: Device, log: logging.Logger, *, evicts: bool, alone: bool
 ) -> BaseTuner:
-    """Returns the tuner, which chooses k, k' and the modes of activations between batches.
+    """Returns the tuner, which chooses k and k' between batches, and has activations offloaded if not all fit.
 
     Without ``tuning`` (fallback), the first plan stays, and ``activations="auto"`` keeps all activations.
 
@@ -276,16 +276,16 @@ def make_tuner(
         streamer: the engine.
         device: its device.
         log: the logger for choices.
-        chooses_modes: True to choose modes of activations when not all activations fit.
+        evicts: True to offload the oldest activations when not all activations fit.
         alone: True if nothing else in this process uses the device's memory.
     """
     # With stacked experts, the tuner also chooses the size of their cache, even if k and k' are numbers.
     chooses_window = window.auto or (window.room is not None and streamer.plan.stack_bytes > 0)
-    if chooses_window or chooses_modes:
+    if chooses_window or evicts:
         if is_installed("capabilities.tuning"):
             from sp_lightning.capabilities.tuning.tuner import Tuner
 
-            return Tuner(window, streamer, device, log, window_too=chooses_window, modes_too=chooses_modes, alone=alone)
+            return Tuner(window, streamer, device, log, window_too=chooses_window, evicts=evicts, alone=alone)
         log.info(
             "Superpipeline: k, k' and activations stay as they are planned: sp_lightning/capabilities/tuning is not installed."
         )

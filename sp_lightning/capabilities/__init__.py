@@ -5,7 +5,7 @@
 - ``experts``: uploads only the experts and embedding rows that a batch uses; packs experts in four bits.
 - ``gpu_steps``: runs optimizer steps on the GPU, and keeps layers there with their optimizer state.
 - ``kernels``: compiles kernels for optimizer steps on the CPU. Its formulas of the GPU's steps were never confirmed by a GPU.
-- ``tuning``: measures batches, and chooses k, k' and the modes of activations.
+- ``tuning``: measures batches, chooses k and k', and has activations offloaded if not all fit.
 
 A capability may import the core. Only ``tuning`` may import other capabilities, because it predicts them. The page of each
 says what it adds, where it enters, and what it costs if it is not used. ``tests/repository/deletion.py`` removes each, and

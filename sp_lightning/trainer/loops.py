@@ -91,7 +91,8 @@ class ReadableStrategy(HostStrategy):
     def activations(self) -> dict[str, Mode]:
         """The mode of activations of each layer, and of each part that stays on the device, by name.
 
-        The mapping includes the choices of ``"auto"``, and can be given as ``activations=`` to another strategy.
+        If ``"auto"`` has offloaded activations of a layer, its mode is ``"offload"``. The mapping can be given
+        as ``activations=`` to another strategy.
 
         Raises:
             RuntimeError: before set-up.

@@ -483,7 +483,7 @@ class Run:
             self.streamer,
             device,
             self._log,
-            chooses_modes=self._activations.chooses,
+            evicts=self._activations.evicts,
             alone=not self._scope.shares_base,
         )
 
@@ -507,7 +507,7 @@ class Run:
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
         is_limited = self.trains and self._window.room is not None
-        self._activations = registry.activations(self._options.activations, self.module, found, may_choose=is_limited)
+        self._activations = registry.activations(self._options.activations, self.module, found, may_evict=is_limited)
         if found.experts and self._activations.reruns:
             # A forward that runs again has to find all experts of its block, so experts are not layers of their own.
             found = find(layers=layers, whole_blocks=True)
@@ -568,15 +568,13 @@ class Run:
             error: the out-of-memory error, which has ended a step.
         """
         plan = self.engine.plan
-        modes = self.results.activations
         self.tuner.shrink()
         if self.engine.plan.stay != plan.stay:
             self.steps.decide_again()
-        new_modes = self.results.activations
-        freed = {} if new_modes == modes else new_modes
         if self._activations.why_kept:
             say_once(self._log, self._activations.why_kept)
-        error.add_note(after_out_of_memory(plan, self.engine.plan, freed, balanced=self._activations.automatic))
+        of = self._activations
+        error.add_note(after_out_of_memory(plan, self.engine.plan, automatic=of.automatic, evicts=of.evicts))
         if (others := self.engine.device.held_by_others()) is not None:
             error.add_note(about_others(*others))
 

@@ -62,7 +62,7 @@ class StreamingStrategy(LoopStrategy):
             that is free at set-up (``"80%"``). None: 15/16 of the free memory; if ``k`` and ``k_prime`` are numbers, all of it.
         activations: how activations are stored. It does not change results.
 
-            - ``"auto"``: kept if they fit; otherwise the fastest mode for each layer (on the CPU without ``gpu_memory``: kept).
+            - ``"auto"``: kept; if GPU memory gets full, the oldest are offloaded (on the CPU without ``gpu_memory``: kept).
             - ``"keep"``: in GPU memory.
             - ``"recompute"``: activation checkpointing. Prints in a layer, and hooks on modules inside a layer, run twice.
             - ``"offload"``: copied to host memory and back.

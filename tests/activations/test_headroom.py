@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.capabilities.activations import offload
 from sp_lightning.capabilities.activations.calls import UnitForward, UnitModes
@@ -56,8 +56,7 @@ class Phases:
 
         def noted(activations: UnitModes) -> None:
             modes = "+".join(sorted(set(activations.modes.values())))
-            trial = "trial " * activations.recompute.in_trial
-            self.seen.append("headroom" if activations.headroom is not None else f"{trial}{modes}")
+            self.seen.append(f"{'headroom ' * (activations.headroom is not None)}{modes}")
             begin(activations)
 
         monkeypatch.setattr(UnitModes, "begin", noted)
@@ -71,7 +70,7 @@ class Phases:
 def test_nothing_changes_if_all_activations_fit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits, transfers and batches are those of ``"keep"``, and no forward is called in another way."""
     monkeypatch.setattr(Tuner, "_seconds", lambda self, plan: 1 / plan.k)  # a simulated copy takes no time
-    for cls, name in ((Offload, "_send"), (Recompute, "try_out"), (UnitForward, "__init__"), (Headroom, "_evict")):
+    for cls, name in ((Offload, "_send"), (Recompute, "run"), (UnitForward, "__init__"), (Headroom, "_evict")):
         monkeypatch.setattr(cls, name, lambda *_: pytest.fail("something was offloaded, run twice or called otherwise"))
     case, runs = CASES["llama-dropout"], {}
     for mode in ("keep", "auto"):
@@ -111,11 +110,10 @@ def test_what_does_not_fit_is_trained_with_equal_results(
             ours, device = train(capacity, eight, batches)
     assert_same(ours, plain)
     assert device.peak <= capacity
-    assert phases.seen[:2] == ["headroom", "trial offload"]
-    assert "keep" in phases.seen[-1]
-    assert phases.seen[-1] != "keep"
-    said = [each.getMessage() for each in caplog.records if "do not fit into GPU memory" in each.getMessage()]
-    assert len(said) == 1
+    assert phases.seen == ["headroom keep", *["headroom keep+offload"] * (len(batches) - 1)]
+    (said,) = [each.getMessage() for each in caplog.records if "GPU memory is full" in each.getMessage()]
+    assert "oldest activations are offloaded to CPU memory (so far those of net.blocks.0, net.blocks.1" in said
+    assert 'activations="recompute", or the checkpointing of the model itself, may be faster.' in said
 
 
 @pytest.mark.usefixtures("everything_is_worth_moving")
@@ -131,7 +129,7 @@ def test_real_models_that_do_not_fit(name: str, monkeypatch: pytest.MonkeyPatch)
     ours, device = train(capacity, case.make, batches)
     assert_same(ours, fit(case.make, batches))
     assert device.peak <= capacity
-    assert phases.seen[:2] == ["headroom", "trial offload"]
+    assert phases.seen == ["headroom keep", *["headroom keep+offload"] * (len(batches) - 1)]
 
 
 def test_the_oldest_are_offloaded_first_and_no_more_than_needed(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
@@ -158,8 +156,8 @@ def test_a_larger_batch_has_headroom_again(monkeypatch: pytest.MonkeyPatch) -> N
     ours, device = train(110_000, lambda: Module(Stack()), batches)
     assert_same(ours, fit(lambda: Module(Stack()), batches))
     assert device.peak <= 110_000
-    assert phases.seen[:4] == ["headroom", "keep", "keep", "headroom"]
-    assert phases.seen[4] == "trial offload"
+    assert phases.seen[:4] == ["headroom keep", "keep", "keep", "headroom keep"]
+    assert phases.seen[4:] == ["headroom keep+offload"] * 2
 
 
 class Thawing(Module):
@@ -182,10 +180,10 @@ class Thawing(Module):
 @pytest.mark.parametrize(
     ("capacity", "expected"),
     [
-        (200_000, ["headroom", "keep", "headroom", "trial offload"]),
-        (130_000, ["headroom", "trial offload", "trial offload"]),
+        (200_000, ["headroom keep", "keep", "headroom keep", "headroom keep+offload"]),
+        (130_000, ["headroom keep", "headroom keep+offload", "headroom keep+offload"]),
     ],
-    ids=["all fitted", "measured anew"],
+    ids=["all fitted", "not even before"],
 )
 def test_layers_that_are_trained_later_take_more(
     capacity: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
@@ -228,67 +226,72 @@ def test_room_for_the_loss_is_made_before_the_head() -> None:
     assert device.peak <= capacity
 
 
-# ---------------------------------------------------------------------- what cannot be recomputed
+@pytest.mark.usefixtures("nothing_fits")
+def test_blocks_whose_experts_are_modules_are_offloaded() -> None:
+    """Experts stay layers of their own, because no forward runs twice."""
+    make, batches = EXPERTS["mixture"]
+    strategy = superpipeline(k=1, k_prime=1)
+    with simulated(capacity=ROOM_FOR_ALL):
+        ours = fit(make, [*batches(), *batches()], strategy)
+    assert_same(ours, fit(make, [*batches(), *batches()]))
+    assert any("experts" in layer.name for layer in strategy.plan.layers)
+    assert "offload" in strategy.activations.values()
 
 
-class WritesWeight(nn.Module):
-    """Cannot run twice."""
+# ---------------------------------------------------------------------- what is alive, and how often forwards run
+
+
+_runs: list[StorageWeakRef] = []  # not an attribute, which a second run restores
+
+
+class Counted(nn.Module):
+    """Notes each run of its forward, with the activation."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.scale = nn.Parameter(torch.ones(16))
+        self.inner, self.outer = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.scale.mul_(0.99)
-        return torch.tanh(self.inner(x)) * 2 + x
+        hidden = torch.relu(self.inner(x))
+        _runs.append(StorageWeakRef(hidden.untyped_storage()))
+        return x + self.outer(torch.tanh(hidden))
 
 
-def unrepeatable() -> Module:
-    stack = Stack()
-    stack.blocks = nn.ModuleList(WritesWeight() for _ in range(5))
-    return Module(stack)
-
-
-class Modes(Callback):
-    """Notes the modes that blocks have had."""
-
+class CountsAlive(Module):
     def __init__(self) -> None:
-        self.seen: set[str] = set()
+        super().__init__(nn.Sequential(*(Counted() for _ in range(8))))
+        self.alive: list[int] = []
+        self.ran: list[int] = []
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.seen |= {mode for name, mode in trainer.strategy.activations.items() if "blocks" in name}
+    def loss(self, batch: Any) -> Tensor:
+        _runs.clear()
+        loss = super().loss(batch)
+        self.alive.append(sum(not each.expired() for each in _runs))
+        return loss
 
-
-@pytest.mark.usefixtures("everything_is_worth_moving")
-@pytest.mark.parametrize("host_room", [None, 40_000])
-def test_units_that_cannot_be_recomputed_are_offloaded_without_an_error(
-    host_room: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Activations that do not fit on the host stay on the device."""
-    batches, modes = [torch.randn(128, 16) for _ in range(6)], Modes()
-    kept = train(ROOM_FOR_ALL, unrepeatable, batches, activations="keep")[1].peak
-    capacity = kept * 7 // 8
-    if host_room is not None:
-        monkeypatch.setattr("sp_lightning.trainer.run.check_host", lambda *_: host_room)
-        capacity = kept
-    ours, device = train(capacity, unrepeatable, batches, callbacks=[modes])
-    assert_same(ours, fit(unrepeatable, batches))
-    assert device.peak <= capacity
-    assert modes.seen >= {"keep", "offload"}, "it did not fit"
-    assert "recompute" not in modes.seen
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ran.append(len(_runs))
 
 
-@pytest.mark.usefixtures("nothing_fits")
-def test_blocks_whose_experts_are_modules_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second forward of a block needs all of its experts; so they came with it, from the first batch on."""
-    make, batches = EXPERTS["mixture"]
-    phases = Phases(monkeypatch)
-    ours, _ = train(ROOM_FOR_ALL, make, [*batches(), *batches()])
-    assert_same(ours, fit(make, [*batches(), *batches()]))
-    assert phases.seen[:3] == ["headroom", "trial offload", "offload"], "the one whose time is measured"
-    assert any("experts" in layer.name for layer in ours.trainer.strategy.plan.layers)
+@pytest.mark.parametrize(
+    ("options", "alive", "runs"),
+    [
+        ({}, 8, 8),
+        ({"gpu_memory": "12MiB"}, 2, 8),
+        ({"activations": "keep"}, 8, 8),
+        ({"activations": "offload"}, 2, 8),
+        ({"activations": "recompute"}, 0, 16),
+    ],
+    ids=["auto, fits", "auto, full", "keep", "offload", "recompute"],
+)
+def test_activations_that_are_alive_after_a_forward(options: dict[str, Any], alive: int, runs: int) -> None:
+    """``"auto"`` kept all activations while it claimed to recompute them: the first run's hook held them."""
+    batches = [torch.randn(4096, 64) for _ in range(5)]
+    ours = fit(CountsAlive, batches, superpipeline(k=1, k_prime=1, **options))
+    assert_same(ours, fit(CountsAlive, batches))
+    module: Any = ours.module
+    assert module.alive == [alive] * len(batches)
+    assert module.ran == [runs] * len(batches)
 
 
 # ---------------------------------------------------------------------- errors
@@ -299,7 +302,10 @@ def test_memory_that_ends_in_the_first_batch_is_a_clear_error(large: None) -> No
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train(3 * Saves.SIZE, lambda: saving([1, 5, 1]), rows())
     note = "".join(raised.value.__notes__)
-    assert 'With SuperpipelineStrategy(k=1, k_prime=1, activations="offload") activations take less.' in note
+    assert (
+        'Activations take less with SuperpipelineStrategy(activations="recompute"), or with the checkpointing of'
+        in note
+    )
 
 
 def test_a_host_without_room_keeps_what_it_can(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
@@ -441,7 +447,7 @@ class WithIslands(Module):
 
 
 def test_a_copy_of_a_weight_is_no_value_that_each_run_has_anew() -> None:
-    """The trial raised an error, as for a forward that advances an iterator."""
+    """With two forwards of a batch, it was taken for a forward that advances an iterator."""
     options: Any = {"precision": "bf16-mixed", "recorded": "losses"}
     plain = fit(fused(WithIslands), vectors() * 2, **options)
     with simulated(capacity=ROOM_FOR_ALL), crowded():

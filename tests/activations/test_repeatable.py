@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -245,6 +245,36 @@ def test_state_that_is_out_of_sight(block: Callable[[], nn.Module], times: int) 
     late = block is LateAndLarge and times > 1  # of the first call nothing is known any more
     with pytest.raises(Unrepeatable, match=r"'code' of 'net.*' has been modified") if late else nullcontext():
         assert_same(fit(make, vectors(4), superpipeline(k=1, activations="recompute")), fit(make, vectors(4)))
+
+
+def _refuses(*_: Any) -> Any:
+    raise NotImplementedError
+
+
+_OF_CONTAINERS = ("__len__", "__iter__", "__eq__", "__hash__", "__bool__", "__getitem__", "items", "values", "copy")
+
+
+class Holds(Block):
+    """Has objects of classes that refuse what a container does, as e3nn's ``Irrep`` does, a tuple without a length."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        given = [(0, 1)] if kind in (tuple, list, set, deque) else []
+        value = type("Hostile", (kind,), dict.fromkeys(_OF_CONTAINERS, _refuses))(*given)
+        self.pairs = ((8, value),)
+        self.listed = [value]
+
+
+@pytest.mark.parametrize(
+    "kind", [object, tuple, list, set, deque, dict, OrderedDict, bytearray, random.Random], ids=str
+)
+def test_methods_of_users_objects_are_not_called(kind: type) -> None:
+    """The snapshot read the length of a tuple whose class has none: a NotImplementedError without a text."""
+
+    def make() -> Module:
+        return Module(nn.Sequential(*(Holds(kind) for _ in range(3))))
+
+    assert_same(fit(make, vectors(), superpipeline(k=1, activations="recompute")), fit(make, vectors()))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")

@@ -24,11 +24,10 @@ from sp_lightning.core.model.compile import compile_blocks
 from tests.support import stacked
 from tests.support.crowded import crowded
 from tests.support.emulated_gpu import gpu_device, plain_gpu
-from tests.support.kernels import LastBitsAlone, Writes, from_third_batch, with_one
 from tests.support.like_gpu import BATCHES, OPTIMIZERS, Stepped
 from tests.support.models import Block, Module
 from tests.support.runs import assert_same, fit
-from tests.support.simdevice import SimDevice, simulated
+from tests.support.simdevice import SimDevice
 from tests.support.tiers import first
 
 OUT = torch.OutOfMemoryError("CUDA out of memory.")
@@ -262,9 +261,6 @@ PLACED: dict[str, Any] = {"options": {"optimizer_on": "auto"}}
 MIXED: dict[str, Any] = {"trainer": {"precision": "bf16-mixed"}, "device": nullcontext, "of_gpu": False}
 EXCHANGES: dict[str, Any] = {"make": partial(Exchanges, ADAMW), "trainer": {"max_epochs": 2}}
 EXPERT = {"make": lambda: Module(stacked.Routers()), "device": nullcontext, "of_gpu": False}
-RUN_TWICE: dict[str, Any] = {
-    "options": {"k": 1, "k_prime": 1}, "of_gpu": False, "device": partial(simulated, capacity=26_000),
-}  # fmt: skip
 TORN = "These weights are not those of any whole step"
 SLOT = "tests.support.engine.Slots"
 STAYING = "sp_lightning.capabilities.gpu_steps.staying.StayingLayers"
@@ -279,19 +275,6 @@ ROWS = [
         ACTIVATIONS, "CPU memory for an activation", BEFORE,
         lambda: [crowded(), failing("sp_lightning.capabilities.activations.host_ring", "PinnedMemory", LAUNCH)],
         "the CPU has no room for the activations of", options={"k": 1},
-    ),
-    Row(
-        ACTIVATIONS, "a further run of a forward, in the trial", BEFORE,
-        lambda: [crowded(), failing("sp_lightning.capabilities.activations.recompute", "deterministic", LAUNCH, _always)],
-        "A further run of 'net.blocks.2' failed", make=with_one(LastBitsAlone), **RUN_TWICE,
-    ),
-    Row(
-        ACTIVATIONS, "a kernel that rounds in another way in the second run", BEFORE, lambda: [crowded()],
-        "kernels are not deterministic", make=from_third_batch(LastBitsAlone), **RUN_TWICE,
-    ),
-    Row(
-        ACTIVATIONS, "a forward that must not run twice (it begins to write a weight)", BEFORE, lambda: [crowded()],
-        "writes its parameter 'inner.bias', and cannot be run again", make=from_third_batch(Writes), **RUN_TWICE,
     ),
     Row(
         WINDOW, "GPU memory for more slots", BEFORE,

@@ -9,7 +9,7 @@ from unittest import mock
 
 @contextmanager
 def crowded() -> Iterator[None]:
-    """In this context the first batch offloads all activations, and the next batches measure them and choose modes."""
+    """In this context all activations are offloaded, however small they are."""
     from sp_lightning.capabilities.activations import offload
     from sp_lightning.capabilities.tuning.tuner import Tuner
 

@@ -68,26 +68,6 @@ class CountsSaved(Block):
         return Scales.apply(torch.tanh(self.inner(x)), self.inner.bias)
 
 
-class Writes(Block):
-    def factor(self, x: Tensor) -> Any:
-        with torch.no_grad():
-            self.inner.bias.mul_(0.9)
-        return torch.tanh(self.inner(x))
-
-
-class NoiseAlone(Block):
-    """Reads an iterator, and leaves no memory unwritten."""
-
-    least = 2**-12
-
-    def factor(self, x: Tensor) -> Any:
-        return torch.tanh(self.inner(x)) * (1 + next(_numbers) % 4 * self.least)
-
-
-class LastBitsAlone(NoiseAlone):
-    least = 2**-22
-
-
 def with_one(block: Callable[[], nn.Module]) -> Any:
     def make() -> Module:
         stack = Stack()
@@ -95,20 +75,3 @@ def with_one(block: Callable[[], nn.Module]) -> Any:
         return Module(stack)
 
     return make
-
-
-def from_third_batch(block: Any) -> Callable[[], Module]:
-    """Makes modules with a block whose quirk the trial in the second batch has not seen."""
-
-    class Later(block):
-        begun = False
-
-        def factor(self, x: Tensor) -> Any:
-            return super().factor(x) if self.begun else torch.tanh(self.inner(x))
-
-    class Begins(Module):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            later: Any = self.net.blocks[2]  # type: ignore[index, union-attr]
-            later.begun, later.net = batch_idx >= 2, [self.net]
-
-    return lambda: Begins(with_one(Later)().net)

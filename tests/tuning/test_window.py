@@ -229,28 +229,6 @@ class SwellingCells(nn.Module):
         return x + x.repeat(20, 1).mean() if swells else x
 
 
-def measured_rows() -> list[Tensor]:
-    """The third batch is the one whose time is measured, with layers that are recomputed, and which runs out of memory."""
-    batches = rows(*[64] * 5)
-    batches[2][0, 0] = 200.0
-    return batches
-
-
-def cells() -> Module:
-    return Module(SwellingCells())
-
-
-@pytest.mark.usefixtures("nothing_fits")
-def test_a_measured_step_that_runs_out_of_memory_says_what_to_do() -> None:
-    """It was run again where nothing seemed to have changed, for which user attributes were pickled before it."""
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        train(40 * LAYER, measured_rows(), cells, k=1, k_prime=1, activations="auto")
-    note = "\n".join(raised.value.__notes__)
-    assert 'With SuperpipelineStrategy(k=1, k_prime=1, activations="offload") activations take less.' in note
-    ours, _ = train(40 * LAYER, measured_rows(), cells, k=1, k_prime=1, activations="offload")
-    assert_same(ours, fit(cells, measured_rows()))
-
-
 class Penalized(Module):
     """Reads float32 weights, which come as masters, in the batch that is timed."""
 

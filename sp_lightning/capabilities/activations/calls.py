@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from sp_lightning.capabilities.activations.headroom import Headroom
 from sp_lightning.capabilities.activations.host_ring import HostRing
 from sp_lightning.capabilities.activations.offload import Offload, UnitCall
-from sp_lightning.capabilities.activations.policy import EXEMPT, Call, resolve, summary, with_inner_experts
+from sp_lightning.capabilities.activations.policy import EXEMPT, Call, resolve, some, summary
 from sp_lightning.capabilities.activations.recompute import Recompute, first_runs, is_checkpointed
 from sp_lightning.core.engine.activations import ActivationPlan, Activations, ActivationSetup, KeepAll, SavedActivation
 from sp_lightning.core.layers.layer import StreamedLayer
@@ -47,7 +47,7 @@ def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) 
         ValueError: a pattern in ``choice`` decides nothing.
     """
     modes = resolve(choice, module, found.units)
-    chooses = choice == "auto"
+    automatic = choice == "auto"
     changed = any(mode != "keep" for mode in modes.values())
 
     def make(setup: ActivationSetup) -> Activations:
@@ -59,7 +59,7 @@ def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) 
         return UnitModes(setup, modes)
 
     return ActivationPlan(
-        make if changed or chooses else KeepAll, "recompute" in modes.values(), chooses, automatic=chooses
+        make if changed or automatic else KeepAll, "recompute" in modes.values(), evicts=automatic, automatic=automatic
     )
 
 
@@ -71,26 +71,29 @@ class UnitModes:
         modes: the mode of each unit.
 
     Attributes:
-        modes: the mode of each unit now; :meth:`choose` changes it.
-        idle: True if every unit keeps its activations.
         calls: the unit calls of the last step's forward. If it ran several forwards, those of the forward that saved the most.
         ring: the host memory for offloaded activations.
         offload: stores saved tensors on the host.
         recompute: runs forwards again in backward.
         headroom: offloads kept activations before device memory ends; None in batches that are known to fit.
+        evicted: the names of the layers in whose calls headroom has offloaded activations.
     """
 
     def __init__(self, setup: ActivationSetup, modes: Modes) -> None:
+        self._log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
         self._module = setup.module
         self._units = setup.found.units
         self._set_of_units = frozenset(self._units.values())
         self._rows = setup.rows
         self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
         self.offload = Offload(setup.device, self.ring, setup.device_storages, setup.log)
-        self.recompute = Recompute(setup, with_inner_experts(setup.found))
+        self.recompute = Recompute(setup)
         self.headroom: Headroom | None = None
-        self._chosen = {unit for unit, mode in modes.items() if mode == "recompute"}  # by the user
-        self.choose(modes)
+        self.evicted: set[str] = set()
+        self._evicts = False  # True after the eviction was logged
+        self._modes = dict(modes)  # those of the user
+        self.idle = all(mode == "keep" for mode in modes.values())
+        self._offloads = "offload" in modes.values()
         self.calls: tuple[Call, ...] = ()
         self._installed = False
         self._forward: list[UnitCall] = []  # the calls of the running forward
@@ -98,20 +101,22 @@ class UnitModes:
         self._counts: list[int] = []  # the number of calls of each forward of this step
         self._expected = [len(self._units)]  # the same of the last step; before it, each unit is expected once
 
-    def choose(self, modes: Modes) -> None:
-        """Sets the modes, for all later calls. Called between two steps."""
-        self.modes = dict(modes)
-        self.idle = all(mode == "keep" for mode in modes.values())
-        self._offloads = "offload" in modes.values()
-
-    def watch_memory(self, left: Callable[[Callable[[], int]], int], reserve: int) -> None:
+    def watch_memory(self, left: Callable[[Callable[[], int]], int], reserve: Callable[[], int]) -> None:
         """Offloads the oldest activations from now on before device memory ends. :class:`Headroom` describes the arguments."""
-        self.headroom = Headroom(self.offload, left, reserve)
+        if self.headroom is None:
+            self.headroom = Headroom(self.offload, left, reserve, self.evicted)
 
     @property
-    def summary(self) -> str:
-        """Which units have which mode, for logs."""
-        return summary(self.modes)
+    def modes(self) -> Modes:
+        """The mode of each unit. If activations of a kept unit were offloaded because memory was full, this is ``"offload"``."""
+        return self._modes | dict.fromkeys(self._evicted_units, "offload")
+
+    @property
+    def _evicted_units(self) -> list[str]:
+        """The units of which activations were offloaded because memory was full. An expert in a unit is a layer of its own."""
+        return [
+            unit for unit in self._units if any(f"{layer}.".startswith(f"{unit}.") for layer in self.evicted if unit)
+        ]
 
     # ------------------------------------------------------------------ for the engine
 
@@ -146,9 +151,6 @@ class UnitModes:
         if not self.idle or self.headroom is not None:
             buffers = (each for each in self._module.buffers() if each.layout is torch.strided)
             self.offload.buffers = {each.untyped_storage().data_ptr() for each in buffers}  # user code may replace one
-        unfit = {unit for unit in self.recompute.unfit - self._chosen if self.modes[unit] == "recompute"}
-        if unfit:
-            self.choose({**self.modes, **dict.fromkeys(unfit, "offload")})
         if not self.idle:
             self._expected, self._counts = self._counts or self._expected, []
             self._forward, self._in_backward = [], False
@@ -169,6 +171,13 @@ class UnitModes:
             self.recompute.backward_ended()
         if not self.idle or self.headroom is not None:
             self.offload.flush()
+        if self.evicted and not self._evicts:
+            self._evicts = True
+            self._log.info(
+                "Superpipeline: GPU memory is full, so the oldest activations are offloaded to CPU memory (so far those of %s). "
+                'activations="recompute", or the checkpointing of the model itself, may be faster.',
+                some(self._evicted_units),
+            )
 
     def check(self, *, everything: bool = False) -> None:
         """Raises an error if a forward has computed other values when it ran again; see :meth:`Differences.check`."""
@@ -248,28 +257,18 @@ class UnitModes:
     def _run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a forward in the mode of its unit, inside the engine's saved-tensor hooks.
 
-        If the host has no room for a unit's activations, the unit is recomputed, or kept if it cannot be recomputed.
+        If the host has no room for a unit's activations, they stay on the device.
         """
-        unit, mode = call.unit, self.modes[call.unit]
-        unfit, automatic = unit in self.recompute.unfit, unit not in self._chosen
-        if mode == "recompute" and unfit and automatic:
-            mode = "offload"  # found since the step has begun
+        unit, mode = call.unit, self._modes[call.unit]
         if mode == "offload" and not call.at_once:
             room = self.ring.free_bytes  # compared with the bytes that the last step's calls of the unit have saved
             call.offloads = all(each.moved <= room for each in self.calls if each.unit == unit)
-            if not call.offloads and unfit:
-                self.offload.warn(unit, "stay on the GPU")
-            elif not call.offloads:
-                self.offload.warn(unit, "are computed again in backward")
-                mode = "recompute"
+            if not call.offloads:
+                self.offload.warn(unit)
         # The user's own checkpoint around a unit runs the unit again. With a second checkpoint the unit would run three times.
         if mode == "recompute" and not is_checkpointed():
             watched = partial(self._look_at_others, forward)
-            return self.recompute.run(unit, self._units[unit], watched, args, kwargs, automatic=automatic)
-        if self.recompute.in_trial:
-            watched = partial(self._look_at_others, forward)
-            output, call.in_backward = self.recompute.try_out(unit, self._units[unit], watched, args, kwargs)
-            return output
+            return self.recompute.run(unit, self._units[unit], watched, args, kwargs)
         return forward(*args, **kwargs)
 
     def _look_at_others(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -286,9 +285,6 @@ class UnitModes:
     def _pre_backward(self, call: UnitCall, gradient: Tensor) -> None:
         self._in_backward = True
         self.offload.pre_backward(call)
-        if call.in_backward is not None:
-            begins, call.in_backward = call.in_backward, None
-            begins()
 
     # ------------------------------------------------------------------ the calls of a forward
 
@@ -311,7 +307,7 @@ class UnitModes:
     def _end_forward(self) -> None:
         """Records the calls of a forward. Called when a unit is called after the forward's backward, or the step has ended."""
         if self._forward:
-            calls = tuple(Call(call.unit, call.saved, call.inputs, call.small) for call in self._forward)
+            calls = tuple(Call(call.unit, call.saved, call.inputs) for call in self._forward)
             if not self._counts or sum(call.saved for call in calls) > sum(call.saved for call in self.calls):
                 self.calls = calls
             self._counts.append(len(self._forward))

@@ -10,11 +10,10 @@ second run. A fingerprint of each tensor remains: sums over its memory, less tha
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -40,7 +39,6 @@ from sp_lightning.core.torch_compat.private import (
     sparse_values,
     storage_id,
     top_saved_tensors_hooks,
-    tree_leaves,
 )
 
 LayerAt = Callable[[int], StreamedLayer | None]
@@ -54,12 +52,6 @@ _COLUMNS = 1021
 
 _SHORT = 4
 """Saved int64 tensors of one dimension and at most this many elements may be a seed that a kernel has not written."""
-
-_CLOSE, _NEAR = 2.0**-13, 2.0**-5
-"""The largest distances that count as rounding: of two runs with deterministic kernels; of one of them and a usual run."""
-
-_SAMPLE = 1021
-"""The most elements of a tensor that :func:`sample` returns."""
 
 _PENDING = 2
 """The byte of a result that is not on the host yet. Results are 0 or 1."""
@@ -102,19 +94,15 @@ class SavedRun:
 
     Args:
         layer_at: finds weights on the device.
-        keep: makes, of each floating-point tensor, the values to keep; None to keep none.
 
     Attributes:
         found: the fingerprints.
-        values: the results of ``keep``.
         short: the number of fingerprints up to the last short tensor of integers (:data:`_SHORT`); 0 without one.
     """
 
-    def __init__(self, layer_at: LayerAt, *, keep: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(self, layer_at: LayerAt) -> None:
         self._layer_at = layer_at
-        self._keep_of = keep
         self.found: list[Fingerprint] = []
-        self.values: list[Tensor] = []
         self.short = 0
         # Several operators may save one tensor: for example, those that compute queries, keys and values.
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, Fingerprint]] = {}
@@ -124,7 +112,6 @@ class SavedRun:
         self,
         unpack: Callable[[Callable[..., Any], Any], Any],
         *,
-        packed: Callable[[Tensor, Any], None] | None = None,
         alone: bool = False,
         plain: bool = False,
     ) -> Iterator[None]:
@@ -132,22 +119,15 @@ class SavedRun:
 
         Args:
             unpack: called in place of the present unpack hook, with that hook and its argument.
-            packed: called with each tensor and the object that the present hooks have packed it as; None for no call.
             alone: True to keep each tensor instead of calling the present hooks.
             plain: True if plain autograd would have no hooks, though those of our own checkpoint are the present ones.
         """
         present: Any = (Tensor.detach, Tensor.detach) if alone else top_saved_tensors_hooks()
-        if present is None:  # in a trial in which no hooks pack tensors: only outputs are compared
-            yield
-            return
         its_pack, its_unpack = present
 
         def pack(tensor: Tensor) -> Any:
             self._note(tensor)
-            result = its_pack(tensor)
-            if packed is not None:
-                packed(tensor, result)
-            return result
+            return its_pack(tensor)
 
         hooks = hooks_in_place_of_none if plain or plain_has_no_hooks() else saved_tensors_hooks
         with hooks(pack, partial(unpack, its_unpack)):
@@ -155,12 +135,6 @@ class SavedRun:
                 yield
             finally:
                 self._known.clear()
-
-    def note(self, output: Any) -> None:
-        """Records the output of a forward. A trial compares it as well, because autograd may save nothing of its computation."""
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor):
-                self._note(each)
 
     @never_compiled  # it looks at addresses and versions
     def _note(self, tensor: Tensor) -> None:
@@ -194,17 +168,11 @@ class SavedRun:
         if tensor.dtype is torch.int64 and tensor.ndim == 1 and tensor.numel() <= _SHORT:
             self.short = len(self.found) + 1
         if tensor.nbytes <= _SMALL:
-            self._keep(tensor)
             return Fingerprint(kind, _values(tensor))
         key = (storage_id(storage), tensor._version, tensor.storage_offset(), *kind)
         if key not in self._known:
-            self._keep(tensor)
             self._known[key] = StorageWeakRef(storage), Fingerprint(kind, _values(tensor))
         return self._known[key][1]
-
-    def _keep(self, tensor: Tensor) -> None:
-        if self._keep_of is not None and tensor.is_floating_point():
-            self.values.append(self._keep_of(tensor.detach()))
 
     def filled(self, among: int) -> Set[int]:
         """Returns the positions, among the first ones, of int64 tensors that have only the value that torch fills memory with."""
@@ -312,101 +280,6 @@ def deterministic() -> Iterator[None]:
         finally:
             torch.use_deterministic_algorithms(enabled, warn_only=warns)
             memory.fill_uninitialized_memory = fills
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Returns a copy of a tensor on the host, flat."""
-    return tensor.flatten().to("cpu", copy=True)
-
-
-def sample(tensor: Tensor) -> Tensor:
-    """Returns a copy of at most 1021 elements of a tensor, at equal distances, flat."""
-    step = -(-tensor.numel() // _SAMPLE)
-    if tensor.is_contiguous() or tensor.element_size() == 1:  # `take` does not know the dtypes of 8 bits
-        return tensor.flatten()[::step].clone()
-    return tensor.take(torch.arange(0, tensor.numel(), step, device=tensor.device))
-
-
-def only_rounding_differs(runs: Sequence[SavedRun], device: torch.device, used: Sequence[SavedRun] = ()) -> bool:
-    """Returns True if complete runs of one forward have saved the same, apart from rounding and from unwritten memory.
-
-    Some kernels add numbers in an order that differs each time (atomic additions), so last bits differ. With deterministic
-    kernels the runs agree, or almost agree if a kernel is not torch's. A forward that reads an iterator or a counter differs by
-    more.
-
-    Args:
-        runs: the runs in their order. The last three have kept :func:`whole` tensors, and the last two have run inside
-            :func:`deterministic`.
-        device: the device that compares values.
-        used: those of the other runs whose results the step uses. Samples of their values have to be as close to the others as
-            these are to each other.
-    """
-    *_, usual, one, other = runs
-    unwritten = one.filled(len(one.found)) & other.filled(len(other.found))
-    if len(one.values) != len(usual.values) or not _same_but_floats(runs, unwritten):
-        return False
-    noise, close = _distance(usual.values, one.values, device), _rounding(one)
-    if noise > _NEAR or _distance(one.values, other.values, device) > close:
-        return False
-    expected = list(map(sample, one.values))
-    return all(_distance(map(sample, each.values), expected, device) <= max(close, 4 * noise) for each in used)
-
-
-def last_bits_differ(one: SavedRun, other: SavedRun, device: torch.device) -> bool:
-    """Returns True if two complete runs differ only in the last bits of floating-point tensors, as far as samples show.
-
-    Used if no run with deterministic kernels is possible.
-
-    Args:
-        one, other: the runs. Both have kept values.
-        device: the device that compares values.
-    """
-    samples = map(sample, one.values), map(sample, other.values)
-    return _same_but_floats((one, other), frozenset()) and _distance(samples[0], samples[1], device) <= _rounding(one)
-
-
-def _same_but_floats(runs: Sequence[SavedRun], unwritten: Set[int]) -> bool:
-    """Returns True if runs have saved tensors of the same kinds, and floating-point tensors alone have other values."""
-    if any(len(run.found) != len(runs[-1].found) for run in runs):
-        return False
-    for at, (before, *each) in enumerate(zip(*(run.found for run in runs), strict=True)):
-        if any((before.kind, before.place, len(before.sums)) != (now.kind, now.place, len(now.sums)) for now in each):
-            return False
-        dtype = before.kind[0]
-        if at in unwritten or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            continue
-        if any(not torch.equal(*pair) for now in each for pair in zip(before.sums, now.sums, strict=True)):
-            return False
-    return True
-
-
-def _rounding(run: SavedRun) -> float:
-    """Returns the largest distance of two runs that counts as rounding, for the dtypes of a run."""
-    return max((min(16 * torch.finfo(each.dtype).eps, _CLOSE) for each in run.values), default=0.0)
-
-
-def _distance(run: Iterable[Tensor], filled: Iterable[Tensor], device: torch.device) -> float:
-    """Returns how far the floating-point tensors of two runs are from each other. If one run has fewer, these are compared.
-
-    The distance of two tensors is the root mean square of their difference, relative to that of the tensor or of all tensors,
-    whichever is larger: rounding of large values is not small beside their mean, which may be 0.
-
-    Args:
-        run: flat tensors of a run.
-        filled: those of a run in which torch has filled new memory, with NaN. Elements that are NaN there are not compared.
-        device: the device that compares.
-    """
-    found = []  # for each tensor the sum of squares of differences, and of values, and the number of elements
-    for pair in zip(run, filled, strict=False):
-        gap = size = 0.0
-        for one, other in zip(*(each.split(2**24) for each in pair), strict=True):
-            one, other = one.to(device).double(), other.to(device).double()
-            gap += float(torch.where((one == other) | other.isnan(), 0.0, one - other).square().sum())
-            size += float(torch.where(other.isfinite(), other, 0.0).square().sum())
-        found.append((gap, size, pair[0].numel()))
-    mean = sum(size for _, size, _ in found) / max(sum(number for *_, number in found), 1)
-    far = [math.sqrt(gap / (max(size, mean * number) or math.ulp(0.0))) for gap, size, number in found]
-    return math.inf if any(map(math.isnan, far)) else max(far, default=0.0)
 
 
 def differences(first: SavedRun, second: SavedRun, unwritten: Set[int] = frozenset()) -> list[Tensor]:

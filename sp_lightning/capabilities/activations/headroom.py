@@ -66,19 +66,22 @@ class Headroom:
     Args:
         offload: stores tensors on the host.
         left: returns the bytes of free device memory. It may call its argument, which returns the bytes of kept activations.
-        reserve: bytes that gradients of weights take in backward.
+        reserve: returns the bytes that gradients of weights take in backward.
+        evicted: gets the name of each layer in whose calls activations were offloaded.
 
     Attributes:
         used: True after autograd has saved a tensor.
         evicted_bytes: bytes of activations that were offloaded.
         most_kept: the most bytes of activations that one step has saved.
-        lacks: True if memory was short because of activations that are too small to be offloaded.
     """
 
-    def __init__(self, offload: Offload, left: Callable[[Callable[[], int]], int], reserve: int) -> None:
+    def __init__(
+        self, offload: Offload, left: Callable[[Callable[[], int]], int], reserve: Callable[[], int], evicted: set[str]
+    ) -> None:
         self._offload = offload
         self._left = left
         self._reserve = reserve
+        self._evicted = evicted
         self._kept: deque[weakref.ref[Kept]] = deque()  # the oldest first
         self._call = UnitCall("the first layer", 0)
         self._transients: list[int] = []  # bytes of temporary results of each layer call so far
@@ -89,7 +92,6 @@ class Headroom:
         self.used = False
         self.evicted_bytes = 0
         self.most_kept = 0
-        self.lacks = False
         self._small_bytes = 0  # bytes of the small activations that this step has saved
 
     # ------------------------------------------------------------------ forward
@@ -114,7 +116,7 @@ class Headroom:
             self._transients.append(transient)
         self._most_of_layer = max(self._most_of_layer, self._step_bytes - self._before_layer)
         self._before_layer = self._step_bytes
-        self._make_room(self._reserve + self._most_of_layer + max(transient, self._usual))
+        self._make_room(self._reserve() + self._most_of_layer + max(transient, self._usual))
 
     def keep(self, tensor: Tensor) -> Kept | None:
         """Returns the object for the graph to hold in place of a saved tensor; None if the tensor is never offloaded.
@@ -129,11 +131,11 @@ class Headroom:
         self.most_kept = max(self.most_kept, self._step_bytes)
         if not self._offload.can_be_offloaded(tensor):
             self._small_bytes += nbytes
-            self._spend(nbytes, self._reserve + self._usual)
+            self._spend(nbytes, self._reserve() + self._usual)
             return None
         kept = Kept(tensor, self._call, self)
         self._kept.append(weakref.ref(kept))
-        self._spend(tensor.untyped_storage().nbytes(), self._reserve + self._usual)
+        self._spend(tensor.untyped_storage().nbytes(), self._reserve() + self._usual)
         return kept
 
     # ------------------------------------------------------------------ backward
@@ -146,12 +148,12 @@ class Headroom:
         with self._offload.lock:
             tensor, reference = kept.tensor, kept.reference
             if tensor is not None:
-                self._spend(tensor.untyped_storage().nbytes(), self._reserve + self._usual)
+                self._spend(tensor.untyped_storage().nbytes(), self._reserve() + self._usual)
                 return tensor, kept.version, tensor._version
             assert reference is not None
             storage = reference.storage
             if not storage.on_device:
-                self._make_room(storage.nbytes + self._reserve + self._usual)
+                self._make_room(storage.nbytes + self._reserve() + self._usual)
             return self._offload.load_once(reference), kept.version, storage.version
 
     # ------------------------------------------------------------------ memory
@@ -178,7 +180,6 @@ class Headroom:
                 if not self._evict(needed - left):
                     break
                 left = self._left(self._count_kept)
-            self.lacks |= 0 < needed - left <= self._small_bytes
             self._credit = max(0, left - needed) // _LOOK
 
     def _evict(self, nbytes: int) -> bool:
@@ -194,6 +195,7 @@ class Headroom:
                 room = False
             else:
                 kept.tensor = None
+                self._evicted.add(kept.call.unit)
                 moved += self._offload.offloaded_bytes - before
         self._offload.retire(keep=0)  # frees the device memory now
         self.evicted_bytes += moved

@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -131,9 +131,7 @@ class UnitCall:
         offloads: True if the activations of this call are offloaded.
         storages: the offloaded storages, the oldest first.
         saved: bytes of the storages that this call was the first to save, offloaded or not.
-        small: the bytes of ``saved`` in small storages. They are counted only if :attr:`Offload.counts_small` is True.
         inputs: bytes of the storages that this call was the first to take as arguments.
-        in_backward: a function to call once when the call's backward begins; None for no function.
     """
 
     unit: str
@@ -143,9 +141,7 @@ class UnitCall:
     offloads: bool = False
     storages: list[weakref.ref[OffloadedStorage]] = field(default_factory=list)
     saved: int = 0
-    small: int = 0
     inputs: int = 0
-    in_backward: Callable[[], None] | None = None
 
     def needed(self) -> list[OffloadedStorage]:
         """Returns the offloaded storages that a graph still holds, in the order in which backward needs them."""
@@ -165,7 +161,6 @@ class Offload:
         ring: as given.
         lock: guards the tables of storages.
         active: True after the first unit's call has begun. Before, :meth:`store` offloads nothing.
-        counts_small: True while small storages are counted, too, for the choice of modes. They are never offloaded.
         offloaded_bytes, uploaded_bytes: bytes copied to the host, and back.
         buffers: the addresses of the storages of the module's buffers. These storages stay on the device.
     """
@@ -194,7 +189,7 @@ class Offload:
         self._returned_once: weakref.WeakSet[OffloadedStorage] = weakref.WeakSet()
         self._saved: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as saved
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
-        self.active = self.counts_small = False
+        self.active = False
         self.buffers: Set[int] = frozenset()
         self.offloaded_bytes = 0
         self.uploaded_bytes = 0
@@ -210,19 +205,12 @@ class Offload:
     def enter(self, call: UnitCall, given: Iterable[Any]) -> UnitCall | None:
         """Called when a unit's forward begins. Makes ``call`` the running call of this thread, and counts its inputs.
 
-        Args:
-            call: the call.
-            given: the arguments of the call, flattened.
-
-        Returns:
-            The running call that contains this call, for :meth:`leave`; None if there is none.
+        Returns the running call that contains this call, for :meth:`leave`; None if there is none.
         """
         outer = self.call
         self.active = True
         with self.lock:
-            call.inputs = sum(
-                count_once(each, self._given, small=self.counts_small) for each in given if isinstance(each, Tensor)
-            )
+            call.inputs = sum(count_once(each, self._given) for each in given if isinstance(each, Tensor))
             self._in_flight.append([])
         self._calls.call = call
         return outer
@@ -245,9 +233,6 @@ class Offload:
         """
         call = self.call
         if call is None or not self.can_be_offloaded(tensor):
-            if call is not None and self.counts_small and self.can_be_offloaded(tensor, small=True):
-                nbytes = self.count(tensor, small=True)
-                call.saved, call.small = call.saved + nbytes, call.small + nbytes
             return None
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             call.saved += count_once(tensor, self._saved)
@@ -306,7 +291,7 @@ class Offload:
         source = strided(saved, 0, torch.uint8, (saved.untyped_storage().nbytes(),), (1,))
         buffer = self.ring.take(source.nbytes)
         if buffer is None:
-            self.warn(call.unit, "stay on the GPU")
+            self.warn(call.unit)
             return None
         counter = saved.detach()
         counter.data = saved.new_empty(0)
@@ -330,14 +315,14 @@ class Offload:
         self.offloaded_bytes += source.nbytes
         return storage
 
-    def warn(self, unit: str, instead: str) -> None:
-        """Logs once that the host has no room for a unit's activations. ``instead`` completes the sentence "They …"."""
+    def warn(self, unit: str) -> None:
+        """Logs once that the host has no room for a unit's activations, which therefore stay on the device."""
         if not self._warned:
             self._warned = True
             self._log.warning(
-                "Superpipeline: the CPU has no room for the activations of %r: %s of %s are taken. They %s. Use a smaller "
-                'batch, or activations={"%s": "recompute"}.',
-                unit, human_bytes(self.ring.nbytes), human_bytes(self.ring.limit or 0), instead, unit,
+                "Superpipeline: the CPU has no room for the activations of %r: %s of %s are taken. They stay on the GPU. Use "
+                'a smaller batch, activations={"%s": "recompute"}, or the checkpointing of the model itself.',
+                unit, human_bytes(self.ring.nbytes), human_bytes(self.ring.limit or 0), unit,
             )  # fmt: skip
 
     def retire(self, *, keep: int) -> None:

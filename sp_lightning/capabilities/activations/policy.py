@@ -6,18 +6,14 @@ offloaded to the host. This file only computes; :mod:`sp_lightning.capabilities.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from torch import nn
 
-from sp_lightning.core.model.found import Found
 from sp_lightning.core.model.patterns import matching
 from sp_lightning.core.plan.choices import ActivationChoice, Mode, Modes
-
-FREEING: tuple[Mode, ...] = ("recompute", "offload")
-"""The modes that free memory on the device."""
 
 EXEMPT = 2
 """The number of calls at the end of a forward that keep their activations in ``"offload"``. Backward begins with the last call,
@@ -52,7 +48,7 @@ def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.
     An embedding is not recomputed: its backward needs only the indices, and a second run would upload the table again.
 
     Args:
-        choice: one mode for all (``"auto"`` begins with ``"keep"``), or modes by patterns. A pattern matches names of
+        choice: one mode for all (``"auto"`` is ``"keep"``), or modes by patterns. A pattern matches names of
             units, or of modules above them. The first pattern that matches decides. If no pattern matches a unit, its
             activations are kept.
         module: the root.
@@ -87,13 +83,6 @@ def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.
             modes.setdefault(unit, mode)
     looked_up = {unit for unit, each in units.items() if type(each) is nn.Embedding and modes.get(unit) == "recompute"}
     return {unit: "keep" if unit in looked_up else modes.get(unit, "keep") for unit in units}
-
-
-def with_inner_experts(found: Found) -> list[str]:
-    """Returns the units that cannot be recomputed because experts inside them are layers of their own."""
-    moving = {index for index in found.experts if not found.layers[index].rows}
-    experts = {module for module, used in found.visits.items() if moving.intersection(used)} if moving else set()
-    return [unit for unit, module in found.units.items() if experts.intersection(module.modules()) - {module}]
 
 
 def summary(modes: Modes) -> str:
@@ -131,17 +120,6 @@ def peak_bytes(calls: Sequence[Call], modes: Modes) -> int:
         held -= kept[at]
         peak = max(peak, held + calls[at].saved + in_flight)
     return peak
-
-
-def least_bytes(calls: Sequence[Call]) -> int:
-    """Returns the smallest :func:`peak_bytes` if all units have the same mode, one of ``FREEING``."""
-    return min(peak_bytes(calls, dict.fromkeys([call.unit for call in calls], mode)) for mode in FREEING)
-
-
-def scaled(calls: Iterable[Call], factor: float) -> tuple[Call, ...]:
-    """Returns the calls of a batch that is ``factor`` times as large."""
-    sizes = (tuple(int(factor * size) for size in (call.saved, call.inputs, call.small)) for call in calls)
-    return tuple(Call(call.unit, *each) for call, each in zip(calls, sizes, strict=True))
 
 
 def offloaded_bytes(calls: Sequence[Call], modes: Modes) -> int:

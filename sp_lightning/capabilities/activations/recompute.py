@@ -15,29 +15,13 @@ first run has written it, any other weight if the second run writes it once more
 
 Other differences (a removed hook, a patched function, a kernel that is not deterministic) change the tensors that autograd saves.
 So the tensors that the two runs save are compared (``fingerprints``).
-
-# Note: a choice of "auto" does not end the run
-
-If the user has asked for ``"recompute"``, each of these findings is an error. If ``"auto"`` has chosen it, plain Lightning would
-train on. So as long as no wrong value has been used, the unit is offloaded or kept from now on (``Recompute.unfit``):
-
-- **The first run shows that there must not be a second one** (it writes a weight, say). Until the first run has ended, the
-  tensors that autograd saves are held, as without checkpointing. Then backward uses these tensors.
-- **Only last bits differ between the runs**, because a kernel adds numbers in an order that differs each time. The tensors of
-  the first run are gone, so backward goes on with those of the second run. Plain Lightning's own second run differs from its
-  first one in the same way, so neither gradient is better than the other. Three further runs show whether the reason is a
-  kernel, and samples of the first run's values whether its values are as close as those of the other runs.
-
-A difference that is not rounding, and state that was written between forward and backward, are errors under ``"auto"``, too:
-gradients would be wrong.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -54,19 +38,13 @@ from sp_lightning.capabilities.activations.fingerprints import (
     SavedRun,
     deterministic,
     differences,
-    last_bits_differ,
-    only_rounding_differs,
-    sample,
-    whole,
 )
 from sp_lightning.capabilities.activations.once_only import explained, known_cause
-from sp_lightning.capabilities.activations.policy import some
 from sp_lightning.capabilities.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.core.device.accelerator import generator_states, set_generator_states
 from sp_lightning.core.device.device import profiled
 from sp_lightning.core.engine.activations import ActivationSetup
 from sp_lightning.core.engine.saved_objects import plain_has_no_hooks
-from sp_lightning.core.observe.messages import degrading
 from sp_lightning.core.torch_compat.modes import no_transforms
 from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.core.torch_compat.private import (
@@ -76,19 +54,15 @@ from sp_lightning.core.torch_compat.private import (
     preserve_version_counter,
     top_saved_tensors_hooks,
     tree_flatten,
-    tree_leaves,
     tree_unflatten,
 )
 
 _MODIFIED = "modified by an inplace operation"
 """Part of torch's error about a saved tensor that was written. The engine raises the same error."""
 _OF_ALL = (
-    'This is under activations="recompute", which "auto" may choose. Keep or offload what all layers save: '
+    'This is under activations="recompute". Keep or offload what all layers save: '
     'SuperpipelineStrategy(activations="offload").'
 )
-
-
-_ROUNDS = "kernels are not deterministic (last bits differ each time they run)"
 
 
 class Unrepeatable(RuntimeError):
@@ -96,24 +70,17 @@ class Unrepeatable(RuntimeError):
 
 
 class Recompute:
-    """Runs units' forwards so that autograd keeps only their inputs. A trial finds the units that cannot be recomputed.
-
-    In a trial autograd saves all activations. Each forward runs again right before its backward, only to compare the tensors
-    that both runs save. The trial also looks for writes of weights and other state in forwards, and until backward has ended.
+    """Runs units' forwards so that autograd keeps only their inputs.
 
     Args:
         setup: the parts of the engine.
-        unfit: the units that are known to be unfit for a second run.
 
     Attributes:
-        in_trial: True during a trial.
         differences: the results of comparisons of two runs.
-        unfit: as given. Trials and automatic choices add units.
     """
 
-    def __init__(self, setup: ActivationSetup, unfit: Collection[str]) -> None:
+    def __init__(self, setup: ActivationSetup) -> None:
         self._setup = setup
-        self._log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
         self._layer_at = setup.layer_at
         self._units = setup.found.units
         self.differences = Differences(setup.device, pin=setup.pin)
@@ -121,9 +88,6 @@ class Recompute:
         self._anchor = setup.device.empty(0)
         # For each unit, the names of tensors that it writes without a change of their version.
         self._volatile: defaultdict[str, set[str]] = defaultdict(set)
-        self.in_trial = False
-        self.unfit = set(unfit)
-        self._watched: list[FirstRun] = []
         self._unpacked: FirstRun | None = None  # the one that has run again last
         # Positions of tensors that a unit saves unwritten, by the unit and the dtypes of the tensors up to the last short one;
         # and the backward in which they are looked for again.
@@ -132,20 +96,8 @@ class Recompute:
             0,
             False,
         )  # of those that skip unwritten tensors: the number; True if the present one does
-        self._given_up: dict[
-            bool, tuple[str, list[str]]
-        ] = {}  # to log: reasons with their units, by whether they are errors
 
-    def run(
-        self,
-        unit: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        *,
-        automatic: bool = False,
-    ) -> Any:
+    def run(self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward so that autograd keeps only its inputs.
 
         The second run has effects outside the module and its arguments: on hooks of inner modules, prints, files and global
@@ -156,7 +108,6 @@ class Recompute:
             module: the unit's module.
             forward: the forward.
             args, kwargs: its arguments.
-            automatic: True if the user has not chosen this mode; see the note at the beginning of this file.
 
         Raises:
             Unrepeatable: the forward has written something that cannot be restored, or has saved a tensor in TorchScript.
@@ -168,17 +119,7 @@ class Recompute:
         position = {identity: number for number, identity in enumerate(once)}
         positions = [position[id(leaf)] for leaf in leaves]
         plain = plain_has_no_hooks()
-        # Inside another forward that may run again, that forward is offloaded or kept instead.
-        kept = _Kept() if automatic and not first_runs() and current_graph_task() == -1 else None
-        try:
-            first = FirstRun(
-                unit, module, list(once.values()), self._volatile[unit], self._layer_at, self._units, kept=kept
-            )
-        except Exception as error:  # the snapshot reads objects of the user, which may raise anything
-            if kept is None:
-                raise
-            self._give_up(unit, error)
-            return forward(*args, **kwargs)
+        first = FirstRun(unit, module, list(once.values()), self._volatile[unit], self._layer_at, self._units)
 
         def run(anchor: Tensor, *once: Any) -> Any:
             nonlocal given
@@ -191,12 +132,12 @@ class Recompute:
             def take() -> Any:
                 return tree_unflatten([once[position] for position in positions], structure)
 
-            again = partial(self._run_whole, first, forward, take, _Around(self._anchor.device), alone=True)
+            again = partial(self._run_whole, first, forward, take, _Around(self._anchor.device))
             unwritten = self._find_unwritten(first, again)
             args, kwargs = take()
             # Backward may compute several gradients at once, by torch.vmap.
             with (
-                self._compared(first, unwritten, again) as second,
+                self._compared(first, unwritten) as second,
                 no_transforms(),
                 self._rerun(unit, args),
                 first.restored(self._watch_outside(unit)),
@@ -208,29 +149,10 @@ class Recompute:
 
     def _run_first(self, first: FirstRun, forward: Callable[..., Any], args: Any, kwargs: Any, plain: bool) -> Any:
         """Runs a forward for the first time, and finds out whether it must not run again. ``plain``: see :meth:`noting`."""
-        kept = first.kept
-        done = None if kept is None else self._watch_outside(first.unit)
-        noted = None if kept is None else kept.pack
-        with first.running(), first.saved.noting(first.unpacked, packed=noted, plain=plain):
+        with first.running(), first.saved.noting(first.unpacked, plain=plain):
             output = forward(*args, **kwargs)
-        try:
-            first.ended()
-            first.refuse(None if done is None else done())
-        except Unrepeatable as error:
-            if kept is None:
-                raise
-            first.drop_values()
-            self._give_up(first.unit, error)
-        else:
-            first.kept = None  # backward runs the forward again
+        first.ended()
         return output
-
-    def _give_up(self, unit: str, why: Exception | None) -> None:
-        """Keeps or offloads a unit's activations from now on. ``why``: None if the unit rounds in another way in each run."""
-        if unit not in self.unfit:
-            self.unfit.add(unit)
-            reason = _ROUNDS if why is None else str(why).partition(". ")[0]
-            self._given_up.setdefault(why is not None, (reason, []))[1].append(unit)
 
     def _forget_unpacked(self, next_run: FirstRun | None) -> None:
         """Frees the tensors that backward has unpacked. Only those of one forward are held, if the user retains the graph."""
@@ -239,46 +161,22 @@ class Recompute:
         self._unpacked = next_run
 
     @contextmanager
-    def _compared(self, first: FirstRun, unwritten: Set[int], again: Callable[..., SavedRun]) -> Iterator[SavedRun]:
+    def _compared(self, first: FirstRun, unwritten: Set[int]) -> Iterator[SavedRun]:
         """A context for a second run. At its end, the tensors that both runs have saved are compared.
 
         Args:
             first: the first run.
             unwritten: positions of tensors that are not compared.
-            again: runs the forward once more.
         """
-        second = SavedRun(self._layer_at, keep=Tensor.detach if first.automatic else None)
+        second = SavedRun(self._layer_at)
         try:
             yield second
         except Unrepeatable:  # it has a reason to name
             raise
         except BaseException:  # torch ends the second run by an exception
-            self._compare(first, second, unwritten, again)
+            self.differences.add(differences(first.saved, second, unwritten), first.differs)
             raise
-        self._compare(first, second, unwritten, again)
-
-    def _compare(self, first: FirstRun, second: SavedRun, unwritten: Set[int], again: Callable[..., SavedRun]) -> None:
-        found = differences(first.saved, second, unwritten)
-        # The host waits for the result if the mode was an automatic choice: later, further runs are not possible.
-        if first.automatic and any(each.item() for each in found) and self._only_rounds(first, second, again):
-            self._give_up(first.unit, None)
-        else:
-            self.differences.add(found, first.differs)
-
-    def _only_rounds(self, first: FirstRun, second: SavedRun, again: Callable[..., SavedRun]) -> bool:
-        """Returns True if the two runs differ because a kernel rounds in another way each time."""
-        device = self._anchor.device
-        second.found += first.saved.found[
-            len(second.found) :
-        ]  # the second run ends early; backward needs no further tensor
-        try:
-            usual = again(keep=whole)
-            with deterministic():
-                further = again(keep=whole), again(keep=whole)
-        except Exception:  # no memory, or a forward that fails with deterministic algorithms
-            return last_bits_differ(first.saved, second, device)
-        runs = first.saved, second
-        return only_rounding_differs((*runs, usual, *further), device, used=runs)
+        self.differences.add(differences(first.saved, second, unwritten), first.differs)
 
     def _run_whole(
         self,
@@ -286,9 +184,6 @@ class Recompute:
         forward: Callable[..., Any],
         take: Callable[[], Any],
         around: _Around,
-        *,
-        alone: bool = False,
-        keep: Callable[[Tensor], Tensor] | None = None,
     ) -> SavedRun:
         """Runs a forward again to the end, only to see which tensors it saves.
 
@@ -297,20 +192,16 @@ class Recompute:
             forward: the forward.
             take: returns its positional and keyword arguments.
             around: the random states and autocast of the first run.
-            alone: as :meth:`SavedRun.noting` describes it. The output is not recorded.
-            keep: as :class:`SavedRun` describes it.
         """
-        run = SavedRun(self._layer_at, keep=keep)
+        run = SavedRun(self._layer_at)
         with around.again():
             args, kwargs = take()
             with (
                 self._rerun(first.unit, args),
                 first.restored(self._watch_outside(first.unit)),
-                run.noting(_unpacked, alone=alone),
+                run.noting(_unpacked, alone=True),
             ):
-                output = first.before.context.copy().run(forward, *args, **kwargs)
-        if not alone:
-            run.note(output)
+                first.before.context.copy().run(forward, *args, **kwargs)
         return run
 
     def _find_unwritten(self, first: FirstRun, again: Callable[[], SavedRun]) -> Set[int]:
@@ -373,113 +264,11 @@ class Recompute:
 
         return done
 
-    # ------------------------------------------------------------------ the trial
-
-    def try_out(
-        self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
-    ) -> tuple[Any, Callable[[], None] | None]:
-        """Runs a unit's forward in a trial.
-
-        Returns:
-            The forward's output, and a function to call when the backward of the forward begins. The function is None if the
-            unit cannot be recomputed, or if the user's own checkpoint runs the forward again.
-        """
-        if unit in self.unfit:
-            return forward(*args, **kwargs), None
-        if (
-            current_graph_task() != -1
-        ):  # backward runs the forward, for a checkpoint around the unit or for another unit: not tried
-            return forward(*args, **kwargs), None
-        try:
-            first = FirstRun(
-                unit, module, tree_leaves((args, kwargs)), self._volatile[unit], self._layer_at, self._units
-            )
-            again = None  # the user's own checkpoint around the unit runs it again
-            if not is_checkpointed():
-                again = partial(self._try_again, first, forward, _Given(args, kwargs), _Around(self._anchor.device))
-        except Exception:  # the snapshot reads objects of the user, which may raise anything
-            self.unfit.add(unit)
-            return forward(*args, **kwargs), None
-        done = self._watch_outside(unit)
-        with first.running(), first.saved.noting(_unpacked):
-            output = forward(*args, **kwargs)
-        first.saved.note(output)
-        try:
-            first.ended()
-            first.refuse(done())
-        except Unrepeatable:
-            self.unfit.add(unit)
-            return output, None
-        self._watched.append(first)
-        return output, again
-
-    def _try_again(self, first: FirstRun, forward: Callable[..., Any], given: _Given, around: _Around) -> None:
-        """Runs a forward again at the beginning of its backward, and compares the tensors that both runs save.
-
-        The output is not used. If the runs differ, or if the second run raises an error, the unit cannot be recomputed.
-
-        Raises:
-            Unrepeatable: each run saves other values, so the additional runs may have changed the results of later steps. Values
-                that only round in another way do not count: see :func:`only_rounding_differs`.
-        """
-        if not self.in_trial or first.unit in self.unfit:
-            return
-
-        again = partial(self._run_whole, first, forward, given.take, around)
-        moves = False
-        try:
-            unwritten = self._find_unwritten(first, again)
-            second = again(keep=sample)
-            if _differ(first.saved, second, unwritten):
-                moves = self._moves(first, second, unwritten, again)
-                self.unfit.add(first.unit)
-        except torch.OutOfMemoryError:  # steps that recompute have more memory than the trial
-            pass
-        except Exception:  # a second run may raise anything
-            self.unfit.add(first.unit)
-        finally:
-            first.drop_values()
-        if moves:
-            raise first.moves()
-
-    def _moves(self, first: FirstRun, second: SavedRun, unwritten: Set[int], again: Callable[..., SavedRun]) -> bool:
-        """Returns True if each run of a forward changes what the next run reads. Its second run differs from its first run."""
-        device, rounds = self._anchor.device, None
-        instead = (
-            "Its activations are offloaded or kept. If its forward changes what it reads (an iterator, a counter), start anew "
-            'with activations="offload"'
-        )
-        with degrading(self._log, f"A further run of {first.unit!r}", instead):
-            third = again(keep=whole)
-            # If a third run equals the second run, a run does not change the next: only the first run had other conditions.
-            if not _differ(second, third, unwritten):
-                return False
-            rounds = last_bits_differ(second, third, device)  # if the next two runs fail
-            with deterministic():
-                further = again(keep=whole), again(keep=whole)
-            rounds = only_rounding_differs((first.saved, second, third, *further), device)
-            if rounds:
-                self._give_up(first.unit, None)
-        return rounds is False
-
     def backward_ended(self) -> None:
-        """Called at the end of a backward. Drops its differences. In a trial, finds units with writes after their forward."""
+        """Called at the end of a backward. Drops its differences."""
         self.differences.clear()
         self._forget_unpacked(None)
         self._backwards, self._skips = self._backwards + self._skips, False
-        for reason, units in self._given_up.values():
-            self._log.info(
-                "Superpipeline: %s. So activations of %s are offloaded or kept, and not computed again.",
-                reason,
-                some(units),
-            )
-        self._given_up.clear()
-        watched, self._watched = self._watched, []
-        for first in watched if self.in_trial else ():
-            try:
-                first.check()
-            except Unrepeatable:
-                self.unfit.add(first.unit)
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
@@ -491,12 +280,6 @@ def is_checkpointed() -> bool:
     return checkpoint_hook() is not None  # inside our own checkpoint, a SavedRun's hooks are the current ones
 
 
-def _differ(one: SavedRun, other: SavedRun, unwritten: Set[int]) -> bool:
-    """Returns True if two complete runs have saved different values, apart from those at positions in ``unwritten``."""
-    found = differences(one, other, unwritten)
-    return len(one.found) != len(other.found) or any(each.item() for each in found)
-
-
 def _unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
     return unpack(packed)
 
@@ -504,50 +287,6 @@ def _unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
 def _is_leaf(value: Any) -> bool:
     """Returns True if a value is one argument of torch's checkpoint. Only tuples, named tuples, lists and dicts are flattened."""
     return type(value) not in (tuple, list, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
-
-
-class _Given:
-    """The arguments of a forward, for a second run. Tensors are packed like saved tensors, so that they may be offloaded."""
-
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        leaves, self._structure = tree_flatten((tuple(args), kwargs), is_leaf=_is_leaf)
-        hooks: Any = top_saved_tensors_hooks() or (Tensor.detach, Tensor.detach)
-        pack, self._unpack = hooks
-        self._leaves = [
-            (pack(leaf), leaf.requires_grad, leaf.is_leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves
-        ]
-        self._tensors = [isinstance(leaf, Tensor) for leaf in leaves]
-
-    def take(self) -> Any:
-        """Returns the positional and the keyword arguments.
-
-        Raises:
-            RuntimeError: a tensor among the arguments was written since.
-        """
-        each = zip(self._leaves, self._tensors, strict=True)
-        return tree_unflatten([self._tensor(*leaf) if tensor else leaf for leaf, tensor in each], self._structure)
-
-    def _tensor(self, packed: Any, requires_grad: bool, is_leaf: bool) -> Tensor:
-        tensor = self._unpack(packed).detach().requires_grad_(requires_grad)
-        return tensor if is_leaf else tensor.view_as(tensor)
-
-
-class _Kept:
-    """The tensors that autograd saves in a first run, packed as they would be without a checkpoint."""
-
-    def __init__(self) -> None:
-        hooks: Any = top_saved_tensors_hooks() or (Tensor.detach, Tensor.detach)
-        self._pack, self._unpack = hooks
-        # By the objects that the graph holds in their place. The graph frees these objects, and so the tensors.
-        self._packed: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-    def pack(self, tensor: Tensor, holder: Any) -> None:
-        """Keeps a tensor in the place of which the graph holds ``holder``."""
-        self._packed[holder] = self._pack(tensor)
-
-    def unpack(self, holder: Any) -> Any:
-        """Returns the tensor."""
-        return self._unpack(self._packed[holder])
 
 
 class _Around:
@@ -586,12 +325,9 @@ class FirstRun:
         volatile: the names of tensors that the unit has written without a change of their version. :meth:`ended` adds names.
         layer_at: finds weights on the device.
         units: the units by name, for errors.
-        kept: keeps what autograd saves, if the user has not chosen a second run; otherwise None.
 
     Attributes:
         unit: the module's name.
-        automatic: True if the user has not chosen a second run.
-        kept: as given until the run has ended. Afterwards None if backward may run the forward again.
         before: the snapshot.
         saved: fingerprints of the tensors that autograd saves in the run.
         read: the tensors that the running backward has unpacked, by the objects that the graph holds in their place. The graph
@@ -606,14 +342,12 @@ class FirstRun:
         volatile: set[str],
         layer_at: LayerAt,
         units: Mapping[str, nn.Module],
-        kept: _Kept | None = None,
     ) -> None:
         self.unit = unit
-        self.automatic, self.kept = kept is not None, kept
         self._module = module
         self._units = units
         self.before = Snapshot(module, given)
-        self.saved = SavedRun(layer_at, keep=sample if self.automatic else None)
+        self.saved = SavedRun(layer_at)
         self._volatile = volatile
         self._again = 0  # the number of further runs
         self.read: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
@@ -664,13 +398,6 @@ class FirstRun:
             elif name not in self._volatile:
                 del before.tensors[name]
                 self._unchanged.append((name, copied.tensor, copied.version))
-
-    def drop_values(self) -> None:
-        """Drops the values that only a further run needs."""
-        self.before.states.clear()
-        self.before.tensors.clear()
-        self.saved.found.clear()
-        self.saved.values.clear()
 
     def check(self) -> None:
         """Checks that no state was written since the first run that a further run needs and cannot restore.
@@ -738,8 +465,6 @@ class FirstRun:
         Raises:
             Unrepeatable: a tensor among the forward's arguments was written since, or the second run has saved other tensors.
         """
-        if self.kept is not None:
-            return self.kept.unpack(packed)
         if (task := current_graph_task()) != self._task:
             self.read.clear()
             self._task = task
@@ -778,15 +503,6 @@ class FirstRun:
             f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy}"
         )
 
-    def moves(self) -> Unrepeatable:
-        """Returns the error for a trial in which each run has saved other values."""
-        return Unrepeatable(
-            f"The forward of {self.unit!r} computed other values each time it ran. It changes what it depends on (an iterator, a "
-            'global counter), or uses a kernel that is not deterministic (Trainer(deterministic=True)). activations="auto" has '
-            "run it again, to find out whether it can be recomputed: start anew with "
-            'SuperpipelineStrategy(activations="offload").'
-        )
-
     def refuse(self, done: str | None, cause: str | None = None) -> None:
         """Raises an error about a forward if it has done anything that prevents a second run.
 
@@ -807,7 +523,7 @@ class FirstRun:
     @property
     def _remedy(self) -> str:
         return (
-            'This is under activations="recompute", which "auto" may choose. Keep or offload what it saves: '
+            'This is under activations="recompute". Keep or offload what it saves: '
             f'SuperpipelineStrategy(activations={{"{self.unit}": "offload", "**": "recompute"}}), or, for all layers, '
             'activations="offload".'
         )

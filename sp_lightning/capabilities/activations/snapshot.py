@@ -212,10 +212,10 @@ class Snapshot:
         """Records a value that can be changed in place, and its contents, to a depth of ``objects`` further objects."""
         if type(value) in _PLAIN or id(value) in self._seen:
             return
-        if isinstance(value, Tensor):
+        if _is(value, Tensor):
             if value.is_leaf and not isinstance(value, nn.Parameter):
                 self._copy(name, value)
-        elif isinstance(value, nn.Module):
+        elif _is(value, nn.Module):
             # A module outside the tree. A module with weights to which an attribute refers may contain the whole model, so only
             # the module's own buffers are recorded. A module among the arguments is recorded whole.
             if objects < _DEEP and any(True for _ in value.parameters()):
@@ -223,13 +223,13 @@ class Snapshot:
                 self.outside.append((name, value))
             else:
                 self.add(name, value)
-        elif (state := _state_of(value)) is not None or isinstance(value, tuple):
+        elif (state := _state_of(value)) is not None or _is(value, tuple):
             if state is not None:
                 self._seen.add(id(value))
                 self.states.append(state)
             for number, item in enumerate(_items(value)):
                 self._look(f"{name}.{number}", item, objects=objects)
-        elif objects and not isinstance(value, _CODE) and type(value).__module__.partition(".")[0] not in _OF_THE_RUN:
+        elif objects and not _is(value, *_CODE) and type(value).__module__.partition(".")[0] not in _OF_THE_RUN:
             self._look(name, _attributes(value), objects=objects - 1)
 
     def _copy(self, name: str, tensor: Tensor, *, trusted: bool = False, uncounted: bool = False) -> None:
@@ -284,25 +284,34 @@ def _around_modules() -> Iterator[State]:
     yield _state(torch.get_default_dtype, torch.set_default_dtype)
 
 
+def _is(value: Any, *kinds: type) -> bool:
+    """Returns True if a value's class is one of ``kinds`` or inherits from one. ``isinstance`` may call code of the value."""
+    return issubclass(type(value), kinds)
+
+
 def _state_of(value: Any) -> State | None:
-    """Returns the state of a container or a random number generator; None for any other object."""
-    if isinstance(value, dict):
-        return _dict_state(value)
-    kind = next((kind for kind in _FILL if isinstance(value, kind)), None)
+    """Returns the state of a container or a random number generator; None for any other object.
+
+    Only methods of the base classes are called, because those of a subclass may raise or have effects.
+    """
+    kind = next((kind for kind in _FILL if _is(value, kind)), None)
     if kind is not None:
-        return _items_state(kind, value)
-    if isinstance(value, (bytearray, array)):
-        return State(lambda: value[:], partial(value.__setitem__, slice(None)), value[:])
-    if isinstance(value, np.ndarray):  # a read-only array does not change; an array on a disk is too large to copy
-        fixed = isinstance(value, np.memmap) or not value.flags.writeable
-        return None if fixed else _state(value.copy, partial(_write_array, value))
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # a SystemRandom has no state
-        return _state(value.getstate, value.setstate)
-    if isinstance(value, (torch.Generator, np.random.RandomState)):
-        return _state(value.get_state, value.set_state)
-    if isinstance(value, np.random.Generator):
+        return _dict_state(value) if issubclass(kind, dict) else _items_state(kind, value)
+    if _is(value, bytearray, array):
+        base: Any = bytearray if _is(value, bytearray) else array
+        read = partial(base.__getitem__, value, slice(None))
+        return _state(read, partial(base.__setitem__, value, slice(None)))
+    if _is(value, np.ndarray):  # a read-only array does not change; an array on a disk is too large to copy
+        fixed = _is(value, np.memmap) or not np.ndarray.flags.__get__(value).writeable
+        return None if fixed else _state(partial(np.ndarray.copy, value), partial(_write_array, value))
+    if _is(value, random.Random) and not _is(value, random.SystemRandom):  # a SystemRandom has no state
+        return _state(partial(random.Random.getstate, value), partial(random.Random.setstate, value))
+    for generator in (torch.Generator, np.random.RandomState):
+        if _is(value, generator):
+            return _state(partial(generator.get_state, value), partial(generator.set_state, value))
+    if _is(value, np.random.Generator):
         value = value.bit_generator
-    if isinstance(value, np.random.BitGenerator):
+    if _is(value, np.random.BitGenerator):
         return _state(partial(getattr, value, "state"), partial(setattr, value, "state"))
     return None
 
@@ -328,30 +337,32 @@ def _item_state(place: dict[str, Any], key: str) -> State:
 def _items_state(kind: type, container: Any) -> State:
     """Returns the state of a container's items. ``kind`` is its base class among the keys of ``_FILL``."""
 
+    def read() -> list[Any]:
+        return list(kind.__iter__(container))  # type: ignore[attr-defined]
+
     def write(items: Any) -> None:
-        if not _same(container, items):
+        if not _same(read(), items):
             kind.clear(container)  # type: ignore[attr-defined]
             _FILL[kind](container, items)
 
-    items = [_without_graph(item) for item in container]
-    return State(partial(list, container), write, items)
+    return State(read, write, [_without_graph(item) for item in read()])
 
 
 def _dict_state(container: dict[Any, Any], besides: frozenset[str] = frozenset()) -> State:
-    """Returns the state of a dict, except the entries whose keys are in ``besides``."""
+    """Returns the state of a dict, except the entries whose keys are in ``besides``. It hashes and compares no keys."""
+    kind = OrderedDict if _is(container, OrderedDict) else dict
 
-    def read() -> dict[Any, Any]:
-        return {key: value for key, value in container.items() if key not in besides}
+    def read() -> list[tuple[Any, Any]]:
+        return [pair for pair in kind.items(container) if not besides or pair[0] not in besides]
 
-    def write(items: dict[Any, Any]) -> None:
+    def write(items: list[tuple[Any, Any]]) -> None:
         now = read()
-        if not (_same(now, items) and _same(now.values(), items.values())):
-            kind = OrderedDict if isinstance(container, OrderedDict) else dict
-            rest = {key: value for key, value in container.items() if key in besides}
+        if not (len(now) == len(items) and all(_same(*pairs) for pairs in zip(now, items, strict=True))):
+            rest = [pair for pair in kind.items(container) if besides and pair[0] in besides]
             kind.clear(container)  # so that the order of the keys is restored
-            kind.update(container, rest | items)
+            kind.update(container, [*rest, *items])
 
-    return State(read, write, {key: _without_graph(value) for key, value in read().items()})
+    return State(read, write, [(key, _without_graph(value)) for key, value in read()])
 
 
 def _without_graph(value: Any) -> Any:
@@ -366,10 +377,11 @@ def _same(items: Any, others: Any) -> bool:
 
 
 def _items(container: Any) -> Iterable[Any]:
-    """Returns the items of a container whose items may be containers."""
-    if isinstance(container, dict):
-        return list(container.values())
-    return list(container) if isinstance(container, (tuple, list, deque, set)) else ()
+    """Returns the items of a container whose items may be containers. Calls only methods of the base classes."""
+    if _is(container, dict):
+        return list((OrderedDict if _is(container, OrderedDict) else dict).values(container))
+    kind: Any = next((kind for kind in (tuple, list, deque, set) if _is(container, kind)), None)
+    return () if kind is None else list(kind.__iter__(container))
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:

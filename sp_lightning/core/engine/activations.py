@@ -170,13 +170,13 @@ class ActivationPlan:
     Attributes:
         make: makes the :class:`Activations` that carry out the modes.
         reruns: True if forwards of units run again in backward. Then a unit is one layer, with all experts in it.
-        chooses: True if modes are chosen while the run lasts, if activations do not fit.
+        evicts: True if the oldest activations are offloaded when device memory ends.
         automatic: True if the option is ``"auto"``. After an out-of-memory error there is no use in suggesting it.
         why_kept: a line to log if device memory runs out: a part that is not installed could have prevented that.
     """
 
     make: MakeActivations = KeepAll
     reruns: bool = False
-    chooses: bool = False
+    evicts: bool = False
     automatic: bool = False
     why_kept: str = ""

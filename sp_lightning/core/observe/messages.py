@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-from sp_lightning.core.plan.choices import Modes
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.core.plan.window import FREE_THE_GPU
@@ -145,30 +144,31 @@ def less_host_memory(overlap: str = "backward") -> str:
     return f"{advice} {early}"
 
 
-def after_out_of_memory(plan: Plan, smaller: Plan, freed: Modes, *, balanced: bool) -> str:
+def after_out_of_memory(plan: Plan, smaller: Plan, *, automatic: bool, evicts: bool) -> str:
     """Returns the advice after the device has run out of memory.
 
     Args:
         plan: the plan of the step.
         smaller: the plan after the window was shrunk; ``plan`` itself if it could not be shrunk.
-        freed: the activation modes that were chosen to use less memory; empty if the modes did not change.
-        balanced: True if ``"auto"`` chooses the modes of activations already.
+        automatic: True with ``activations="auto"``.
+        evicts: True if activations are offloaded when memory is full.
     """
     found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
-    window = f"k={smaller.k}, k_prime={smaller.k_prime}"
-    less = human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)
-    if freed:
-        freeing = "recompute" if "recompute" in freed.values() else "offload"
-        more = f", and there would be {less} more" if smaller is not plan else ""
-        return f'{found}. With SuperpipelineStrategy({window}, activations="{freeing}") activations take less{more}.'
+    recompute = (
+        ' Activations take less with SuperpipelineStrategy(activations="recompute"), or with the checkpointing of the model '
+        "itself (model.gradient_checkpointing_enable() in transformers)." * evicts
+    )
     if smaller is not plan:
-        return f"{found}. With SuperpipelineStrategy({window}) there would be {less} more."
+        less = human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)
+        window = f"k={smaller.k}, k_prime={smaller.k_prime}"
+        return f"{found}. With SuperpipelineStrategy({window}) there would be {less} more.{recompute}"
     if plan.k > 1 or plan.k_prime > 1:
-        return f'{found}. Use less: SuperpipelineStrategy(k={max(1, plan.k // 2)}, k_prime=1), or k="auto".'
+        less = f'SuperpipelineStrategy(k={max(1, plan.k // 2)}, k_prime=1), or k="auto"'
+        return f"{found}. Use less: {less}.{recompute}"
     return (
         f"{found}, which is the least: weights and gradients take {human_bytes(plan.peak_device_bytes)}, the rest are "
-        "activations. Use a smaller batch" + ("." if balanced else ', or SuperpipelineStrategy(activations="auto").')
-    )
+        "activations. Use a smaller batch" + ("." if automatic else ', or SuperpipelineStrategy(activations="auto").')
+    ) + recompute
 
 
 def say_once(log: logging.Logger, line: str, said: set[str] | None = None) -> None:

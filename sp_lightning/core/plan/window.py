@@ -155,11 +155,6 @@ class Window:
             return self.room
         return int(self.room * (1 - _MARGIN))
 
-    def fill(self) -> None:
-        """From now on activations fill the memory that k and k' leave free. The measured memory use is dropped."""
-        self.room, self._margin = self.filled_room, self._margin or _MARGIN
-        self.rest = self.rest_gradients = 0
-
     def needs(self, plan: Plan) -> int:
         """Returns the bytes of device memory that a plan uses, and that everything else uses, as measured."""
         gradients = max(0, plan.gradient_bytes - self.rest_gradients)

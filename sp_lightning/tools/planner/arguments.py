@@ -62,7 +62,7 @@ _GPU_LAYERS = (
     "layers that stay in GPU memory with their optimizer state, as SuperpipelineStrategy(gpu_layers=…): a number (8), a share "
     "(0.5), or auto for as many as fit (%(default)s)"
 )
-_ACTIVATIONS = "of all layers; auto keeps them if all fit into --gpu-memory, else chooses for each layer (%(default)s)"
+_ACTIVATIONS = "of all layers; auto keeps them, and offloads the oldest if not all fit into --gpu-memory (%(default)s)"
 _OPTIMIZER = "(the one of a factory's configure_optimizers, if it can be run; else adamw)"
 _PCIE = "between host and each device, each way (%(default)s)"
 _LINKS = "from each device to the others, and back (%(default)s)"

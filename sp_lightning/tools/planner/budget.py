@@ -88,7 +88,7 @@ def budgets(asked: Question, notify: Callable[[str], None]) -> list[Budget]:
                 continue
             fitting = _fitting(estimate)
             if not fitting and question.activations == "auto" and "activations" not in asked.given:
-                # "auto" measures in its first batches, which may need more memory than recomputing everything.
+                # "auto" offloads, which may need more memory than recomputing everything.
                 fitting = _fitting(replace(estimate, question=question.but(activations="recompute")))
             found += fitting
             before = fastest

@@ -19,17 +19,15 @@ from torch import Tensor, nn
 
 from sp_lightning import registry
 from sp_lightning.capabilities.activations.chunked_loss import chunk_loss
-from sp_lightning.capabilities.activations.policy import EXEMPT, FREEING, peak_bytes
-from sp_lightning.capabilities.tuning.balance import Balance
+from sp_lightning.capabilities.activations.policy import peak_bytes
 from sp_lightning.capabilities.tuning.choices import SAME
 from sp_lightning.capabilities.tuning.machine import HOST_SECONDS
 from sp_lightning.capabilities.tuning.simulator import Walk
-from sp_lightning.capabilities.tuning.visits import Prediction, Rates
+from sp_lightning.capabilities.tuning.visits import Prediction, Rates, Visit
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.model.found import Found
 from sp_lightning.core.model.rows import row_finder
 from sp_lightning.core.plan.choices import Mode, Modes
-from sp_lightning.core.plan.host_memory import all_but_an_eighth
 from sp_lightning.core.plan.plan import Plan, make_plan, plan_contents
 from sp_lightning.core.torch_compat.modes import default_dtype
 from sp_lightning.core.torch_compat.private import tree_leaves
@@ -40,6 +38,7 @@ from sp_lightning.tools.planner.fake import VALUES_NEEDED, fake_tensors
 from sp_lightning.tools.planner.host import HostMemory, HostStep, host_memory, host_step, update_rates
 from sp_lightning.tools.planner.known_values import answered
 from sp_lightning.tools.planner.model_source import Arguments, ModelSource, has_forward, load_model
+from sp_lightning.tools.planner.modes import oldest_offloaded, visited
 
 _NO_UPDATES: dict[str, Any] = {"update": math.inf, "step": math.inf}
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -191,9 +190,9 @@ class Estimate:
 
     @property
     def activation_bytes(self) -> int:
-        """Device memory of activations and intermediate results; with ``auto``, the least with one mode for all units."""
+        """Device memory of activations and intermediate results; with ``auto``, the least: all are offloaded."""
         choice = self.activations
-        return min(map(self.work.alive, FREEING)) if choice == "auto" else self.work.alive(choice)
+        return self.work.alive("offload" if choice == "auto" else choice)
 
     @cached_property
     def host(self) -> HostMemory:
@@ -204,19 +203,6 @@ class Estimate:
         """Returns the host memory with the activations that these modes offload."""
         offloaded = self.work.offloaded(modes)
         return host_memory(self.question, self.plan(1, 1), self.step, offloaded) if offloaded else self.host
-
-    def _within_host(self, modes: Modes) -> Modes:
-        """Returns the modes of a run that offloads until host memory is full: it recomputes the activations of later layers."""
-        asked, limit = self.question, self.host.limit
-        if limit is None or asked.disk is not None:
-            return modes
-        room, limited = all_but_an_eighth(limit - self.host.nbytes) // asked.devices, dict(modes)
-        for call in self.work.calls[:-EXEMPT]:
-            if limited[call.unit] == "offload":
-                fits = call.moved <= room
-                room -= call.moved * fits
-                limited[call.unit] = "offload" if fits else "recompute"
-        return limited
 
     @property
     def _traffic(self) -> tuple[int, int]:
@@ -251,14 +237,13 @@ class Estimate:
             synchronous=asked.measured.synchronous,
         )
 
-    def _balance(self, plan: Plan, rates: Rates) -> Balance:
-        """Returns the activations and layer calls of a batch, with times at the question's rates."""
-        asked = self.question
-        visits = self.work.visits(flops=asked.tflops * 1e12, memory=asked.device_bandwidth)
-        return Balance(self.work.calls, {layer.name: at for at, layer in enumerate(plan.layers)}, visits, rates)
+    def _visits(self, plan: Plan, modes: Modes, *, flops: float, memory: float) -> list[Visit]:
+        """Returns the layer calls of a batch, with times for a device of these operations and bytes per second."""
+        index_of = {layer.name: at for at, layer in enumerate(plan.layers)}
+        return visited(self.work.visits(flops=flops, memory=memory), self.work.calls, index_of, modes)
 
     def modes(self, plan: Plan) -> Modes:
-        """Returns the activation mode of each unit. As in a run, ``auto`` becomes the fastest choice of modes that fits."""
+        """Returns the activation mode of each unit. As in a run, ``auto`` offloads the oldest activations if not all fit."""
         work = self.work
         choice = self.activations
         limit = self.question.gpu_memory
@@ -268,17 +253,12 @@ class Estimate:
         # Bytes that no choice of modes changes.
         others = work.alive("offload") - peak_bytes(work.calls, dict.fromkeys((c.unit for c in work.calls), "offload"))
         room = max(0, limit - plan.peak_device_bytes - others)
-        if not room:  # too large without any activations, so its time does not matter
-            return dict.fromkeys((c.unit for c in work.calls), min(FREEING, key=work.saved))
-        choices = [self._within_host(modes) for modes in self._balance(plan, self.rates).candidates(room)]
-        fitting = [modes for modes in choices if peak_bytes(work.calls, modes) <= room] or choices
-        return min(fitting, key=lambda modes: self.predict(plan, modes).seconds)
+        return oldest_offloaded(work.calls, room)
 
     def flops(self, plan: Plan, modes: Modes) -> int:
         """Returns the floating-point operations of a batch, recomputation included."""
-        visits = self.work.visits(flops=1.0, memory=math.inf)  # each operation takes one second
-        balance = replace(self._balance(plan, Rates(1, 1, 1, 1)), visits=visits)
-        return round(sum(visit.seconds for visit in balance.visited(modes)))
+        # Each operation takes one second.
+        return round(sum(visit.seconds for visit in self._visits(plan, modes, flops=1.0, memory=math.inf)))
 
     def predict(self, plan: Plan, modes: Modes, rates: Rates | None = None, *, updates: bool = True) -> Prediction:
         """Returns the time of a batch; with accumulation, the average over the batches of a step.
@@ -306,7 +286,8 @@ class Estimate:
         if moves and self.question.disk is not None:
             on_disk = self.host_with(modes).moved(plan, self.question.accumulate_grad_batches)
         with_updates = rates if updates else replace(rates, **_NO_UPDATES, update_upload=0.0, update_download=0.0)
-        visits = self._balance(plan, rates).visited(modes)
+        asked = self.question
+        visits = self._visits(plan, modes, flops=asked.tflops * 1e12, memory=asked.device_bandwidth)
         walk = Walk(plan, visits, with_updates, overlap=overlap, frees=self.question.frees, on_disk=on_disk)
         return walk.predict(host_traffic=each + update * updates)
 

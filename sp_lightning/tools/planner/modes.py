@@ -1,0 +1,73 @@
+"""The modes of activations of a planned run, and the layer calls of a batch with these modes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from sp_lightning.capabilities.activations.policy import EXEMPT, Call, peak_bytes
+from sp_lightning.capabilities.tuning.visits import Visit
+from sp_lightning.core.plan.choices import Mode, Modes
+
+
+def oldest_offloaded(calls: Sequence[Call], room: int) -> Modes:
+    """Returns the modes of ``"auto"``: as few units as necessary are offloaded, those that are called first.
+
+    If no number of units is enough, all are offloaded.
+
+    Args:
+        calls: the unit calls of a batch's forward, in order.
+        room: bytes on the device for activations.
+    """
+    units = list(dict.fromkeys(call.unit for call in calls))
+
+    def modes(count: int) -> dict[str, Mode]:
+        return {unit: "offload" if at < count else "keep" for at, unit in enumerate(units)}
+
+    return modes(bisect_left(range(len(units)), True, key=lambda count: peak_bytes(calls, modes(count)) <= room))
+
+
+def visited(visits: Sequence[Visit], calls: Sequence[Call], index_of: Mapping[str, int], modes: Modes) -> list[Visit]:
+    """Returns the visits of a batch with these modes. A unit without a layer counts with the layer before it.
+
+    Args:
+        visits: the visits of the batch with their times, if all activations are kept.
+        calls: the unit calls of the batch's forward, in order.
+        index_of: the index of each unit's layer. Units that stay on the device have none.
+        modes: the mode of each unit.
+    """
+    # By the index of a forward visit: bytes that are offloaded after it, and additional seconds of its backward.
+    moved: defaultdict[int, int] = defaultdict(int)
+    recomputed: defaultdict[int, float] = defaultdict(float)
+    forwards = [at for at, visit in enumerate(visits) if visit.layers and not visit.backward]
+    between = sum(visit.seconds for visit in visits if not visit.layers and not visit.backward)
+    beside = {call.unit for call in calls[:-EXEMPT] if call.saved and call.unit not in index_of}
+    at = forwards[0] if forwards else 0
+    following = iter(forwards)
+    for number, call in enumerate(calls):
+        index = index_of.get(call.unit)
+        if index is not None:
+            at = next((forward for forward in following if index in visits[forward].layers), at)
+        if modes[call.unit] == "offload" and number < len(calls) - EXEMPT:
+            moved[at] += call.moved
+        elif modes[call.unit] == "recompute":
+            # Units without a layer share the time between layers equally.
+            recomputed[at] += visits[at].seconds if index is not None else between / max(1, len(beside))
+    return [
+        replace(visit, moved=moved[forward], seconds=visit.seconds + (recomputed[forward] if visit.backward else 0.0))
+        for visit, forward in _with_forwards(visits)
+    ]
+
+
+def _with_forwards(visits: Sequence[Visit]) -> Iterator[tuple[Visit, int]]:
+    """Yields each visit with the index of its forward (its own index for a forward); -1 if it is unknown."""
+    # For each tuple of layers, the indices of forwards whose backward has not been seen.
+    pending: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for at, visit in enumerate(visits):
+        if not visit.backward:
+            pending[visit.layers].append(at)
+            yield visit, at
+        else:
+            yield visit, pending[visit.layers].pop() if pending[visit.layers] else -1
