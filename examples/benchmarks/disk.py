@@ -374,7 +374,7 @@ def main() -> None:
     base = {
         "folder": asked.folder, "host_memory": asked.host_memory, "width": asked.width, "layers": asked.layers,
         "tokens": asked.tokens, "steps": asked.steps, "most_layers": asked.most_layers, "generate_memory": asked.generate_memory,
-        "adapt_memory": asked.adapt_memory, "overlap": asked.overlap,
+        "adapt_memory": asked.adapt_memory, "overlap": asked.optimizer_overlap,
     }  # fmt: skip
     if "train" in asked.parts:
         _training(base, asked.out)
