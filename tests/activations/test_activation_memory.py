@@ -34,6 +34,7 @@ def train_saving(counts: Sequence[int], mode: Any) -> tuple[Outcome, SimDevice]:
     return ours, devices[0]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "counts",
     first(
@@ -62,6 +63,7 @@ def test_peak_memory_is_that_of_the_formula(
         assert predicted <= device.peak < predicted + Saves.SIZE / 2, choice
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_savings_are_what_the_method_promises(seen: list[UnitModes]) -> None:
     """More than 60 % below keeping, in both ways."""
     peaks = {mode: train_saving([1] * 8, mode)[1].peak for mode in ("keep", *MODES)}
@@ -94,6 +96,7 @@ def peak_of(make: Any, mode: Any, **options: Any) -> int:
     return devices[0].peak
 
 
+@pytest.mark.long("takes a second or more")
 def test_blocks_that_are_sequences_of_bare_modules_are_recomputed() -> None:
     """A block saves 160 numbers of a row, of which 16 are its input: one block, the inputs and gradients are left of 8."""
     peaks = {mode: peak_of(lambda: Module(Handwritten()), mode) for mode in ("keep", "recompute")}
@@ -104,6 +107,7 @@ def flat() -> Module:
     return Module(nn.Sequential(*(each for _ in range(8) for each in handwritten())))
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_is_to_be_grouped_is_said_and_helps(caplog: pytest.LogCaptureFixture) -> None:
     """Where no layer has parts, recomputing them frees nothing."""
     with caplog.at_level(logging.INFO, "lightning.pytorch"):
@@ -134,6 +138,7 @@ class Views(nn.Module):
         return x + torch.cat([first * second, y.t()[:8].t() * second], dim=1) * y
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_views_and_duplicates_of_one_storage_travel_once(
     seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +151,7 @@ def test_views_and_duplicates_of_one_storage_travel_once(
     assert seen[0].offload.uploaded_bytes == seen[0].offload.offloaded_bytes
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_small_tensors_buffers_and_residents_stay(seen: list[UnitModes], monkeypatch: pytest.MonkeyPatch) -> None:
     class Buffered(nn.Module):
         def __init__(self) -> None:
@@ -164,6 +170,7 @@ def test_small_tensors_buffers_and_residents_stay(seen: list[UnitModes], monkeyp
     assert seen[1].offload.offloaded_bytes == 0
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_last_units_of_a_forward_are_exempt(seen: list[UnitModes]) -> None:
     fit(lambda: Module(Stack()), vectors(), superpipeline(activations="offload"))
     calls = seen[0].calls
@@ -171,6 +178,7 @@ def test_the_last_units_of_a_forward_are_exempt(seen: list[UnitModes]) -> None:
     assert seen[0].offload.offloaded_bytes == 3 * sum(call.saved for call in calls[:-2])
 
 
+@pytest.mark.long("takes a second or more")
 def test_nothing_comes_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each unit's saved tensors are on their way before backward comes to it."""
     pre_backward, seen = Offload.pre_backward, 0
@@ -213,6 +221,7 @@ def test_a_host_without_room_keeps_the_rest(
     assert len([each for each in said if "the CPU has no room for the activations of 'net.blocks." in each]) == 1
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_ring_is_used_again_and_given_back(seen: list[UnitModes]) -> None:
     """Batch after batch in the same memory, whatever their sizes."""
     batches = [torch.randn(size, 16) for size in (4, 4, 3, 4, 2, 4, 4)]
@@ -240,6 +249,7 @@ class Masked(Module):
             self.net.blocks[1].mask = self.net.blocks[1].mask.clone()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_buffer_that_was_exchanged_stays_as_the_first_one_did() -> None:
     """Buffers were known by the addresses that they had at first: a new one left with the activations, and an activation in
     the memory of an old one stayed."""

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 # ---------------------------------------------------------------------- options
 
 
+@pytest.mark.long("takes a second or more")
 def test_patterns_decide_by_the_first_match() -> None:
     choice: dict[str, Any] = {"net.blocks.1": "keep", "net.blocks": "recompute", "net.he*": "offload"}
     strategy = superpipeline(activations=choice)

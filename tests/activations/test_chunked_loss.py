@@ -122,6 +122,7 @@ def batches() -> list[Any]:
 # ---------------------------------------------------------------------- beside the whole loss
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(PRECISIONS, "32-true", "bf16-mixed", why="a dtype as others"))
 @pytest.mark.parametrize("name", first(MODELS, "llama", "soft-cap", why="others of the same"))
 def test_kept_logits_change_nothing(name: str, precision: Any) -> None:
@@ -135,6 +136,7 @@ def test_kept_logits_change_nothing(name: str, precision: Any) -> None:
 TOLERANCES = {"32-true": 1e-6, "bf16-mixed": 1e-2, "bf16-true": 1e-2}
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(PRECISIONS, "32-true", "bf16-mixed", why="a dtype as others"))
 @pytest.mark.parametrize(
     "name", first([n for n in MODELS if n != "lora-head"], "llama", "soft-cap", "tied", why="others of the same")
@@ -181,6 +183,7 @@ def options(mode: str) -> dict[str, Any]:
     return {"optimizer_overlap": "backward"} if mode == "backward" else {"activations": mode}
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "keep_logits", first([False, True], False, second=(), why="a loss outside of all layers, as any")
 )
@@ -204,6 +207,7 @@ def test_streamed_as_on_plain_lightning(name: str, precision: Any, mode: str, ke
     assert_same(ours, fit(make, batches(), precision=precision, recorded=recorded))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("keep_logits", [False, True])
 def test_accumulated(keep_logits: bool) -> None:
     make = chunked(llama, keep_logits=keep_logits)
@@ -211,6 +215,7 @@ def test_accumulated(keep_logits: bool) -> None:
     assert_same(fit(make, batches(), superpipeline(k=1), **given), fit(make, batches(), **given))
 
 
+@pytest.mark.long("takes a second or more")
 def test_adapters_that_come_later() -> None:
     ours = fit(adapted_later, batches(), superpipeline(k=1))
     assert_same(ours, fit(adapted_later, batches()))
@@ -218,6 +223,7 @@ def test_adapters_that_come_later() -> None:
     assert_equal(early.losses, ours.losses, "losses")
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_head_travels_no_more_often_once_the_order_is_known() -> None:
     """It is called for each chunk, and in backward again."""
 
@@ -251,6 +257,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("chunks", "dtypes"),
     [(None, {torch.bfloat16, torch.float32}), ({"keep_logits": True}, {torch.bfloat16}), ({}, set())],
@@ -269,6 +276,7 @@ def test_logits_that_are_never_there(chunks: dict[str, Any] | None, dtypes: set[
 # ---------------------------------------------------------------------- what stays as it is
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_other_forwards_have_their_logits() -> None:
     net, ids = chunked(llama)().net, torch.ones(1, 4, dtype=torch.long)
     plain = llama().net
@@ -297,6 +305,7 @@ def test_a_forward_that_fails_leaves_the_head() -> None:
     assert isinstance(net.lm_head, nn.Linear)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_copies_are_chunked_by_themselves(copied: Callable[[Any], Any]) -> None:
     net, batch = chunked(lambda: llama(dropout=0.0))().net, batches()[0]
@@ -348,6 +357,7 @@ class Masks(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_model_that_changes_its_logits_can_keep_them() -> None:
     def make() -> Transformer:
         return Transformer(Masks(llama().net.config))

@@ -147,6 +147,7 @@ class Steered(Module):
 RAISE = [kind for kind in AROUND if kind not in EQUAL]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("kind", RAISE)
 def test_what_is_around_a_forward_alone_raises(kind: str) -> None:
     """Gradients were wrong without a word, as torch's own checkpoint leaves them."""
@@ -154,6 +155,7 @@ def test_what_is_around_a_forward_alone_raises(kind: str) -> None:
         fit(lambda: Steered(kind), vectors(), superpipeline(k=1, activations="recompute"))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("kind", sorted(EQUAL))
 def test_what_changes_nothing_that_is_saved_is_equal(kind: str) -> None:
     ours = fit(lambda: Steered(kind), vectors(), superpipeline(k=1, activations="recompute"))
@@ -167,6 +169,7 @@ def test_offload_without_room_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(ours, fit(lambda: Steered("hook"), vectors()))
 
 
+@pytest.mark.long("takes a second or more")
 def test_it_names_the_layer_and_what_to_paste() -> None:
     remedy = {"net.blocks.1": "offload", "**": "recompute"}
     said = r"The forward of 'net.blocks.1' computed other values in backward than in forward. It depends on what has changed"
@@ -180,6 +183,7 @@ def test_it_names_the_layer_and_what_to_paste() -> None:
 # ---------------------------------------------------------------------- nothing follows from wrong gradients
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 def test_no_weight_is_updated_by_wrong_gradients(overlap: Any) -> None:
     """The host looks at the comparison of two runs before it takes over the gradients that follow from the second one."""
@@ -213,6 +217,7 @@ class AsksForGradients(Steered):
         torch.autograd.grad(loss, list(self.net.parameters()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
 def test_returned_gradients_are_not_wrong(device: str) -> None:
     with ExitStack() as contexts:
@@ -242,6 +247,7 @@ class Catches(Steered):
         optimizer.step()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
 def test_a_step_may_go_on_after_the_error(device: str) -> None:
     with ExitStack() as contexts:
@@ -375,6 +381,7 @@ class Recurrent(nn.Module):
         return x + self.inner(x)[0]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_recurrent_layer_is_repeatable() -> None:
     """On a CPU it saves a workspace that it has not written as a whole."""
 

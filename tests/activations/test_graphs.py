@@ -130,6 +130,7 @@ def _compiled() -> Module:
     return Module(stack)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at inputs
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", USERS)
@@ -176,6 +177,7 @@ class Copies(Callback):
         self.copies = [copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_copy_that_is_made_in_a_step_runs_by_itself() -> None:
     copies = Copies()
     ours = fit(lambda: Module(Stack()), vectors(), superpipeline(activations="recompute"), callbacks=[copies])
@@ -203,6 +205,7 @@ class Chunked(Module):
         return torch.nn.functional.linear_cross_entropy(x, net.head.weight, labels, options=options)  # type: ignore[attr-defined]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.15 has it")
 @pytest.mark.parametrize(
     "options",

@@ -65,6 +65,7 @@ class Phases:
 # ---------------------------------------------------------------------- all activations fit
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 @pytest.mark.parametrize("options", [{"k": 2, "k_prime": 1}, {"k": "auto", "k_prime": "auto"}], ids=["given", "chosen"])
 def test_nothing_changes_if_all_activations_fit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +84,7 @@ def test_nothing_changes_if_all_activations_fit(options: dict[str, Any], monkeyp
     assert set(runs["auto"][5].values()) == {"keep"}
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_keep_means_keep(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
     phases = Phases(monkeypatch)
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -94,6 +96,7 @@ def test_keep_means_keep(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
 # ---------------------------------------------------------------------- they do not
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["in this thread", "in a thread of autograd's"])
 @pytest.mark.parametrize("units", [3, 6])
 def test_what_does_not_fit_is_trained_with_equal_results(
@@ -116,6 +119,7 @@ def test_what_does_not_fit_is_trained_with_equal_results(
     assert 'activations="recompute", or the checkpointing of the model itself, may be faster.' in said
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 @pytest.mark.parametrize("name", ["llama-dropout", "reused", "gan"])
 def test_real_models_that_do_not_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +136,7 @@ def test_real_models_that_do_not_fit(name: str, monkeypatch: pytest.MonkeyPatch)
     assert phases.seen == ["headroom keep", *["headroom keep+offload"] * (len(batches) - 1)]
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_oldest_are_offloaded_first_and_no_more_than_needed(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
     moved: list[str] = []
     evict = Offload.evict
@@ -148,6 +153,7 @@ def test_the_oldest_are_offloaded_first_and_no_more_than_needed(monkeypatch: pyt
     assert 2 <= len(moved) <= 4, "eight are saved, six fit, and room for what a layer computes is left"
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_larger_batch_has_headroom_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "WORTH_MOVING", 2**10)
     generator = torch.Generator().manual_seed(1)
@@ -176,6 +182,7 @@ class Thawing(Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 @pytest.mark.parametrize(
     ("capacity", "expected"),
@@ -209,6 +216,7 @@ class Head(nn.Module):
         return torch.log_softmax(self.head(x).float(), dim=-1)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 def test_room_for_the_loss_is_made_before_the_head() -> None:
     """torch's allocator gives no notice, and nothing is saved between the logits and what the loss makes of them."""
@@ -226,6 +234,7 @@ def test_room_for_the_loss_is_made_before_the_head() -> None:
     assert device.peak <= capacity
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("nothing_fits")
 def test_blocks_whose_experts_are_modules_are_offloaded() -> None:
     """Experts stay layers of their own, because no forward runs twice."""
@@ -308,6 +317,7 @@ def test_memory_that_ends_in_the_first_batch_is_a_clear_error(large: None) -> No
     )
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_host_without_room_keeps_what_it_can(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
     warned: list[str] = []
     monkeypatch.setattr(
@@ -341,6 +351,7 @@ class Retains(Module):
         optimizer.step()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 def test_two_backwards_of_one_graph() -> None:
     batches = [torch.randn(128, 16) for _ in range(3)]
@@ -364,6 +375,7 @@ class WritesSaved(nn.Module):
         return y
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 @pytest.mark.parametrize("evicts", [False, True])
 def test_a_saved_tensor_that_was_written_is_refused_as_ever(evicts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,6 +407,7 @@ class Exchanges(nn.Module):
         return y
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 def test_a_kept_leaf_is_followed_to_other_memory_as_ever() -> None:
     def make() -> Module:
@@ -406,6 +419,7 @@ def test_a_kept_leaf_is_followed_to_other_memory_as_ever() -> None:
     assert_same(ours, fit(make, vectors()))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 def test_what_is_kept_is_freed_as_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
@@ -446,6 +460,7 @@ class WithIslands(Module):
         return net(net[0](batch)).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_copy_of_a_weight_is_no_value_that_each_run_has_anew() -> None:
     """With two forwards of a batch, it was taken for a forward that advances an iterator."""
     options: Any = {"precision": "bf16-mixed", "recorded": "losses"}

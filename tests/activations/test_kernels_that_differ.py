@@ -53,6 +53,7 @@ class Noise(RunsKernel):
         return 1 + next(_numbers) % 8 * 2**-12
 
 
+@pytest.mark.long("takes a second or more")
 def test_memory_that_a_kernel_has_not_written_is_not_compared() -> None:
     with simulated():
         assert len({tuple(new_memory().tolist()) for _ in range(3)}) > 1
@@ -74,12 +75,14 @@ class CountsBatches(Module):
         WritesLater.batch = batch_idx
 
 
+@pytest.mark.long("takes a second or more")
 def test_memory_that_a_kernel_writes_later_is_compared_again() -> None:
     with simulated(), pytest.raises(Unrepeatable, match="computed other values in backward"):
         fit(lambda: CountsBatches(twice(WritesLater)().net), vectors(), superpipeline(k=1, activations="recompute"))
     assert WritesLater.batch == 2
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("block", [ReadsIndices, LastBits, AddsByIndex, Noise])
 def test_recompute_raises_for_all_that_differs(block: type[nn.Module]) -> None:
     with simulated(unrepeatable=True), pytest.raises(Unrepeatable, match="computed other values in backward"):
@@ -118,6 +121,7 @@ class RetainsGraph(Module):
         optimizer.step()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("block", [CountsSaved, ReadsNodes])
 def test_saved_tensors_may_be_read_twice(block: type[nn.Module]) -> None:
     def make() -> Module:
@@ -128,6 +132,7 @@ def test_saved_tensors_may_be_read_twice(block: type[nn.Module]) -> None:
     _nodes.clear()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_is_read_twice_is_computed_once_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Any] = []
     firsts: set[Any] = set()

@@ -229,6 +229,7 @@ def old_spectral_norm() -> nn.Module:
     return nn.utils.spectral_norm(nn.Linear(16, 16))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("block", [Unregistered, LateAndLarge, old_spectral_norm])
@@ -277,6 +278,7 @@ def test_methods_of_users_objects_are_not_called(kind: type) -> None:
     assert_same(fit(make, vectors(), superpipeline(k=1, activations="recompute")), fit(make, vectors()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("block", [Codebook, Functional, Arrays, Draws, Deep, Late, Odd])
 def test_state_that_no_version_shows(block: type[nn.Module]) -> None:
@@ -331,6 +333,7 @@ def adapts() -> Module:
     return Adapts(stack)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 def test_weights_modes_attributes_and_context_are_those_of_the_first_run(mode: Any) -> None:
     assert_same(fit(adapts, vectors(), superpipeline(k=1, activations=mode)), fit(adapts, vectors()))
@@ -350,6 +353,7 @@ class DropsWeights(Module):
         return loss
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 def test_a_weight_that_was_exchanged_for_a_tensor_is_there_after_backward(mode: Any) -> None:
     """After the second run, the weight was None: the tensor's attribute, which was no longer there, was put back as None."""
@@ -394,6 +398,7 @@ def nested() -> Module:
     return Module(stack)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 @pytest.mark.parametrize(
     "make",
@@ -427,6 +432,7 @@ def forward_mode(net: nn.Module, batch: Tensor) -> Tensor:
         return forward_ad.unpack_dual(dual).tangent.square().mean()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("transform", [vmapped, forward_mode])
@@ -463,6 +469,7 @@ class Logs(Block):
         return 1.0
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_a_layer_logs_is_logged_once() -> None:
     def make() -> Module:
         module = twice(Logs)()
@@ -512,6 +519,7 @@ def _with_other_hooks(block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated")
 @pytest.mark.parametrize(
     "options",
@@ -558,6 +566,7 @@ def with_own_forward() -> Module:
     return Wraps(stack)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 def test_forwards_that_users_replace(mode: Any) -> None:
     ours = fit(with_own_forward, vectors(), superpipeline(activations=mode))
@@ -572,6 +581,7 @@ class Moved(Block):
         return 2.0
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_move_that_changes_nothing_is_no_write(monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> Module:
         return Module(nn.Sequential(*(Moved() for _ in range(4))))
@@ -584,6 +594,7 @@ def test_a_move_that_changes_nothing_is_no_write(monkeypatch: pytest.MonkeyPatch
     assert_same(fit(make, vectors(), strategy), fit(make, vectors()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_pyros_handlers_are_there_for_the_second_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A guide's draws were replayed in the first run; in the second one, in backward, the model drew anew, silently."""
     runtime: Any = types.ModuleType("pyro.poutine.runtime")

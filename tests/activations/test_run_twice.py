@@ -64,6 +64,7 @@ class Keeps(nn.Module):
         return y
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("block", [Norms, Keeps])
 def test_state_changes_once(block: type[nn.Module]) -> None:
     ours = fit(twice(block), vectors(), superpipeline(k=1, activations="recompute"))
@@ -124,6 +125,7 @@ HOW = ("called", "twice", "without gradients", "past its hooks")
 CALLER = {"net.blocks.2": "recompute", "**": "offload"}
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("how", "activations"),
     [
@@ -139,6 +141,7 @@ def test_the_state_of_a_unit_that_a_recomputed_one_calls_changes_once(how: str, 
     assert ours.module.net.blocks[1].number == reference.module.net.blocks[1].number  # type: ignore[index, union-attr]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("how", ["called", "past its hooks"])
 def test_it_does_so_beside_updates(how: str) -> None:
     make = fused(partial(calls_another, how))
@@ -194,6 +197,7 @@ class Collecting(Module):
         return batch.square().mean() + sum(each.square().mean() for each in seen)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [Transformer, LooksAtCache])
 def test_a_cache_is_added_to_once(kind: type[Transformer], mode: Any) -> None:
@@ -204,6 +208,7 @@ def test_a_cache_is_added_to_once(kind: type[Transformer], mode: Any) -> None:
     assert_same(ours, fit(make, tokens()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("mode", MODES)
 def test_what_arguments_collect_is_collected_once(mode: Any) -> None:
     ours = fit(Collecting, vectors(), superpipeline(k=1, activations=mode))
@@ -234,6 +239,7 @@ class Shrinks(Fickle):
         return x.exp() if len(_calls) % 2 else x
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("block", [Fickle, Shrinks])
 def test_a_forward_that_does_something_else_the_second_time_is_named(block: type[nn.Module]) -> None:
     _calls.clear()

@@ -59,6 +59,7 @@ class Adapted(Module):
         self.log("after", clone(batch).square().mean())
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("clone", [cloned, copied])
 @pytest.mark.parametrize("mode", ["recompute", "offload"])
 def test_a_shallow_copy_runs_its_own_forward(mode: Any, clone: Any) -> None:

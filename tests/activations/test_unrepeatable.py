@@ -51,6 +51,7 @@ class RunsBackward(Block):
         return 1.0
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("block", "said"),
     [
@@ -79,6 +80,7 @@ class RaisesInBackward(Block):
         return super().forward(x)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_error_of_the_second_run_says_so() -> None:
     with pytest.raises(LookupError, match="one value per batch") as raised:
         fit(twice(RaisesInBackward), vectors(), superpipeline(activations="recompute"))
@@ -119,6 +121,7 @@ class ScriptedModule(Block):
         return self.gelus(x)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize(
     ("block", "name"), [(ScriptedInTheMiddle, "scripted"), (ScriptedAtTheEnd, "scripted"), (ScriptedModule, "forward")]
@@ -145,6 +148,7 @@ class ScriptedMask(Block):
         return self.mask(x.detach(), x.detach().flip(0))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_torchscript_that_saves_nothing_is_recomputed() -> None:
     ours = fit(twice(ScriptedMask), vectors(), superpipeline(activations="recompute"))
     assert_same(ours, fit(twice(ScriptedMask), vectors()))
@@ -213,6 +217,7 @@ def writes_another(write: Callable[[Any], None], target: int = 3, kind: type = W
     return make
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("resident", [(), ("net.blocks.3",)], ids=["moves", "stays"])
 @pytest.mark.parametrize(
     "write",
@@ -235,6 +240,7 @@ def test_a_forward_that_writes_a_weight_of_another_layer_is_refused(
     assert_same(ours, fit(make, vectors()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "make",
     [writes_another(_make_ones), writes_another(_multiply, kind=WritesAnotherLast)],
@@ -259,6 +265,7 @@ def gives_another() -> Module:
     return Module(stack)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("resident", [(), ("net.blocks.3",)], ids=["moves", "stays"])
 def test_a_forward_that_gives_another_layer_gradients_is_refused(resident: Any) -> None:
     remedy = {"net.blocks.1": "offload", "**": "recompute"}
@@ -300,6 +307,7 @@ class Normalizes(Module):
         weight.data = nn.functional.normalize(weight.data, dim=-1)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_remedy_for_a_written_unit_names_the_unit_and_works() -> None:
     batches = [torch.arange(8)] * 3
     with pytest.raises(RuntimeError, match=r"by a hook \(on_before_zero_grad\) or an optimizer") as raised:
@@ -330,6 +338,7 @@ class StepsBetween(Module):
         optimizer.step()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_step_between_two_backwards_is_refused() -> None:
     said = r"'weight' of 'net.head' has been modified by an inplace operation between two backwards of one graph.*an optimizer"
     with pytest.raises(Unrepeatable, match=said + r".*activations=\"offload\"\)") as refused:
@@ -353,6 +362,7 @@ class WritesUnseenBetween(StepsBetween):
         optimizer.step()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_unseen_write_between_two_backwards_is_refused() -> None:
     """The gradients of the second backward were wrong without a word."""
     with pytest.raises(Unrepeatable, match=r"The forward of 'net.blocks.4' computed other values in backward"):
@@ -382,6 +392,7 @@ class AddsInPlace(Stack):
         return self.head(x)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_input_that_is_written_after_the_layer_is_refused() -> None:
     """torch's own error names no layer."""
     said = r"A tensor that 'net.blocks.4' was given has been written since.*Write x = x \+ layer\(x\) in place of x \+= layer"
@@ -433,6 +444,7 @@ class CachedParametrizations(Module):
             return super().loss(batch) + super().loss(batch + 1)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_weights_that_torch_caches_are_no_part_of_a_second_forward() -> None:
     said = r"(?s)forward of 'net\.blocks\.\d' computed other values.*parametrize\.cached\(\).*\"offload\""
     with pytest.raises(Unrepeatable, match=said):
@@ -464,6 +476,7 @@ class Retries(Module):
         return loss
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_error_while_activations_come_back_leaves_none_half_there(monkeypatch: pytest.MonkeyPatch) -> None:
     bring = Offload._begin_return
     failed: list[bool] = []
@@ -525,6 +538,7 @@ def with_eight_bits() -> Module:
     return Module(nn.Sequential(nn.Linear(16, 16), *(EightBits() for _ in range(3)), nn.Linear(16, 16)))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_known_causes_name_all_blocks_and_an_option_that_works() -> None:
     """The error named one block. With its remedy pasted, the next block raised it, and so on."""
     with pytest.raises(
@@ -565,6 +579,7 @@ def of(block: type[nn.Module], depth: int = 1) -> Callable[[], Any]:
     return lambda: Module(nn.Sequential(nn.Linear(16, 16), *(block() for _ in range(depth)), nn.Linear(16, 16)))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_cast_may_be_autocasts_own_in_the_second_run() -> None:
     """It raised: the weight's place in the slot was compared with a tensor elsewhere, whose values are the same."""
     options: dict[str, Any] = {"precision": "bf16-mixed"}

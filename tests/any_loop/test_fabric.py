@@ -222,7 +222,7 @@ def lightning_modules(fabric: Fabric) -> Any:
 WAYS = (closures, several_closures, set_up_apart, two_of_each, one_optimizer, lightning_modules)
 
 
-@pytest.mark.rest("other orders of the same calls, on a simulated device")
+@pytest.mark.long("other orders of the same calls, on a simulated device")
 @pytest.mark.parametrize("train", WAYS)
 def test_ways(train: Train) -> None:
     compare(train, simulate=True)

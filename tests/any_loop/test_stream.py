@@ -42,11 +42,13 @@ LOOPS = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops(name: str) -> None:
     assert_streams(lambda: Module(Stack()), vectors(4), LOOPS[name], k=1)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("overlap", "only_steps_write"), [("off", False), ("forward", True)])
 @pytest.mark.parametrize("name", first(LOOPS, "clipping", "evaluation after each step", why="more loops of the same"))
 def test_loops_on_an_asynchronous_device(name: str, only_steps_write: bool, overlap: Any) -> None:
@@ -61,6 +63,7 @@ class Fused(Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_autocast_uploads_casts() -> None:
     assert_streams(lambda: Module(Stack()), vectors(4), LOOPS["bfloat16"], k=1, autocast=torch.bfloat16)
 
@@ -74,6 +77,7 @@ LEFT_OUT = ("gan", "stepped-in-forward")
 """For the first one see :func:`test_two_optimizers`. The other one steps an optimizer that the stream is not given."""
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "name", first([each for each in CASES if each not in LEFT_OUT], *BY_KIND, why="more of the same")
 )
@@ -207,6 +211,7 @@ ORDERS = (
 )  # fmt: skip
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_orders(order: Any, overlap: Any) -> None:
@@ -223,6 +228,7 @@ def test_orders(order: Any, overlap: Any) -> None:
     compare(train)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_two_streams_in_one_backward() -> None:
     """The generator's loss goes through the discriminator, which another optimizer and another stream has."""
 
@@ -278,6 +284,7 @@ def steps_begun() -> Iterator[list[str]]:
         yield begun
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_generation_between_steps() -> None:
     def train(streamed: Any) -> list[Any]:
         net: Any = llama(dropout=0.0).net
@@ -298,7 +305,7 @@ def test_generation_between_steps() -> None:
     compare(train)
 
 
-@pytest.mark.rest("torch.compile of the whole module, and of its blocks, of which only the blocks stay compiled")
+@pytest.mark.long("torch.compile of the whole module, and of its blocks, of which only the blocks stay compiled")
 @pytest.mark.filterwarnings(
     "ignore::UserWarning"
 )  # of dynamo, on inputs that are not leaves; and of ours, on ended graphs

@@ -53,6 +53,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("way", first(WAYS, "LoRA in bfloat16", why="other settings of the same"))
 def test_trainings(way: str, tmp_path: Path) -> None:
     """Losses, gradient norms after clipping, weights, optimizer state and random state."""
@@ -64,7 +65,7 @@ def test_trainings(way: str, tmp_path: Path) -> None:
     assert {type(parameter) for parameter in trainer.model.parameters()} == {nn.Parameter}
 
 
-@pytest.mark.rest("checkpoints are the plain Trainer's own code")
+@pytest.mark.long("checkpoints are the plain Trainer's own code")
 @pytest.mark.parametrize("kinds", [(Streamed, transformers.Trainer), (transformers.Trainer, Streamed)])
 def test_a_checkpoint_of_one_is_resumed_by_the_other(kinds: Any, tmp_path: Path) -> None:
     first, second = kinds
@@ -73,7 +74,7 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(kinds: Any, tmp_path: Path)
     assert_equal(resumed[1:], whole[1:], "resumed")
 
 
-@pytest.mark.rest("an evaluation within training differs only in its stream")
+@pytest.mark.long("an evaluation within training differs only in its stream")
 def test_an_evaluation_alone(tmp_path: Path) -> None:
     trainer, _ = trained(Streamed, tmp_path, llama, max_steps=1)
     plain, _ = trained(transformers.Trainer, tmp_path, llama, max_steps=1)

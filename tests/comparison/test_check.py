@@ -52,6 +52,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.long("takes a second or more")
 def test_everything_is_compared_and_nothing_is_left_behind(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +89,7 @@ def test_numbers_that_are_compared_are_counted() -> None:
     assert "scheduler state        0  equal (12 values)\nlosses                 2  equal\n" in str(report)
 
 
-@pytest.mark.rest("two checks")
+@pytest.mark.long("two checks")
 def test_scheduler_state_is_a_row_only_if_there_is_a_scheduler() -> None:
     assert "scheduler state" not in str(check(lambda: Module(Stack()), vectors))
     assert re.search(r"^scheduler state +0  equal \(\d+ values\)$", str(check(planted.Everything, None)), re.MULTILINE)
@@ -97,6 +98,7 @@ def test_scheduler_state_is_a_row_only_if_there_is_a_scheduler() -> None:
 # ---------------------------------------------------------------------- planted errors
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_stale_slot_is_found_because_released_memory_is_poisoned() -> None:
     every = {"k": 7}  # so that a layer's slot is given to no other layer, and what is read there is right
     report = check(planted.ReadsByAddress, **every)
@@ -110,6 +112,7 @@ def test_a_stale_slot_is_found_because_released_memory_is_poisoned() -> None:
         assert check(planted.ReadsByAddress, **every).status == 0
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_randomness_that_cannot_be_repeated_is_said_first() -> None:
     report = check(planted.Unrepeatable)
     assert report.status == 2
@@ -120,6 +123,7 @@ def test_randomness_that_cannot_be_repeated_is_said_first() -> None:
     assert "Trainer(deterministic=True, benchmark=False)" in said
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_error_of_one_mode_is_a_difference_and_a_refusal_is_said() -> None:
     """Every error but those of assertions was taken for a refusal, so that the other modes alone were equal."""
     report = check(lambda: planted.StopsOffloaded(Stack()), vectors, activations="all")
@@ -133,6 +137,7 @@ def test_an_error_of_one_mode_is_a_difference_and_a_refusal_is_said() -> None:
     assert any("optimization is manual" in note for note in manual.notes)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_defect_of_the_strategy_is_no_refusal() -> None:
     """It ends in this package, too, but no line there has said what is wrong."""
     with mock.patch("sp_lightning.capabilities.activations.offload.WORTH_MOVING", "no number"):
@@ -141,6 +146,7 @@ def test_a_defect_of_the_strategy_is_no_refusal() -> None:
     assert "TypeError" in findings(report)["the run itself"]
 
 
+@pytest.mark.long("takes a second or more")
 def test_steps_on_the_device_are_compared_with_plains_there() -> None:
     report = check(lambda: Module(Stack()), vectors, optimizer_on="gpu", optimizer_overlap="backward")
     assert report.status == 0, str(report)
@@ -149,6 +155,7 @@ def test_steps_on_the_device_are_compared_with_plains_there() -> None:
         check(lambda: Module(Stack()), vectors, optimizer_on="auto")
 
 
+@pytest.mark.long("takes a second or more")
 def test_kernels_are_chosen_as_before() -> None:
     assert check(lambda: Module(Stack()), vectors, trainer={"accelerator": "cpu", "deterministic": True}).status == 0
     assert not torch.are_deterministic_algorithms_enabled()
@@ -173,6 +180,7 @@ def test_without_batches_nothing_is_compared() -> None:
     assert "has trained no batch" in str(report)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_buffer_that_differs_is_named() -> None:
     report = check(planted.OtherBuffer)
     assert report.status == 1
@@ -183,6 +191,7 @@ def test_a_buffer_that_differs_is_named() -> None:
     assert "No option that was tried avoids it." in report.explanation
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_first_module_whose_output_differs_is_named() -> None:
     report = check(planted.OtherOutput)
     assert report.status == 1
@@ -193,13 +202,14 @@ def test_the_first_module_whose_output_differs_is_named() -> None:
     assert within in report.explanation
 
 
+@pytest.mark.long("takes a second or more")
 def test_code_between_modules_is_not_taken_for_the_next_module() -> None:
     report = check(planted.OtherBetween)
     assert "The first module whose output differs is 'net.stem' in training batch 0." in report.explanation
     assert "What it is given differs already, by code outside of modules that runs before it." in report.explanation
 
 
-@pytest.mark.rest("the first tier has modules that run once")
+@pytest.mark.long("the first tier has modules that run once")
 def test_forwards_that_run_again_in_backward_are_no_calls_of_their_own() -> None:
     """They were counted under the strategy alone, so that a second forward was compared with them, and the first block named."""
     report = check(planted.OtherInSecondCall, activations="recompute", optimizer_overlap="off")
@@ -209,6 +219,7 @@ def test_forwards_that_run_again_in_backward_are_no_calls_of_their_own() -> None
 # ---------------------------------------------------------------------- what user code keeps by itself
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("place", "name"),
     first(
@@ -231,6 +242,7 @@ def test_tensors_in_plain_attributes_are_compared(place: str, name: str) -> None
     assert not place or f": {name}, after training: values differ" in findings(report)["attributes"]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("wrong", "where"),
     first(
@@ -253,7 +265,7 @@ def test_what_is_logged_by_methods_of_the_logger_is_compared(wrong: str, where: 
     assert [path for folder in temporary.iterdir() for path in folder.iterdir()] == []
 
 
-@pytest.mark.rest("the first tier has values that repeat")
+@pytest.mark.long("the first tier has values that repeat")
 def test_logged_values_that_do_not_repeat_are_named_and_left_out() -> None:
     """A time that is logged made two runs of plain Lightning differ, and nothing was compared."""
     report = check(planted.LogsTimes)
@@ -262,12 +274,14 @@ def test_logged_values_that_do_not_repeat_are_named_and_left_out() -> None:
     assert "loss" in findings(check(lambda: planted.LogsTimes(wrong=True)))["logged values"]
 
 
+@pytest.mark.long("takes a second or more")
 def test_callbacks_of_the_module_s_own_write_no_files(temporary: Path) -> None:
     report = check(planted.SavesByItself)
     assert report.status == 0, str(report)
     assert [path for folder in temporary.iterdir() for path in folder.iterdir()] == []
 
 
+@pytest.mark.long("takes a second or more")
 def test_where_nothing_was_returned_nothing_is_called_equal() -> None:
     report = check(planted.Everything, None)
     lines = [line for line in str(report).splitlines() if " equal" in line or line.endswith(" none to compare")]
@@ -276,6 +290,7 @@ def test_where_nothing_was_returned_nothing_is_called_equal() -> None:
     assert {"losses", "scheduler", "weights", "predictions"} <= set(said)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_module_that_was_trained_before_is_not_compared() -> None:
     """A factory that returns the same module each time: run by run it began from other weights."""
     module = Module(Stack())
@@ -284,6 +299,7 @@ def test_a_module_that_was_trained_before_is_not_compared() -> None:
     assert "returns a module that has been trained. Each run needs a new one" in report.why
 
 
+@pytest.mark.long("takes a second or more")
 def test_callbacks_that_change_no_number_are_named() -> None:
     given = [callbacks.ModelCheckpoint(dirpath="checkpoints"), callbacks.GradientAccumulationScheduler({0: 2})]
     report = check(planted.Everything, trainer={"accelerator": "cpu", "callbacks": given})
@@ -296,7 +312,7 @@ def test_callbacks_that_change_no_number_are_named() -> None:
 # ---------------------------------------------------------------------- what cannot be compared
 
 
-@pytest.mark.rest("the first tier has the other way, on the CPU")
+@pytest.mark.long("the first tier has the other way, on the CPU")
 def test_a_model_that_is_too_large_for_plain_lightning_is_compared_over_windows() -> None:
     report = check(planted.TooLarge)
     assert report.status == 0
@@ -307,6 +323,7 @@ def test_a_model_that_is_too_large_for_plain_lightning_is_compared_over_windows(
     assert [each.name[:5] for each in report.runs] == ["k = 1", "k = 7"]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_model_that_is_too_large_for_the_device_is_compared_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first device is none of this machine's, and plain Lightning ends there."""
     devices = [torch.device("cuda", 0), torch.device("cpu")]
@@ -325,6 +342,7 @@ def test_a_model_that_is_too_large_for_the_device_is_compared_on_the_cpu(monkeyp
     assert "too little memory for this model on cuda:0. So both sides ran on the CPU" in str(report)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_second_plain_run_that_runs_out_of_memory_ends_as_the_first_would() -> None:
     """It left the check as an error."""
     planted.RunsOut.made = 0
@@ -333,6 +351,7 @@ def test_a_second_plain_run_that_runs_out_of_memory_ends_as_the_first_would() ->
     assert "from k = 1 to k = " in report.reference
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_run_that_runs_out_of_memory_is_no_difference() -> None:
     """The poisoned one was a difference, although its user would never run it."""
     planted.RunsOut.made = 0
@@ -342,6 +361,7 @@ def test_a_run_that_runs_out_of_memory_is_no_difference() -> None:
     assert "Nothing went on from a checkpoint. too large" in str(report)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_model_that_the_strategy_has_no_memory_for_either_is_not_compared() -> None:
     planted.RunsOut.made = 0
     report = check(lambda: planted.RunsOut(lambda number: number > 2))
@@ -407,12 +427,14 @@ def test_what_is_missing_is_said(factory: Any, data: Any, why: str) -> None:
     assert why in report.why
 
 
+@pytest.mark.long("takes a second or more")
 def test_batches_may_be_a_list_and_are_predicted_as_they_are() -> None:
     report = check(lambda: Module(Stack()), vectors)
     assert report.status == 0
     assert report.rows["predictions"].tensors == 3 * 2, "two batches in each of three runs"
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_prediction_that_stops_on_both_sides_ends_nothing_else() -> None:
     report = check(planted.CannotPredict)
     assert report.status == 0, str(report)

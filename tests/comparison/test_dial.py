@@ -60,6 +60,7 @@ class Stops(OtherNumbers):
         return self.loss(batch)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("predict", [False, True])
 def test_two_windows_beside_plain_lightning(predict: bool, capsys: pytest.CaptureFixture[str]) -> None:
     found = measured(planted.Everything, k=(1, 3), predict=predict)
@@ -73,6 +74,7 @@ def test_two_windows_beside_plain_lightning(predict: bool, capsys: pytest.Captur
     assert re.findall(r"run (\d) of (\d)", capsys.readouterr().err) == [(str(at), "4") for at in range(1, 5)]
 
 
+@pytest.mark.long("takes a second or more")
 def test_plain_lightning_with_its_optimizer_on_the_cpu_has_all_but_the_optimizer_s_state() -> None:
     found = measured(lambda: Module(Stack()))
     weights = 2 * sum(parameter.nbytes for parameter in Stack().parameters())
@@ -82,6 +84,7 @@ def test_plain_lightning_with_its_optimizer_on_the_cpu_has_all_but_the_optimizer
     assert " as plain |" in str(found)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("factory", "why"), [(OtherNumbers, "values differ by up to"), (Stops, "RuntimeError: stops")])
 def test_a_run_that_computes_something_else_or_stops_is_not_equal(factory: Any, why: str) -> None:
     found = measured(factory)
@@ -89,6 +92,7 @@ def test_a_run_that_computes_something_else_or_stops_is_not_equal(factory: Any, 
     assert re.search(f"k=1, k'=1: .*{why}", found.notes[0])
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_window_that_cannot_fit_is_not_run_and_says_what_it_needs() -> None:
     sizes = [row.counted or 0 for row in measured(lambda: Module(Stack()), k=(1, 4)).rows[-2:]]
     found = measured(lambda: Module(Stack()), k=(1, 4), gpu_memory=sum(sizes) // 2)
@@ -97,7 +101,7 @@ def test_a_window_that_cannot_fit_is_not_run_and_says_what_it_needs() -> None:
     assert "Use less: SuperpipelineStrategy(k=1, k_prime=1)." in found.notes[0]
 
 
-@pytest.mark.rest("the sentences are tested in tests/trainer/test_callback.py")
+@pytest.mark.long("the sentences are tested in tests/trainer/test_callback.py")
 def test_a_window_larger_than_the_model_is_measured_and_remarked_on() -> None:
     found = measured(lambda: Module(Stack()), k=(100,), k_prime=(1, 50))
     assert [note.partition(" ")[0] for note in found.notes] == ["k=100", "k_prime=50"]
@@ -116,6 +120,7 @@ def test_what_plain_lightning_cannot_run_is_not_measured() -> None:
         measured(lambda: small_models.pl.LightningModule(), predict=True)
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_command_writes_a_page_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "new" / "page.md"
     main([*COMMAND, "--out", str(page)])
@@ -127,7 +132,7 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path: Path, capsys: pytest.
     assert page.with_suffix(".png").stat().st_size > 0
 
 
-@pytest.mark.rest("another page")
+@pytest.mark.long("another page")
 def test_without_matplotlib_the_page_has_no_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,7 +142,7 @@ def test_without_matplotlib_the_page_has_no_picture(
     assert "![" not in (tmp_path / "page.md").read_text()
 
 
-@pytest.mark.rest("the mechanism is tested with smaller models")
+@pytest.mark.long("the mechanism is tested with smaller models")
 @pytest.mark.parametrize("predict", [False, True])
 @pytest.mark.parametrize("name", SMALL)
 def test_the_small_models_are_equal(name: str, predict: bool) -> None:

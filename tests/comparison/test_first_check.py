@@ -24,7 +24,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_lightning.tools.planner.measured.run_rates", lambda given: json.dumps(rates))
 
 
-@pytest.mark.rest("fifteen runs; .ci/run has the command")
+@pytest.mark.long("fifteen runs; .ci/run has the command")
 def test_all_modes_of_a_small_model_are_equal(few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "check.json"
     main(["check", "--accelerator", "cpu", "--steps", "1", "--out", str(file)])

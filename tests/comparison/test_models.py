@@ -57,6 +57,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[
     return status, printed
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("arguments", "status", "verdict"),
     [
@@ -96,7 +97,7 @@ def test_a_name_that_leads_nowhere_ends_the_command(capsys: pytest.CaptureFixtur
     )
 
 
-@pytest.mark.rest("the first tier has the Python side")
+@pytest.mark.long("the first tier has the Python side")
 def test_a_config_of_lightning_s_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_config_of_lightning_s_command_line(
     assert list(tmp_path.iterdir()) == [config]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_config_that_cannot_be_read_is_no_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fit.yaml").write_text(CONFIG.replace("depth: 3", "depth: three"))
     status, printed = run(capsys, "--config", str(tmp_path / "fit.yaml"))
@@ -127,6 +129,7 @@ def test_a_config_that_cannot_be_read_is_no_comparison(tmp_path: Path, capsys: p
     assert "could not be read. " in printed["why"]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_config_without_a_module_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fit.yaml").write_text("trainer: {accelerator: cpu, strategy: ddp, devices: 2}")
     arguments = ["--config", str(tmp_path / "fit.yaml")]
@@ -139,7 +142,7 @@ def test_a_config_without_a_module_says_so(tmp_path: Path, capsys: pytest.Captur
     assert "files and devices: devices, strategy." in printed["notes"][0]
 
 
-@pytest.mark.rest("nine pairs of modes; each is in the first tier by itself, in tests/equality")
+@pytest.mark.long("nine pairs of modes; each is in the first tier by itself, in tests/equality")
 def test_every_mode_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["tests.support.planted:Everything", "--accelerator", "cpu", "--k", "1", "--activations", "all"]
     status, printed = run(capsys, *arguments, "--optimizer-overlap", "all")
@@ -152,7 +155,7 @@ def test_every_mode_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
 _OVERLAPS = ("off", "forward", "backward")
 
 
-@pytest.mark.rest("models of other kinds; test_check has one in the first tier")
+@pytest.mark.long("models of other kinds; test_check has one in the first tier")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     "name", some(["lora-checkpoint", "vit", "gan", "resnet50"], "lora-checkpoint", "vit", "gan", why="a large model")
@@ -167,6 +170,7 @@ def test_models_are_equal(name: str, precision: str) -> None:
     assert report.rows["buffers"].tensors if name == "resnet50" else True
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("wait", "clocks"),
     [

@@ -22,6 +22,7 @@ from tests.support.tiers import first
 from tests.support.ways import Net, RunVariant, Seen, compare
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`EarlyStopping`")
 @pytest.mark.parametrize(
     "options",
@@ -41,6 +42,7 @@ def test_early_stopping(options: dict[str, Any], tmp_path: Path) -> None:
     assert 0 < seen["stopping"]["stopped_epoch"] < 19
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Callbacks", "`LearningRateMonitor`")
 def test_learning_rate_monitor(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -53,6 +55,7 @@ def test_learning_rate_monitor(tmp_path: Path) -> None:
     assert any("cycle-weight_decay" in line for _, line in lines)
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`ModelSummary`, `example_input_array`", "`RichModelSummary`")
 @pytest.mark.parametrize("kind", [plc.ModelSummary, plc.RichModelSummary])
 def test_summary(
@@ -77,6 +80,7 @@ def test_summary(
     assert "[4, 32]" in table
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Callbacks", "`DeviceStatsMonitor`")
 def test_device_stats(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -90,6 +94,7 @@ def test_device_stats(tmp_path: Path) -> None:
     assert any("train_loss_step" in line for _, line in lines)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Callbacks", "`LambdaCallback`")
 def test_lambda_callback(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -106,6 +111,7 @@ def test_lambda_callback(tmp_path: Path) -> None:
     compare(run, tmp_path)
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`Timer`")
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_timer(interval: str, tmp_path: Path) -> None:
@@ -148,6 +154,7 @@ def test_prediction_writer(interval: str, tmp_path: Path) -> None:
     assert len(written) == {"batch": 4, "epoch": 1, "batch_and_epoch": 5}[interval]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Callbacks", "`ThroughputMonitor`")
 def test_throughput(tmp_path: Path) -> None:
     class Measured(Net):
@@ -162,6 +169,7 @@ def test_throughput(tmp_path: Path) -> None:
     assert any("train/device/samples_per_sec" in name for _, line in lines for name in line)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Callbacks", "`SpikeDetection`")
 @pytest.mark.parametrize("spike", [False, True])
 def test_spike_detection(spike: bool, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ SAVERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Checkpoints", *(f"`ModelCheckpoint`: {name}" for name in SAVERS))
 @pytest.mark.parametrize(
     "name", first(SAVERS, "monitor, min", "save_last=link", "save_weights_only", why="other options of Lightning's")
@@ -58,6 +59,7 @@ def test_model_checkpoint(name: str, tmp_path: Path) -> None:
     assert all(isinstance(each, str) or each["state_dict"] for each in found.values())
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Checkpoints", "`ModelCheckpoint`: save_on_exception", "`OnExceptionCheckpoint`")
 @pytest.mark.filterwarnings("ignore:.*.fit.ckpt_path=.*(without a model|no last checkpoint).*:UserWarning")
 @pytest.mark.parametrize("where", ["before", "forward", "after", "validation", "interrupt"])
@@ -87,6 +89,7 @@ class SavesAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Checkpoints", "resume in mid-epoch", "resume in mid-accumulation", "resume across strategies")
 @pytest.mark.parametrize(
     "batch", first([3, 4], 4, why="the same at another batch"), ids=["mid-epoch", "mid-accumulation"]
@@ -109,6 +112,7 @@ def test_resumes_in_the_middle(batch: int, tmp_path: Path) -> None:
         assert seen["logged"][0][0][0][0] >= 6, "it began at the beginning"
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Checkpoints", '`ckpt_path="best"` and `"last"`', "`Trainer.save_checkpoint(weights_only=True)`")
 def test_best_and_last(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -152,6 +156,7 @@ class Counts(Callback):
         checkpoint["callbacks"]["Counts"]["total"] += 1
 
 
+@pytest.mark.long("takes a second or more")
 @feature(
     "Checkpoints", "`on_save_checkpoint` and `on_load_checkpoint` of module and callback", "`Callback.state_dict`",
     "`save_hyperparameters`, `load_from_checkpoint`",
@@ -186,6 +191,7 @@ class Partial(Net):
         return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "blocks.1" not in name}
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Checkpoints", "`strict_loading=False`, `state_dict` override")
 def test_strict_loading(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -210,6 +216,7 @@ class SlowIO(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Checkpoints", "`AsyncCheckpointIO`")
 def test_async_checkpoints(tmp_path: Path) -> None:
     """A file is of the moment when it was asked for, though training goes on before it is written."""

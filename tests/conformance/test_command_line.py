@@ -62,6 +62,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Command line", *(f"`LightningCLI`, `fit --config`: {name}" for name in CHOICES), "`LightningCLI`, `test`")
 @pytest.mark.parametrize("name", first(CHOICES, "class_path", why="the same by its name"))
 def test_cli(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

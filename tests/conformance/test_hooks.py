@@ -62,6 +62,7 @@ class Looks(Callback):
         return [p.detach().clone(), kind, noted]
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Hooks", "weights and gradients, read in every hook of a step")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("name", first(["stack", "llama-dropout"], "stack", second=(), why="a larger model"))
@@ -83,6 +84,7 @@ def test_what_hooks_see(name: str, accumulate: int, tmp_path: Path) -> None:
     assert_changing([gradient[0] for gradient in gradients])
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Hooks", "weights, read between batches that are updated under backward")
 def test_what_hooks_see_of_early_updates(tmp_path: Path) -> None:
     hooks = [hook for hook in LOOKS if "zero_grad" not in hook and "backward" not in hook and "optimizer" not in hook]
@@ -125,6 +127,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Hooks", "weights, gradients and optimizer state, written in hooks")
 @pytest.mark.parametrize(
     ("hook", "what"),
@@ -189,6 +192,7 @@ class WithData(Scheduled):
     test_dataloader = predict_dataloader = val_dataloader
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Hooks", "all hooks of modules and callbacks: order, and weights at each")
 def test_order_of_hooks(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -269,6 +273,7 @@ class Data(pl.LightningDataModule):
         self.given = state_dict["given"]
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Hooks", "`LightningDataModule`, all hooks")
 def test_data_module(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:

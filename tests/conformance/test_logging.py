@@ -25,6 +25,7 @@ from tests.support.runs import loader
 from tests.support.ways import LATE, Net, RunVariant, Seen, compare, left
 
 
+@pytest.mark.long("takes a second or more")
 @feature(LOGGING, "`CSVLogger`")
 def test_csv_logger(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -61,6 +62,7 @@ def board(way: RunVariant, *, graph: bool) -> Seen:
     return {**seen, "scalars": scalars, "graph": nodes, "histograms": histograms}
 
 
+@pytest.mark.long("takes a second or more")
 @feature(LOGGING, "`TensorBoardLogger`")
 def test_tensorboard_logger(tmp_path: Path) -> None:
     seen = compare(partial(board, graph=False), tmp_path)
@@ -68,6 +70,7 @@ def test_tensorboard_logger(tmp_path: Path) -> None:
     assert seen["histograms"][0] != seen["histograms"][1]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature(LOGGING, "`TensorBoardLogger(log_graph=True)`")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace.*` is deprecated")
 @pytest.mark.xfail(
@@ -89,6 +92,7 @@ PROFILERS: dict[str, Callable[[Path], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature(LOGGING, *(f"profiler: {name}" for name in PROFILERS))
 @pytest.mark.filterwarnings("ignore:Profiler.*:UserWarning", "ignore:.*profiler.*:UserWarning")
 @pytest.mark.parametrize("name", PROFILERS)
@@ -139,6 +143,7 @@ class Metrics(Classifier, Net):
         self.log_dict({f"{name}_sum": value for name, value in self.collection.compute().items()})
 
 
+@pytest.mark.long("takes a second or more")
 @feature(LOGGING, "torchmetrics: attributes, `MetricCollection`")
 def test_metrics(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:

@@ -71,7 +71,7 @@ class StopsAt(Callback):
             trainer.should_stop = True
 
 
-@pytest.mark.rest("flags of the Trainer that touch no weight")
+@pytest.mark.long("flags of the Trainer that touch no weight")
 @feature("Loops and flags", *(f"`{name}`" for name in FLAGS), "`trainer.should_stop`")
 @pytest.mark.usefixtures("_as_before")
 @pytest.mark.filterwarnings("ignore:.*Anomaly Detection has been enabled.*:UserWarning")
@@ -104,6 +104,7 @@ def test_flags(name: str, tmp_path: Path) -> None:
     assert seen["steps"] or name == "barebones"
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Loops and flags", "`max_time`")
 def test_max_time(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -128,7 +129,7 @@ class Reloads(Net):
         return loader(vectors(2))
 
 
-@pytest.mark.rest("the first tier has one of each kind")
+@pytest.mark.long("the first tier has one of each kind")
 @feature("Loops and flags", "`reload_dataloaders_every_n_epochs`")
 def test_reloaded_data(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -164,6 +165,7 @@ def several() -> dict[str, Any]:
 COMBINED = ("min_size", "max_size", "max_size_cycle", "sequential")
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Loops and flags", *(f"`CombinedLoader`: {mode}" for mode in COMBINED))
 @pytest.mark.parametrize("mode", first(COMBINED, next(iter(COMBINED)), why="other modes of Lightning's"))
 def test_combined_loaders(mode: Any, tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_combined_loaders(mode: Any, tmp_path: Path) -> None:
     assert seen["progress"][0] == steps[mode]
 
 
-@pytest.mark.rest("the first tier has one of each kind")
+@pytest.mark.long("the first tier has one of each kind")
 @feature("Loops and flags", "several validation, test and predict loaders")
 def test_several_loaders(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -200,6 +202,7 @@ def test_several_loaders(tmp_path: Path) -> None:
     assert len(seen["values"][2]) == 2
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Loops and flags", "`limit_test_batches`, `limit_predict_batches`")
 def test_limits_of_other_loops(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -219,7 +222,7 @@ class Streamed(IterableDataset):
             yield x + torch.rand(())
 
 
-@pytest.mark.rest("the first tier has one of each kind")
+@pytest.mark.long("the first tier has one of each kind")
 @feature("Loops and flags", "`IterableDataset`")
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"limit_train_batches": 3}], ids=str)
 def test_iterable_data(options: dict[str, Any], tmp_path: Path) -> None:
@@ -246,6 +249,7 @@ class Skips(Net):
         return None if self.how == "loss" and batch_idx in (1, 2) else loss
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Loops and flags", "`on_train_batch_start` returns -1", "`training_step` returns None")
 @pytest.mark.filterwarnings("ignore:.*returned `None`:UserWarning")
 @pytest.mark.parametrize("how", ["epoch", "loss"])
@@ -260,6 +264,7 @@ def test_skipped(how: str, accumulate: int, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Loops and flags", "fit → validate → test → predict", "`inference_mode` on and off")
 @pytest.mark.parametrize("inference_mode", first([True, False], True, why="the same without inference mode"))
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.support.tiers import first
 from tests.support.ways import LATE, Net, RunVariant, Seen, compare, left
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Optimization", "`gradient_clip_val`, both algorithms")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping(algorithm: str, tmp_path: Path) -> None:
@@ -46,6 +47,7 @@ class Clips(Net):
             nn.utils.clip_grad_value_(self.net.head.parameters(), 1e-4)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Optimization", "`configure_gradient_clipping` override")
 def test_clipping_of_ones_own(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -62,6 +64,7 @@ def test_clipping_of_ones_own(tmp_path: Path) -> None:
 KINDS = ("epoch", "step", "plateau", "plateau, step", "one cycle", "sequential")
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Optimization", *(f"learning-rate schedulers: {kind}" for kind in KINDS))
 @pytest.mark.parametrize("kind", first(KINDS, "step", "plateau", why="other schedulers of torch"))
 def test_schedulers(kind: str, tmp_path: Path) -> None:
@@ -104,6 +107,7 @@ class StepsItself(Net):
         ]
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Optimization", "manual optimization, schedulers stepped by hand")
 def test_manual_optimization(tmp_path: Path) -> None:
     seen = compare(lambda way: way.fit(StepsItself, max_epochs=3), tmp_path, LATE)
@@ -142,6 +146,7 @@ class Frequencies(Gan):
         ]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Optimization", "several optimizers: `toggle_optimizer`, `toggle_model`, frequencies by hand")
 @pytest.mark.parametrize("make", [Gan, Frequencies])
 def test_several_optimizers(make: Any, tmp_path: Path) -> None:
@@ -157,6 +162,7 @@ def test_several_optimizers(make: Any, tmp_path: Path) -> None:
         assert len({tuple(each) for each in seen["toggled"]}) == 3
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Optimization", "closures that are called many times (LBFGS)")
 def test_lbfgs(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -217,6 +223,7 @@ OVERRIDES = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @feature("Optimization", *OVERRIDES.values())
 @pytest.mark.parametrize("how", OVERRIDES)
 def test_overrides(how: str, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def in_precision(precision: str, make: Callable[[], pl.LightningModule]) -> Call
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Precision", *(f"`{precision}`" for precision in PRECISIONS))
 @pytest.mark.parametrize("name", first(["stack", "llama-dropout"], "stack", why="a larger model"))
 @pytest.mark.parametrize("precision", PRECISIONS)

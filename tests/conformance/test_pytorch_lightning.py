@@ -79,6 +79,7 @@ def test_its_trainer_knows_the_strategy_by_name() -> None:
     assert not isinstance(trainer.strategy, pl.strategies.Strategy)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_training_and_resuming_are_bitwise_its_own(tmp_path: Path, precision: Any) -> None:
     ends = []
@@ -99,6 +100,7 @@ def test_training_and_resuming_are_bitwise_its_own(tmp_path: Path, precision: An
     assert_equal(ends[1], ends[0], "what training leaves")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("own", [SuperpipelineCallback, LightningsCallback])
 def test_the_callback_is_attached_once_and_is_its_own(tmp_path: Path, own: type) -> None:
     trainer, seen = trainer_for("superpipeline", fast_dev_run=True), list[Any]()
@@ -153,6 +155,7 @@ def test_the_scaler_works_on_the_host() -> None:
     assert type(plugin.scaler) is HostGradScaler
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:No seed found:UserWarning")
 def test_its_command_line_takes_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])

@@ -28,6 +28,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Set-up and data", "`Trainer.init_module`", "`init_module(empty_init=True)`")
 @pytest.mark.parametrize("empty", [False, True])
 def test_init_module(empty: bool, tmp_path: Path) -> None:
@@ -65,6 +66,7 @@ class Configured(Net):
         return self.net(x)
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Set-up and data", "`configure_model`")
 def test_configure_model(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -81,6 +83,7 @@ def test_configure_model(tmp_path: Path) -> None:
     assert compare(run, tmp_path)["tested"][0]["test_loss"]
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Set-up and data", "`Trainer.fit` twice on one trainer")
 @pytest.mark.parametrize("other", [False, True], ids=["same module", "another module"])
 def test_fit_twice(other: bool, tmp_path: Path) -> None:
@@ -99,7 +102,7 @@ def test_fit_twice(other: bool, tmp_path: Path) -> None:
     assert len(seen["state"]) > len(seen["more"][0]) or not other
 
 
-@pytest.mark.rest("the first tier has two fits of one trainer")
+@pytest.mark.long("the first tier has two fits of one trainer")
 @feature("Set-up and data", "one module on two trainers: plain after ours, ours after plain, ours after ours")
 @pytest.mark.parametrize("fits", ["ours, plain", "plain, ours", "ours, ours"])
 def test_one_module_on_two_trainers(fits: str, tmp_path: Path) -> None:
@@ -120,6 +123,7 @@ def test_one_module_on_two_trainers(fits: str, tmp_path: Path) -> None:
     compare(run, tmp_path)
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Set-up and data", "`torch.compile`d modules")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at inputs
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ class Draws(torch.utils.data.Dataset):
         return torch.rand(4, 16) + random.random() + np.random.rand()
 
 
-@pytest.mark.rest("two more processes in each run")
+@pytest.mark.long("two more processes in each run")
 @feature("Set-up and data", "`seed_everything(workers=True)`, workers")
 def test_seeded_workers(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -168,7 +172,7 @@ def test_seeded_workers(tmp_path: Path) -> None:
         assert_changing(compare(run, tmp_path, LATE)["batches"])
 
 
-@pytest.mark.rest("a model of transformers; the matrix has some in the first tier")
+@pytest.mark.long("a model of transformers; the matrix has some in the first tier")
 @feature("Set-up and data", "transformers: GPT-2 with accumulation, clipping, scheduler, checkpoint and resume")
 def test_a_language_model(tmp_path: Path) -> None:
     class Language(Net):

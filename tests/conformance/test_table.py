@@ -22,6 +22,7 @@ WITHOUT_A_ROW = {"test_table", "test_pytorch_lightning"}
 """Files whose tests are about no feature of Lightning's."""
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_comparison_can_fail(tmp_path: Path) -> None:
     """Another learning rate in one of the ways is noticed."""
     with pytest.raises(AssertionError, match="differ"):

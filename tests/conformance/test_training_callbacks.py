@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.rest("a hundred steps of both")
+@pytest.mark.long("a hundred steps of both")
 @feature("Callbacks", "`Tuner.lr_find`", "`LearningRateFinder`")
 @pytest.mark.parametrize("callback", some([False, True], True, why="the same by the tuner"), ids=["tuner", "callback"])
 def test_learning_rate_finder(callback: bool, tmp_path: Path) -> None:
@@ -80,6 +80,7 @@ class Sized(Net):
         return found
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`Tuner.scale_batch_size`: power", "`Tuner.scale_batch_size`: binsearch", "`BatchSizeFinder`")
 @pytest.mark.parametrize(
     "limit",
@@ -106,6 +107,7 @@ def test_batch_size_scaler(way_to_find: str, limit: int, tmp_path: Path) -> None
     assert (max(seen["tried"]) > limit) == (limit == 11)
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`StochasticWeightAveraging`, with BatchNorm")
 @pytest.mark.parametrize("device", first([None, "cpu"], None, second=[], why="the same on the CPU"))
 def test_stochastic_weight_averaging(device: str | None, tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ class Averages(plc.WeightAveraging):
         return epoch_idx is not None or (step_idx is not None and step_idx > 1)
 
 
-@pytest.mark.rest("three runs with averages")
+@pytest.mark.long("three runs with averages")
 @feature("Callbacks", "`WeightAveraging`, on the device and on the CPU", "`EMAWeightAveraging`")
 @pytest.mark.parametrize("device", first([None, "cpu"], None, second=[], why="the same on the CPU"))
 @pytest.mark.parametrize(
@@ -159,6 +161,7 @@ def test_weight_averaging(kind: Any, device: str | None, tmp_path: Path) -> None
     assert not torch.equal(saved["current_model_state"][name], saved["state_dict"][name])
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`GradientAccumulationScheduler`")
 def test_accumulation_scheduler(tmp_path: Path) -> None:
     def run(way: RunVariant) -> Seen:
@@ -178,6 +181,7 @@ class Thaws(plc.BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net.blocks[4 - epoch], optimizer, lr=5e-3)
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`BaseFinetuning`")
 def test_finetuning(tmp_path: Path) -> None:
     """Blocks are unfrozen in the middle of a fit; a run that resumes has their groups."""
@@ -204,6 +208,7 @@ class WithBackbone(Images):
         self.net = nn.Sequential(self.backbone, nn.AdaptiveAvgPool2d(1), nn.Flatten(), found.fc)
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`BackboneFinetuning`")
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist:UserWarning")  # BatchNorm's
 @pytest.mark.parametrize("train_bn", first([True, False], True, why="the same without"))
@@ -233,6 +238,7 @@ def prune(way: RunVariant, method: str, lottery: bool) -> Seen:
     return {**seen, "files": files(way.folder)}
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", *(f"`ModelPruning`: {method}" for method in METHODS))
 @pytest.mark.parametrize("method", first(METHODS, "ln_structured", why="other methods"))
 def test_pruning(method: str, tmp_path: Path) -> None:
@@ -248,6 +254,7 @@ def copy_to_another_device(new: nn.Module, old: nn.Module, name: str) -> None:
     target.data = getattr(old, name).data.clone()
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`ModelPruning`: lottery tickets")
 def test_lottery_tickets(tmp_path: Path) -> None:
     """Weights go back to what they were when training began, as they do under plain Lightning on a GPU."""
@@ -256,6 +263,7 @@ def test_lottery_tickets(tmp_path: Path) -> None:
     assert (seen["state"]["net.blocks.1.inner.weight"] == 0).float().mean() > 0.2
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`ModelPruning`: lottery tickets, as plain Lightning draws them on the CPU")
 @pytest.mark.xfail(
     strict=True,
@@ -267,6 +275,7 @@ def test_lottery_tickets_that_share_memory(tmp_path: Path) -> None:
     compare(partial(prune, method="l1_unstructured", lottery=True), tmp_path, ["off"])
 
 
+@pytest.mark.long("takes a second or more")
 @feature("Callbacks", "`ModelPruning` on an accelerator (a simulated one)")
 @pytest.mark.parametrize("method", first(METHODS, "l1_unstructured", why="other methods"))
 def test_pruning_on_a_device_of_its_own(method: str, tmp_path: Path) -> None:

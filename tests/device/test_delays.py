@@ -73,6 +73,7 @@ def test_unpinning_looks_at_both_side_streams() -> None:
     assert busy.synchronize.called
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_host_runs_ahead_of_a_step_and_must_wait_there() -> None:
     """Forwards right before it, of which nobody has read anything."""
     with simulated():

@@ -110,6 +110,7 @@ ENDS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("end", ENDS)
 def test_a_run_gives_every_lock_back_after_the_last_copy(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)

@@ -134,6 +134,7 @@ def test_an_operator_that_nobody_declared_is_noticed() -> None:
         fit(lambda: Module(Stack()), vectors(1), superpipeline())
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_weights_of_the_host_in_the_model_are_noticed() -> None:
     """Were the modules' parameters not exchanged, a CPU would compute with the host's and say nothing."""
 
@@ -161,6 +162,7 @@ class MixesBuffer(Module):
         self.scale * self.net.head.weight  # type: ignore[operator, union-attr]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_buffers_are_device_memory() -> None:
     """On a GPU that is torch's error about two devices; here nothing noticed it."""
     with simulated(), pytest.raises(Mixed):
@@ -212,6 +214,7 @@ def test_memory_that_is_dropped_while_it_is_copied_is_a_race(dropped: str, waits
         device.record(Stream.COMPUTE)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_gradients_that_are_dropped_while_they_are_copied_are_noticed() -> None:
     send = Transfers.send
 

@@ -52,6 +52,7 @@ from tests.support.tiers import first
 from tests.support.wait_scenarios import IMPLIED, OF_RANKS, OF_TRIALS, SCENARIOS, left_out
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:module forward hook with ``always_call=True`` raised")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a failed backward that fails to end

@@ -38,6 +38,7 @@ FAULTS: dict[str, tuple[str, Any, str]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 @pytest.mark.parametrize("fault", first(FAULTS, "full", "short read", why="another number"))
@@ -71,6 +72,7 @@ def test_a_fault_ends_the_step_with_one_error(
     assert_same(ours, plain)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("call", first(["pwritev", "preadv"], "pwritev", why="reads that fail"))
 @pytest.mark.parametrize(
     ("every", "least"),
@@ -98,6 +100,7 @@ def test_a_disk_that_fails_at_any_moment(
     assert "concurrent.futures" not in {record.name for record in caplog.records}
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("how", ["cut off", "removed"])
 def test_a_checkpoint_that_is_gone_once_it_was_resumed(how: str, tmp_path: Path) -> None:
     """State is mapped from it while it is loaded, and must not be afterwards."""
@@ -118,6 +121,7 @@ def test_a_checkpoint_that_is_gone_once_it_was_resumed(how: str, tmp_path: Path)
     assert_same(fit(make, vectors(), mine, callbacks=[Meanwhile(happens)], **resumed), plain)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_slow_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv, pwritev = os.preadv, os.pwritev
 
@@ -135,17 +139,20 @@ def test_a_slow_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_same(ours, fit(make, vectors()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_without_direct_io_and_files_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScratchFile, "_works", lambda _: False)
     ours = fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path))
     assert_same(ours, fit(lambda: Module(Stack()), vectors()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_folder_that_is_not_there_is_refused_before_work(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="No file can be created in the folder that disk= names"):
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path / "none"))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_memory_that_is_called_a_disk_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

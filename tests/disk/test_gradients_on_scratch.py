@@ -82,6 +82,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("variant", first(VARIANTS, "mixed, clipped, accumulated", why="other ways to a step"))
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 @pytest.mark.parametrize(
@@ -104,6 +105,7 @@ def test_every_mode_of_updates(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", first(MODELS, "conditional", second=MODELS[:4], why="other models"))
 @pytest.mark.parametrize("memory", first(["plain", "simulated"], "simulated", why="where nothing is late"))
 @pytest.mark.parametrize("batches", first([1, 2], 2, second=[], why="without accumulation"))
@@ -148,6 +150,7 @@ CLIPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "overlap", first(["off", "forward"], "forward", second=[], why="without updates in the background")
 )
@@ -175,6 +178,7 @@ def test_few_gradients_are_in_memory(
     assert 2**20 < max(sizes) <= 2 * (WINDOW + 1) * 2**20 + 2**17
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("batches", first([1, 2], 2, why="without accumulation"))
 def test_each_gradient_is_written_and_read_once_for_each_batch(
     batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -222,6 +226,7 @@ class Reads(Callback):
         self.held = [each.clone() for each in self.held]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="without updates in the background"))
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="without casts"))
 def test_code_of_users_that_reads_and_writes(precision: Any, overlap: Any, tmp_path: Path) -> None:
@@ -244,6 +249,7 @@ class KeepsGradients(Module):
         optimizer.zero_grad(set_to_none=False)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="without updates in the background"))
 def test_gradients_that_stay(overlap: Any, tmp_path: Path) -> None:
     def make() -> Module:
@@ -256,12 +262,14 @@ def test_gradients_that_stay(overlap: Any, tmp_path: Path) -> None:
     assert there.count[-1] > 0
 
 
+@pytest.mark.long("takes a second or more")
 def test_layers_that_are_unfrozen(tmp_path: Path) -> None:
     options: Any = {"max_epochs": 3, "recorded": "losses"}
     ours = fit(stack, vectors(), on_disk(tmp_path), callbacks=[Unfreezes()], **options)
     assert_same(ours, fit(stack, vectors(), callbacks=[Unfreezes()], **options))
 
 
+@pytest.mark.long("takes a second or more")
 def test_none_is_narrow_because_who_looks_would_have_it_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +288,7 @@ def test_none_is_narrow_because_who_looks_would_have_it_in_memory(
         assert (NarrowGradient in kinds) == (disk is None)
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_optimizer_without_state(tmp_path: Path) -> None:
     def make() -> Module:
         module = Wide()
@@ -292,6 +301,7 @@ def test_an_optimizer_without_state(tmp_path: Path) -> None:
     assert len(layers) == 8 * len(wide())
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_run_that_scales_its_loss(tmp_path: Path) -> None:
     class Scaled(Module):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -312,6 +322,7 @@ def test_a_run_that_scales_its_loss(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- faults, refusals
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="its other modes"))
 @pytest.mark.parametrize("fault", first(FAULTS, "write error", why="another number"))
 def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
@@ -337,6 +348,7 @@ def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
     assert_equal(torch.load(files[0])["state_dict"], plain.state, "weights")
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_failure_of_the_last_write_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No later write or read would tell it."""
     gradients_alone(monkeypatch)
@@ -355,6 +367,7 @@ def test_a_failure_of_the_last_write_is_told(tmp_path: Path, monkeypatch: pytest
         fit(stack, vectors(), on_disk(tmp_path), recorded="nothing")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_full_disk_is_an_error_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients_alone(monkeypatch)
     fill_disk(monkeypatch)
@@ -362,6 +375,7 @@ def test_a_full_disk_is_an_error_before_work(tmp_path: Path, monkeypatch: pytest
         fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients_alone(monkeypatch)
     said: list[str] = []
@@ -375,6 +389,7 @@ def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path, monkeypa
     assert said[0].startswith("This gradient is on a disk")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_where_the_file_system_cannot_forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_file.libc, "fallocate", lambda *_: -1)
     make = fused(stack)
@@ -382,6 +397,7 @@ def test_where_the_file_system_cannot_forget(tmp_path: Path, monkeypatch: pytest
     assert_same(ours, fit(make, vectors(), max_epochs=2))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_is_where_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gradients_alone(monkeypatch)
     strategy = on_disk(tmp_path)

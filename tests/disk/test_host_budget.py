@@ -28,6 +28,7 @@ def with_cap(cap: int | str, monkeypatch: pytest.MonkeyPatch, taken: int = GIB, 
     fit(lambda: Module(Stack()), vectors(), superpipeline(host_memory=cap))
 
 
+@pytest.mark.long("takes a second or more")
 def test_host_memory_without_a_disk_is_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without disk= it was an error, so one could not test a smaller machine."""
     with pytest.raises(MemoryError) as caught:
@@ -43,6 +44,7 @@ def test_host_memory_without_a_disk_is_a_cap(monkeypatch: pytest.MonkeyPatch) ->
     with_cap(parse_bytes("host_memory", enough[1]), monkeypatch)
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_disk_is_a_remedy_where_it_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host_memory, "resident_bytes", lambda: GIB)
     wide = lambda: Module(nn.Sequential(*(nn.Linear(512, 512) for _ in range(24))))  # noqa: E731
@@ -55,6 +57,7 @@ def test_the_disk_is_a_remedy_where_it_is_enough(monkeypatch: pytest.MonkeyPatch
     fit(wide, batches, eval(remedy[1].replace("/scratch", str(tmp_path))))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_state_and_gradients_count_within_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         MemoryError, match=r"too little: .*taken already, .* for gradients, .* for the optimizer's state"
@@ -62,12 +65,14 @@ def test_state_and_gradients_count_within_the_cap(monkeypatch: pytest.MonkeyPatc
         with_cap(GIB + 96 * 2**20 + 9000, monkeypatch)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_share_of_the_free_memory_is_a_cap_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with_cap("50%", monkeypatch, free=2**20)
     with pytest.raises(MemoryError, match=r"host_memory=\"50%\" of the free memory is too little: .* it leaves 500 B"):
         with_cap("50%", monkeypatch, free=1000)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_cap_above_the_memory_of_the_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MemoryError, match=r"1000 B can be had \(the system's free memory"):
         with_cap(4 * GIB, monkeypatch, free=1000)

@@ -27,6 +27,7 @@ def size_of(file: MappedFile) -> int:
     return os.fstat(file._file.descriptor).st_size
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_addresses_are_known_as_long_as_somebody_has_them(tmp_path: Path) -> None:
     file = MappedFile(tmp_path)
     memories = [file.allocate(SIZE, False) for _ in range(3)]
@@ -132,6 +133,7 @@ def test_garbage_may_be_unmapped_while_its_address_is_looked_for(tmp_path: Path)
         gc.set_threshold(*before)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_threads_may_ask_while_others_map(tmp_path: Path, often: None) -> None:
     file, stop, errors = MappedFile(tmp_path), threading.Event(), list[Exception]()
     kept = file.allocate(SIZE, False)

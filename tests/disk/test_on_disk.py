@@ -85,6 +85,7 @@ SIZES: list[dict[str, int]] = [
 ]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("room", [0, 2**18, -(2**22)])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_memory_that_is_missing_is_enough_if_it_is_given(sizes: dict[str, int], room: int) -> None:

@@ -105,6 +105,7 @@ def assert_plains(overlap: Any, folder: Path, act: Any) -> None:
     assert_same(ours, fit(made(overlap), batches(), **settings))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("act", first(ACTS, "move_to_a_new_group", why="other ways of the same"))
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_state_gets_another_place_within_its_layer(
@@ -114,6 +115,7 @@ def test_state_gets_another_place_within_its_layer(
     assert_plains(overlap, tmp_path, ACTS[act])
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_layer_in_memory_gets_state_that_is_on_the_disk(
     overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +138,7 @@ def read_all(optimizer: Any) -> list[float]:
     return [float(tensor.sum()) for tensor in tensors]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_more_is_read_than_the_ring_has_while_a_view_is_held(
     overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +156,7 @@ def test_more_is_read_than_the_ring_has_while_a_view_is_held(
     assert torch.equal(held[0], held[2])
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("other", ["none", "idle", "daemon", "daemon that looks"])
 def test_nothing_leaves_memory_while_another_thread_may_compute_with_it(
     other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,7 @@ def made_with(make_optimizer: Any) -> Any:
     return make
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", first(OPTIMIZERS, "Adam(amsgrad)", why="state of the same kind"))
 def test_any_optimizer_of_torch_s(name: str, tmp_path: Path) -> None:
     make = made_with(OPTIMIZERS[name])
@@ -70,6 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("variant", first(VARIANTS, "mixed and clipped", why="a part of these, alone"))
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_every_mode_of_updates(overlap: Any, variant: str, tmp_path: Path) -> None:
@@ -95,6 +97,7 @@ class Looks(Callback):
             self.look(trainer.optimizers[0])
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_state_is_on_the_disk_between_steps(overlap: Any, tmp_path: Path) -> None:
     looks = Looks()
@@ -105,6 +108,7 @@ def test_state_is_on_the_disk_between_steps(overlap: Any, tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_layers_stay_in_memory_as_far_as_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_room(monkeypatch, 60 * 2**10)
     looks = Looks()
@@ -182,6 +186,7 @@ LOOKS = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "look", first(LOOKS, "writes", "replaces", "pickles", "loads_a_copy", why="other ways to state")
 )
@@ -197,6 +202,7 @@ def test_user_code_finds_the_state(look: str, overlap: Any, tmp_path: Path) -> N
     assert getattr(ours.trainer.optimizers[0], "norm", 0) == getattr(plain.trainer.optimizers[0], "norm", 0)
 
 
+@pytest.mark.long("takes a second or more")
 def test_several_threads_read_the_state_at_once(tmp_path: Path) -> None:
     norms: list[float] = []
 
@@ -215,6 +221,7 @@ def test_several_threads_read_the_state_at_once(tmp_path: Path) -> None:
     assert norms[: len(norms) // 2] == norms[len(norms) // 2 :]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_new_state_is_in_the_order_of_the_groups(tmp_path: Path) -> None:
     def split(parameters: Any) -> Any:
         wide: list[Any] = []
@@ -226,6 +233,7 @@ def test_new_state_is_in_the_order_of_the_groups(tmp_path: Path) -> None:
     assert_same(fit(made_with(split), vectors(), on_disk(tmp_path)), fit(made_with(split), vectors()))
 
 
+@pytest.mark.long("takes a second or more")
 def test_no_more_is_in_memory_than_the_ring_has_while_all_of_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +254,7 @@ def test_no_more_is_in_memory_than_the_ring_has_while_all_of_it_is_read(
     assert room // 2 < max(ours_most) <= room
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_view_that_somebody_holds_goes_on_seeing_the_updates(tmp_path: Path) -> None:
     held: list[Tensor] = []
 
@@ -261,11 +270,13 @@ def test_a_view_that_somebody_holds_goes_on_seeing_the_updates(tmp_path: Path) -
     assert_equal(mine, held, "views")
 
 
+@pytest.mark.long("takes a second or more")
 def test_layers_that_are_unfrozen(tmp_path: Path) -> None:
     ours = fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path), callbacks=[Unfreezes()], max_epochs=3)
     assert_same(ours, fit(lambda: Module(Stack()), vectors(), callbacks=[Unfreezes()], max_epochs=3))
 
 
+@pytest.mark.long("takes a second or more")
 def test_parameters_that_are_exchanged(tmp_path: Path) -> None:
     class Exchanges(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -279,6 +290,7 @@ def test_parameters_that_are_exchanged(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_files_are_plain_lightning_s_and_back(overlap: Any, tmp_path: Path) -> None:
     make = fused(made_with(OPTIMIZERS["AdamW"]))
@@ -300,6 +312,7 @@ def test_files_are_plain_lightning_s_and_back(overlap: Any, tmp_path: Path) -> N
     assert_equal(ours, theirs, "optimizer_states")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_checkpoint_is_written_tensor_by_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors stay away, and the file is the one that ``torch.save`` writes."""
     strategy = on_disk(tmp_path)
@@ -321,6 +334,7 @@ def test_a_checkpoint_is_written_tensor_by_tensor(tmp_path: Path, monkeypatch: p
 # ---------------------------------------------------------------------- forks, refusals
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_forked_process_says_that_it_cannot_read_it(tmp_path: Path) -> None:
     said: list[str] = []
 
@@ -343,6 +357,7 @@ def test_a_forked_process_says_that_it_cannot_read_it(tmp_path: Path) -> None:
     assert "a forked process cannot read it" in said[0].lower()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_optimizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
     class Mine(torch.optim.AdamW):
         """It could do anything."""
@@ -351,6 +366,7 @@ def test_an_optimizer_that_is_not_known_is_refused(tmp_path: Path) -> None:
         fit(made_with(lambda p: Mine(p)), vectors(), on_disk(tmp_path))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
     class Sparse(Module):
         def __init__(self) -> None:
@@ -387,6 +403,7 @@ class Skips(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, fused=True)
 
 
+@pytest.mark.long("takes a second or more")
 def test_momentum_that_some_layers_lack_is_refused_with_a_remedy(tmp_path: Path) -> None:
     def train(overlap: Any) -> Any:
         return fit(Skips, vectors(), on_disk(tmp_path, optimizer_overlap=overlap), recorded="losses")
@@ -398,6 +415,7 @@ def test_momentum_that_some_layers_lack_is_refused_with_a_remedy(tmp_path: Path)
     train("forward")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("given", "remedy"),
     [("64GiB", 'host_memory="65553MiB" is enough'), (None, "free 17MiB")],
@@ -435,12 +453,14 @@ def test_the_host_memory_that_is_named_is_no_more_than_is_needed(
     assert room + missing <= enough <= room + missing + 18 * 2**20
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_optimizers_without_state_have_nothing_on_the_disk(tmp_path: Path) -> None:
     strategy = on_disk(tmp_path)
     fit(made_with(lambda p: torch.optim.SGD(p, lr=0.1)), vectors(), strategy, recorded="nothing")
     assert "The optimizers have no state that could be on the disk." in "".join(strategy.remarks())
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_plan_says_what_is_where(tmp_path: Path) -> None:
     strategy = on_disk(tmp_path)
     trainer = trainer_for(strategy)
@@ -456,6 +476,7 @@ def test_the_plan_says_what_is_where(tmp_path: Path) -> None:
     assert any("of optimizer state, of 7 layers, are on the disk" in line for line in said)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_ledger_has_the_disk_s_traffic(tmp_path: Path) -> None:
     strategy = on_disk(tmp_path)
     fit(made_with(OPTIMIZERS["AdamW"]), vectors(), strategy, recorded="nothing")
@@ -486,6 +507,7 @@ def deep() -> Module:
     return Module(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(8))))
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_was_looked_at_and_replaced_does_not_come_back(tmp_path: Path) -> None:
     batches = list(torch.randn(8, 2, 32))
     ours = fit(deep, batches, on_disk(tmp_path), callbacks=[RollsBack()])

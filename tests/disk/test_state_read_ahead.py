@@ -57,6 +57,7 @@ def nbytes_of(state: StateOnDisk) -> int:
     return sum(stored.extent.nbytes for stored in state._stored.values())
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_ledger_s_traffic_is_that_of_the_steps_after_the_first(tmp_path: Path, states: list[StateOnDisk]) -> None:
     """There is no state to be read in the first step. What the next step needs first may have been read ahead."""
     moved = []
@@ -72,6 +73,7 @@ def test_the_ledger_s_traffic_is_that_of_the_steps_after_the_first(tmp_path: Pat
         assert 0 <= steps * each - steps * 2 * whole <= ahead
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_nothing_is_read_in_vain(tmp_path: Path, states: list[StateOnDisk]) -> None:
     """Each step reads and writes each layer's state once."""
     fit(make, vectors(), on_disk(tmp_path), recorded="nothing")
@@ -83,6 +85,7 @@ def test_nothing_is_read_in_vain(tmp_path: Path, states: list[StateOnDisk]) -> N
     )  # and what was read ahead for a next step
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_the_first_step_reads_nothing(overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no state yet; what was read ahead would take the memory in which the optimizer makes it."""
@@ -145,6 +148,7 @@ class Waits(Callback):
         return sum(len(each._transfers.ahead) for each in set(self.states) if each is not None)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", first(["off", "backward"], "backward", why="without updates in the background"))
 def test_the_ring_is_full_when_a_batch_begins(
     overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[StateOnDisk]
@@ -179,6 +183,7 @@ class Alternates(Module):
         return loss.detach()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_ring_is_full_with_two_optimizers_as_with_one(tmp_path: Path, states: list[StateOnDisk]) -> None:
     waits = Waits(states, 3)
     batches = list(torch.randn(5, 2, 32))
@@ -206,6 +211,7 @@ class Skips(Module):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_layers_that_come_in_another_order(overlap: Any, tmp_path: Path, states: list[StateOnDisk]) -> None:
     batches = list(torch.randn(12, 2, 32))
@@ -214,6 +220,7 @@ def test_layers_that_come_in_another_order(overlap: Any, tmp_path: Path, states:
     assert states[-1]._transfers.peak_bytes <= states[-1]._transfers.limit
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_process_forks_while_bytes_are_on_their_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[StateOnDisk]
 ) -> None:
@@ -246,6 +253,7 @@ class Exchanges(Callback):
             state["exp_avg_sq"] = moments[index - 2][1]
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_update_that_needs_more_than_the_ring_has_gets_it_and_gives_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[StateOnDisk]
 ) -> None:
@@ -299,6 +307,7 @@ def reads(trainer: Any) -> None:
             value.sum()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("make", first([deep, Alternates], deep, why="with two optimizers"))
 @pytest.mark.parametrize("does", [forks, reads])
 def test_another_thread_forks_or_reads_state_while_layers_are_updated(
@@ -362,6 +371,7 @@ class Half(Module):
         return torch.optim.SGD(groups, lr=0.1, fused=True)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("make", first([Some, Half], Some, why="another reason not to have state"))
 def test_layers_without_state_have_nobody_read_in_vain(make: Any, tmp_path: Path, states: list[StateOnDisk]) -> None:
     read = []
@@ -382,6 +392,7 @@ class Six(Alternates):
         return [torch.optim.AdamW(block.parameters(), fused=True) for block in list(self.net)[:6]]  # type: ignore[call-overload]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_ring_s_limit_is_that_of_all_optimizers(tmp_path: Path, states: list[StateOnDisk]) -> None:
     batches = list(torch.randn(5, 2, 32))
     ours = fit(Six, batches, on_disk(tmp_path), recorded="losses")
@@ -400,6 +411,7 @@ class Scaled(Module):
         return super().loss(batch * self.scale)
 
 
+@pytest.mark.long("takes a second or more")
 def test_new_state_finds_the_memory_of_the_ring_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: list[StateOnDisk]
 ) -> None:

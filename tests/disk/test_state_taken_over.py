@@ -80,6 +80,7 @@ class Takes(Module):
             self._exchanges("between epochs")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("where", first(["in the step", "between epochs"], "in the step", why="another moment"))
 @pytest.mark.parametrize("take", first(TAKES, "loads", second=list(TAKES)[:2], why="other ways of the same"))
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -92,6 +93,7 @@ def test_an_optimizer_of_the_same_run(overlap: Any, take: str, where: str, tmp_p
     assert_same(ours, fit(make, vectors(), **options))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "second",
     first(["disk", "memory", "plain", "the same trainer"], "disk", "memory", second=["plain"], why="other second runs"),
@@ -126,6 +128,7 @@ def test_a_second_fit(overlap: Any, take: str, second: str, tmp_path: Path) -> N
     assert_equal(ours, plain, "weights and state")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_end_of_a_run_reads_no_state(tmp_path: Path) -> None:
     """Lightning moves the state to the CPU then. Beside another thread, all that is looked at would have to stay in memory."""
     end, module = threading.Event(), Takes("off", _shares, "")
@@ -152,6 +155,7 @@ class AfterStep(Callback):
             self.look(trainer.optimizers[0])
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_one_call_that_looks_at_more_than_the_ring_has(tmp_path: Path) -> None:
     """None of its tensors may leave memory again before the call, and those that are in memory already may not either."""
     found: list[Any] = []
@@ -207,6 +211,7 @@ def test_state_that_two_parameters_share_is_refused(overlap: Any, within: bool, 
         fit(lambda: Doubled(overlap), vectors(), strategy, callbacks=[AfterStep(_shared(within))], recorded="losses")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("within", WITHIN)
 @pytest.mark.parametrize("overlap", first(["forward", "backward"], "backward", why="the same in another mode"))
 def test_without_a_disk_such_a_step_is_not_taken_apart(overlap: Any, within: bool) -> None:
@@ -264,6 +269,7 @@ class OneState(TwoByHand):
 BY_HAND = first([TwoByHand, Alternating, OneState], Alternating, second=[OneState], why="other pairs of optimizers")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("kind", BY_HAND)
 @pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="without updates in the background"))
 @pytest.mark.parametrize(
@@ -276,6 +282,7 @@ def test_two_optimizers_by_hand(kind: Any, overlap: Any, precision: Any, tmp_pat
     assert_same(ours, fit(lambda: kind(overlap), vectors(), **options))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_by_hand_nothing_is_updated_in_backward(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'optimizer_overlap="backward" cannot be used: optimization is manual'):
         fit(lambda: TwoByHand("backward"), vectors(), on_disk(tmp_path, optimizer_overlap="backward"))

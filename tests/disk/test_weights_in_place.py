@@ -74,6 +74,7 @@ def predict(module: pl.LightningModule, strategy: Any = "auto", **options: Any) 
     return trainer_for(strategy, **options).predict(module, loader(vectors()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("kind", first(["one file", "several files", "checkpoint"], "several files", why="other files"))
 @pytest.mark.parametrize(
     "options",
@@ -93,6 +94,7 @@ def test_predictions_are_plain_lightning_s(kind: str, options: Any, tmp_path: Pa
     assert in_memory(module) == []
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_offsets_in_a_file_are_aligned_to_nothing(tmp_path: Path) -> None:
     """Kernels compute other last bits on other alignments, so weights are copied to where they would be otherwise."""
     file = written(made(), tmp_path, "one file")
@@ -102,6 +104,7 @@ def test_offsets_in_a_file_are_aligned_to_nothing(tmp_path: Path) -> None:
     assert any(offsets)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_layers_that_fit_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "choose_in_files", lambda sizes, *_: list(sizes)[::2])
     strategy = in_place(written(made(), tmp_path, "one file"), tmp_path)
@@ -110,6 +113,7 @@ def test_layers_that_fit_are_in_memory(tmp_path: Path, monkeypatch: pytest.Monke
     assert {in_file(p) for p in module.parameters()} == {True, False}
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_one_layer_in_files_is_read_again_as_soon_as_it_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +143,7 @@ def test_one_layer_in_files_is_read_again_as_soon_as_it_was_given(
     assert all(reads[3:])  # once its order is known
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_prediction_whose_weights_are_in_memory_says_that_none_can_stay_in_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -157,6 +162,7 @@ def test_a_share_of_host_memory_is_left_to_the_process(limit: int, left: int, mo
     assert host_budget.room_for(limit) == limit - left - 2**28
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_as_few_layers_stay_in_files_as_there_is_room_for_the_others() -> None:
     choose = partial(choose_in_files, {"a": 100, "b": 300, "c": 200, "d": 100}, 50)
     assert choose(750, staging=150) == []
@@ -169,6 +175,7 @@ def test_as_few_layers_stay_in_files_as_there_is_room_for_the_others() -> None:
         choose(190, staging=150, given=7 * 2**20)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_nothing_is_in_place_where_all_of_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "choose_in_files", choose_in_files)
     module = without_values()
@@ -176,6 +183,7 @@ def test_nothing_is_in_place_where_all_of_it_fits(tmp_path: Path, monkeypatch: p
     assert {in_file(p) for p in module.parameters()} == {False}
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_second_run_reads_in_place_again(tmp_path: Path) -> None:
     strategy = in_place(written(made(), tmp_path, "one file"), tmp_path)
     module, trainer = without_values(), trainer_for(strategy)
@@ -184,6 +192,7 @@ def test_a_second_run_reads_in_place_again(tmp_path: Path) -> None:
     assert in_memory(module) == []
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_half_precision(tmp_path: Path) -> None:
     file = written(made().bfloat16(), tmp_path, "one file")
 
@@ -196,6 +205,7 @@ def test_half_precision(tmp_path: Path) -> None:
     assert in_memory(module) == []
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_validation_and_tests(tmp_path: Path) -> None:
     file = written(made(), tmp_path, "one file")
     for phase in ("validate", "test"):
@@ -213,6 +223,7 @@ class Generates(Module):
         return self.net.generate(batch["input_ids"][:, :4], max_new_tokens=6, do_sample=False)  # type: ignore[operator]
 
 
+@pytest.mark.long("takes a second or more")
 def test_generation(tmp_path: Path) -> None:
     def make() -> pl.LightningModule:
         return Generates(llama(dropout=0.0, tie_word_embeddings=False).net)
@@ -269,6 +280,7 @@ TOUCHES = {
 READS = ("reads", "looks at it", "numpy")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("touch", first(TOUCHES, "writes", "numpy", why="other ways to a weight"))
 def test_user_code_finds_the_weights(touch: str, tmp_path: Path) -> None:
     file = written(made(), tmp_path, "one file")
@@ -279,6 +291,7 @@ def test_user_code_finds_the_weights(touch: str, tmp_path: Path) -> None:
     assert ("net.blocks.2.inner.weight" in in_memory(module)) == (touch not in READS)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_training_has_weights_in_memory(tmp_path: Path) -> None:
     file = written(made(), tmp_path, "one file")
 
@@ -307,6 +320,7 @@ class Meanwhile(Callback):
             self.happens()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_forked_process_reads_them(tmp_path: Path) -> None:
     module, ended = without_values(), list[int]()
 
@@ -320,6 +334,7 @@ def test_a_forked_process_reads_them(tmp_path: Path) -> None:
     assert ended == [7]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_file_that_is_replaced_changes_nothing(tmp_path: Path) -> None:
     file = written(made(), tmp_path, "one file")
 
@@ -331,6 +346,7 @@ def test_a_file_that_is_replaced_changes_nothing(tmp_path: Path) -> None:
     assert_equal(ours, predict(made()), "predictions")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_file_that_is_replaced_between_two_runs_changes_nothing(tmp_path: Path) -> None:
     """The module has the file of before mapped, as it has without this strategy."""
     file = written(made(), tmp_path, "one file")
@@ -341,6 +357,7 @@ def test_a_file_that_is_replaced_between_two_runs_changes_nothing(tmp_path: Path
     assert_equal(trainer.predict(module, loader(vectors())), predict(made()), "predictions")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_weight_whose_file_is_written_after_a_run_has_another_digest(tmp_path: Path) -> None:
     """The digest was that of the first look, though the weight shows what the file has now."""
     file = written(made(), tmp_path, "one file")
@@ -358,6 +375,7 @@ def test_a_weight_whose_file_is_written_after_a_run_has_another_digest(tmp_path:
     assert not set(before) & {digest(weight) for weight in weights}
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("how", ["cut off", "written"])
 def test_a_file_that_is_changed_ends_in_an_error(how: str, tmp_path: Path) -> None:
     file = written(made(), tmp_path, "one file")
@@ -394,6 +412,7 @@ def test_a_file_that_is_written_while_it_is_read_ends_in_an_error(
         transfer.wait()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("fault", ["read error", "too short"])
 def test_a_read_that_fails_ends_in_an_error(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(made(), tmp_path, "one file")
@@ -411,6 +430,7 @@ def test_a_read_that_fails_ends_in_an_error(fault: str, tmp_path: Path, monkeypa
     assert_equal(dict(module.state_dict()), dict(made().state_dict()), "state")  # the next read may succeed
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("direct", [True, False])
 def test_short_reads_go_on_and_files_without_direct_io_are_read(
     direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -84,6 +84,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "variant", first(VARIANTS, "accumulated", second=["mixed, clipped, accumulated"], why="other ways to a step")
 )
@@ -100,6 +101,7 @@ def test_every_mode_of_updates(overlap: Any, variant: str, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", first(MODELS, "gpt2-tied", second=MODELS[:2], why="other models"))
 @pytest.mark.parametrize("memory", first(["plain", "simulated"], "simulated", why="where nothing is late"))
 def test_models(name: str, memory: str, tmp_path: Path) -> None:
@@ -129,6 +131,7 @@ class Wide(Module):
         super().__init__(nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]))
 
 
+@pytest.mark.long("takes a second or more")
 def test_few_layers_are_in_memory(tmp_path: Path) -> None:
     sizes: list[int] = []
 
@@ -142,6 +145,7 @@ def test_few_layers_are_in_memory(tmp_path: Path) -> None:
     assert 0 < max(sizes) <= (WINDOW + 1) * 2**20 + 2**16  # one more may be on its way out
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_checkpoint_is_written_with_few_weights_in_memory(tmp_path: Path) -> None:
     sizes: list[int] = []
 
@@ -208,6 +212,7 @@ USERS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("users", first(USERS, "writes", "averages", why="other code of users"))
 @pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="without updates in the background"))
 def test_code_of_users(overlap: Any, users: str, tmp_path: Path) -> None:
@@ -220,7 +225,7 @@ def test_code_of_users(overlap: Any, users: str, tmp_path: Path) -> None:
     assert_same(ours, fit(make, vectors(), callbacks=[callback()], **options))
 
 
-@pytest.mark.rest("the first tier has that of state on a disk")
+@pytest.mark.long("the first tier has that of state on a disk")
 def test_checkpoints_are_plain_lightning_s_and_back(tmp_path: Path) -> None:
     make = fused(stack)
 
@@ -237,6 +242,7 @@ def test_checkpoints_are_plain_lightning_s_and_back(tmp_path: Path) -> None:
         assert_same(two_halves(one, other, tmp_path / f"{name}.ckpt"), plain)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_second_fit_of_the_same_module(tmp_path: Path) -> None:
     def twice(strategies: list[Any]) -> Any:
         pl.seed_everything(7, verbose=False)
@@ -249,6 +255,7 @@ def test_a_second_fit_of_the_same_module(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
 
 
+@pytest.mark.long("takes a second or more")
 def test_beside_frozen_weights_in_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stay(monkeypatch)
     torch.manual_seed(3)
@@ -272,6 +279,7 @@ def test_beside_frozen_weights_in_their_files(tmp_path: Path, monkeypatch: pytes
 # ---------------------------------------------------------------------- faults, refusals
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 @pytest.mark.parametrize("fault", first(FAULTS, "full", why="another number"))
 def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
@@ -303,6 +311,7 @@ def test_a_full_disk_is_an_error_before_work(tmp_path: Path, monkeypatch: pytest
         fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_disk_without_room_for_all_of_it_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was refused file by file: each error named what the next file needed, and who made room for that met the next."""
     few = SimpleNamespace(f_bavail=1, f_frsize=1024)
@@ -315,6 +324,7 @@ def test_a_disk_without_room_for_all_of_it_is_refused_at_once(tmp_path: Path, mo
     assert caught.value.errno == errno.ENOSPC
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_state_that_has_no_room_beside_weights_names_what_those_have_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +342,7 @@ def test_state_that_has_no_room_beside_weights_names_what_those_have_taken(
         fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
 
 
-@pytest.mark.rest("runs that look for the least memory that is enough")
+@pytest.mark.long("runs that look for the least memory that is enough")
 def test_more_memory_is_not_refused_where_less_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two decisions, what is on the disk and how much of the state is, the process takes some memory.
 
@@ -353,6 +363,7 @@ def test_more_memory_is_not_refused_where_less_is_enough(tmp_path: Path, monkeyp
             )
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path) -> None:
     said: list[str] = []
 
@@ -365,6 +376,7 @@ def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path) -> None:
     assert said[0].startswith("This weight is on a disk")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_is_where_is_said(tmp_path: Path) -> None:
     strategy = on_disk(tmp_path)
     fit(stack, vectors(), strategy)

@@ -387,6 +387,7 @@ ANYWHERE: tuple[Any, ...] = (
 )
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "row",
     first(

@@ -288,7 +288,7 @@ def test_a_caught_fault(row: Row, when: str, error: type[BaseException], tmp_pat
     compare(row, when, error, tmp_path)
 
 
-@pytest.mark.rest("the same on the asynchronous device, which shows races, too")
+@pytest.mark.long("the same on the asynchronous device, which shows races, too")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 @pytest.mark.parametrize(
     ("row", "when", "error"),

@@ -482,6 +482,7 @@ def _raised(error: BaseException, wanted: type[BaseException] | None) -> tuple[t
 CHECKS = (Trial.ended_in_its_error, Trial.left_the_host_whole, Trial.went_on)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("name", "way", "asynchronous"),
     first(

@@ -220,12 +220,13 @@ def at_lines(part: str, every: int, way: dict[str, Any]) -> list[str]:
 EVERY = {"set-up": 1501, "teardown": 401, "the end of an engine": 401, "closing": 301, "after an error": 201}
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("part", PARTS)
 def test_an_interrupt_at_a_line(part: str) -> None:
     assert not at_lines(part, EVERY[part], WAYS[1])
 
 
-@pytest.mark.rest("other lines, in other modes")
+@pytest.mark.long("other lines, in other modes")
 @pytest.mark.parametrize("part", PARTS)
 def test_an_interrupt_at_other_lines(part: str) -> None:
     assert not [each for way in (WAYS[2], WAYS[6]) for each in at_lines(part, EVERY[part] * 7 // 5, way)]
@@ -288,6 +289,7 @@ class Interrupts:
         return [self.ended, *what_is_left(module, before)]
 
 
+@pytest.mark.long("takes a second or more")
 def test_ctrl_c_at_a_random_moment() -> None:
     for seed in range(4):
         assert not Interrupts(seed).run()

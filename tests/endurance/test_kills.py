@@ -117,6 +117,7 @@ def undisturbed(folder: Path) -> Any:
     return torch.load(folder / "end.pt")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
 @pytest.mark.parametrize(
     "way",

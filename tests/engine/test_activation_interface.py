@@ -16,6 +16,7 @@ from tests.support.saving import Saves, rows, saving
 from tests.support.simdevice import simulated
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("choice", ["keep", "auto"])
 def test_a_run_that_offloads_nothing_has_the_default(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
@@ -32,6 +33,7 @@ def test_a_run_that_offloads_nothing_has_the_default(choice: str, monkeypatch: p
     assert set(ours.trainer.strategy.activations.values()) == {"keep"}
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_auto_without_the_folder_keeps_all_and_says_so_if_memory_ends(caplog: pytest.LogCaptureFixture) -> None:
     missing = mock.patch(
         "sp_lightning.registry.is_installed", side_effect=lambda folder: folder != "capabilities.activations"

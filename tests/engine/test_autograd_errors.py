@@ -13,6 +13,7 @@ from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.starts import start
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_weight_written_between_forward_and_backward_is_autograds_own_error() -> None:
     class Writes(Module):
         def loss(self, batch: Any) -> Tensor:
@@ -27,6 +28,7 @@ def test_a_weight_written_between_forward_and_backward_is_autograds_own_error() 
             start(strategy, Writes(Stack()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_optimizer_step_between_forward_and_backward_is_autograds_own_error() -> None:
     class Steps(Module):
         automatic_optimization = False
@@ -69,6 +71,7 @@ def test_torch_func_grad_through_a_streamed_layer() -> None:
         start(superpipeline(), Transforms(Stack()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_torch_func_grad_where_nothing_is_streamed(activations: Any) -> None:
     class Transforms(Module):
@@ -88,6 +91,7 @@ def test_torch_func_grad_outside_a_step_names_the_layer() -> None:
         start(superpipeline(), Transforms(Stack()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace.*` is deprecated:FutureWarning", "ignore::DeprecationWarning")
 def test_a_trace_in_a_run_is_refused() -> None:
     class Traces(Module):

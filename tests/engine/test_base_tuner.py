@@ -50,6 +50,7 @@ def without_tuning() -> Iterator[None]:
         yield
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.usefixtures("without_tuning")
 def test_the_first_plan_stays_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     strategy = superpipeline()
@@ -60,6 +61,7 @@ def test_the_first_plan_stays_and_one_line_says_so(caplog: pytest.LogCaptureFixt
     assert caplog.text.count("stay as they are planned: sp_lightning/capabilities/tuning is not installed") == 1
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.usefixtures("without_tuning")
 def test_an_error_for_want_of_memory_still_says_what_to_do() -> None:
     with simulated(capacity=20 * LAYER), pytest.raises(torch.OutOfMemoryError) as raised:

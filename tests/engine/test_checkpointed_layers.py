@@ -111,6 +111,7 @@ class Threads(Module):
         return first + super().loss(batch * 0.5)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings(SELECTIVE)
 def test_selective_checkpoints_of_transformers() -> None:
     assert_like_plain(with_checkpointed_forwards, tokens())
@@ -129,6 +130,7 @@ def test_a_graph_that_outlived_its_run_says_so() -> None:
         module.last.backward()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("how", ["calls", "inside", "all", "kept", "kept-inside"])
 def test_weights_that_are_kept_as_they_are(how: str, frozen: bool) -> None:
@@ -156,6 +158,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings(SELECTIVE)
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="the same in mixed precision"))
 @pytest.mark.parametrize("name", CASES)
@@ -164,6 +167,7 @@ def test_like_plain(name: str, precision: str) -> None:
     assert_like_plain(make, **options, precision=precision)
 
 
+@pytest.mark.long("takes a second or more")
 def test_bounds_hold_when_layers_thaw() -> None:
     """The plan was made while layers were frozen, and did not count their gradients."""
 

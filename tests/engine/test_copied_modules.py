@@ -49,6 +49,7 @@ class Copied(Module):
         self.make(torch.ones(2, 16))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("way", "activations"),
     first(
@@ -68,6 +69,7 @@ def test_a_deep_copy_becomes_a_program(way: str, activations: Any) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_module_itself_is_not_scripted_during_a_run() -> None:
     class Scripts(Module):
         def on_train_epoch_end(self) -> None:
@@ -81,6 +83,7 @@ def test_a_module_itself_is_not_scripted_during_a_run() -> None:
     assert torch.equal(torch.jit.script(net)(x), net(x))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_copy_keeps_hooks_of_the_user() -> None:
     class Hooked(Module):
         def on_train_epoch_end(self) -> None:

@@ -184,6 +184,7 @@ def test_the_peak_is_reached_exactly(k: int, k_prime: int) -> None:
         assert streamer.stats().peak_device_bytes == streamer.plan.peak_device_bytes
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("before", "after"), [((1, 1), (3, 2)), ((3, 2), (1, 1)), ((2, 3), (4, 1))])
 def test_an_engine_of_another_size_is_like_one_made_so(before: tuple[int, int], after: tuple[int, int]) -> None:
     """The same events, and the peak that its plan says; only then, because the larger one was there before."""

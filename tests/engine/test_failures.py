@@ -30,6 +30,7 @@ from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("where", ["forward", "backward", "after_backward", "optimizer", "validation", "interrupt"])
 def test_after_a_failure_the_module_is_whole(where: str) -> None:
     """Host parameters are back in the modules, finite, and a new run is equal to plain."""
@@ -117,6 +118,7 @@ INTERRUPTED: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("when", INTERRUPTED)
 def test_ctrl_c_inside_the_engine_leaves_a_whole_module(when: str, tmp_path: Path) -> None:
     module = Module(Stack())
@@ -196,6 +198,7 @@ class GoesOn(Module):
         raise KeyError("in backward")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_gradients_of_a_backward_that_failed_are_dropped() -> None:
     assert_same(fit(GoesOn, vectors(3), superpipeline(k=1)), fit(GoesOn, vectors(3)))
 
@@ -221,6 +224,7 @@ class TriesAgain(Module):
         raise KeyError("at the end of backward")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("k_prime", [1, 2])
 def test_gradients_that_a_hook_leaves_on_their_way_are_dropped(k_prime: int) -> None:
     """Gradients of the layers below have left the device, and have not come to ``param.grad`` yet."""
@@ -266,6 +270,7 @@ class LetsGoLate(Module):
         thread.join()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("how", ["manual_backward", "backward", "added up"])
 def test_a_failed_backward_is_over_when_its_caller_goes_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator autograd drops what was queued in it later, in a thread of its own.

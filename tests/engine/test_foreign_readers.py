@@ -72,6 +72,7 @@ def read_at_random(way: str, seeds: range, *, simulates: bool, threaded: bool) -
     return looked
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("simulates", "threaded"),
     first(
@@ -142,6 +143,7 @@ class LookedAt(Watched):
         self.look()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("writes", [False, True], ids=["", "written in the step"])
 @pytest.mark.parametrize(
     "way", first(["small window", "offload", "default", "forward"], "forward", why="in another way")
@@ -157,6 +159,7 @@ def test_what_another_thread_sees(way: str, writes: bool) -> None:
     assert_equal(ours.module.seen, plain.module.seen, "what was seen")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "way", first(["small window", "backward", "recompute"], "backward", why="the same in another way")
 )
@@ -179,6 +182,7 @@ def only_in_this_thread(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) 
     monkeypatch.setattr(owner, name, call)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_copy_made_elsewhere_is_an_ordinary_module(monkeypatch: pytest.MonkeyPatch) -> None:
     class Copied(Watched):
         copies: tuple[nn.Module, ...] = ()
@@ -201,6 +205,7 @@ def test_a_copy_made_elsewhere_is_an_ordinary_module(monkeypatch: pytest.MonkeyP
     assert isinstance(shallow, nn.Linear)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_modules_have_ordinary_dictionaries_again() -> None:
     class Notes(Watched):
         found: tuple[type, ...] = ()
@@ -214,6 +219,7 @@ def test_modules_have_ordinary_dictionaries_again() -> None:
     assert all(type(each._parameters) is dict for each in module.modules())
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_device_parameter_that_another_thread_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was taken inside of the step. While its layer is away its uses are those of the host's parameter."""
 
@@ -287,6 +293,7 @@ class Slow(Watched):
         self.threads[0].join(20)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("in_step", [False, True], ids=["after the step", "before backward"])
 def test_a_thread_that_helps_longer_than_the_forward_gets_an_error(in_step: bool) -> None:
     def make() -> Slow:
@@ -309,12 +316,14 @@ class Calls(Callback):
         self.found.append(elsewhere(lambda: pl_module.net(vectors(1)[0])))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_call_between_two_steps_is_refused_in_its_thread() -> None:
     calls = Calls()
     assert_same(run(Watched, "small window", [calls]), run(Watched, None, [Calls()]))
     assert all("outside of a forward" in str(each) for each in calls.found)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_thread_that_helps_writes_a_weight() -> None:
     class Writes(Watched):
         def loss(self, batch: Tensor) -> Tensor:
@@ -351,6 +360,7 @@ class Evaluates(Module):
         return self.net(batch[None]).square().mean()  # type: ignore[operator, no-any-return]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_no_thread_has_a_module_leave_its_fast_path() -> None:
     def make() -> Evaluates:
         return Evaluates()
@@ -387,6 +397,7 @@ class Held:
         monkeypatch.setattr(BackgroundUpdates, "submit", later)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("what", ["weights", "optimizer", "copy of the optimizer"])
 def test_another_thread_waits_for_an_update_and_leaves_what_follows_to_the_run(
     what: str, monkeypatch: pytest.MonkeyPatch
@@ -425,6 +436,7 @@ def test_another_thread_waits_for_an_update_and_leaves_what_follows_to_the_run(
 # ---------------------------------------------------------------------- several moments of the trainer
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_checkpoint_that_another_thread_saves(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Saves(Callback):
         def __init__(self) -> None:
@@ -443,6 +455,7 @@ def test_a_checkpoint_that_another_thread_saves(tmp_path: Any, monkeypatch: pyte
     resumed.fit(Watched(), vectors_loader(), ckpt_path=tmp_path / "3.ckpt")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_no_checkpoint_of_two_steps_is_saved_by_another_thread() -> None:
     """The run goes on, even if the other thread handles an error of its own, as a checkpoint on exception does."""
 

@@ -80,6 +80,7 @@ class Inspects(Module):
     on_validation_batch_end: Any = look
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("activations", first(MODES, "keep", "recompute", why="modes that are alike"))
 def test_an_inspection_finds_what_it_finds_on_plain_lightning(activations: Any) -> None:
     """Forward hooks, hooks for all modules and an own ``forward`` were there, and RF-DETR chose another algorithm."""
@@ -143,6 +144,7 @@ class Pickles(Module):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "options",
     first(
@@ -181,6 +183,7 @@ class CopiesInPreHook(Module):
         block.register_forward_pre_hook(copies_a_layer)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_copy_that_a_pre_hook_makes_runs_by_itself() -> None:
     COPIES.clear()
     ours = fit(CopiesInPreHook, vectors(2), superpipeline(k=1, activations="recompute"))
@@ -256,6 +259,7 @@ class Patches(Module):
             return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("activations", MODES)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_forward_that_is_another_one_for_a_batch_counts(way: Any, activations: Any) -> None:
@@ -282,6 +286,7 @@ class KeepsForward(Module):
         assert inspect.signature(self.kept) == inspect.signature(Block.forward.__get__(module))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_forward_that_a_pre_hook_has_kept_is_the_module_s_own() -> None:
     """It ran in the mode of a run that was over."""
     from sp_lightning.capabilities.activations.calls import UnitModes
@@ -359,6 +364,7 @@ OTHERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("way", "activations"),
     first(
@@ -387,6 +393,7 @@ class WrapsAll(Module):
         nn.Module.__call__ = counted  # type: ignore[method-assign]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_code_of_others_around_all_calls_may_stay() -> None:
     try:
         ours = [fit(lambda: WrapsAll(Stack()), vectors(2), superpipeline(k=1)) for _ in range(2)]

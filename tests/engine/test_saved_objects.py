@@ -113,6 +113,7 @@ def assert_equal_to_plain(make: Any, strategy: dict[str, Any], **trainer: Any) -
     assert_equal(mine, theirs, "seen by hooks")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("way", first(WAYS, "keep", why="the same in another mode"))
 @pytest.mark.parametrize("does", [_looks, _sets_grad, _writes_data])
 def test_backward_finds_what_was_saved(does: Any, way: str) -> None:

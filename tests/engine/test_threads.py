@@ -59,6 +59,7 @@ class Threads(Module):
         return torch.optim.SGD(self.parameters(), lr=0)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("device", first(["cpu", "simulated"], "cpu", why="the same on a device of clocks"))
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in one precision"))
@@ -76,6 +77,7 @@ def test_threads_see_whole_weights(calls: bool, precision: Any, device: str) -> 
             torch.testing.assert_close(mine[name], gradient, msg=name, rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_next_step_is_one_thread_s_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each use comes through a door, which is slow, only as long as it has to."""
     seen: list[list[bool]] = []

@@ -149,6 +149,7 @@ CELLS = [(transform, read, precision) for transform in TRANSFORMS for read in RE
 CELLS = [cell for cell in CELLS if cell[:2] != ("linearize", "outside, an ensemble")]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize(
     ("transform", "read", "precision"),
@@ -202,6 +203,7 @@ class Ensemble(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_ensemble_of_stacked_weights_is_refused_with_a_remedy_that_works() -> None:
     batches = [torch.randn(4, 4) for _ in range(3)]
     plain = fit(lambda: Ensemble(clones=False), batches)

@@ -62,6 +62,7 @@ def row(name: str, mode: Mode) -> str:
     return f"{name}, {mode}: " + " ".join(str(uploaded(MODELS[name], mode, window)) for window in WINDOWS)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("name", "mode"), first(ROWS, ("llama, tied", "recompute"), why="the same for other models"))
 def test_uploads_are_those_of_the_table(name: str, mode: Mode) -> None:
     assert row(name, mode) in TABLE.read_text().splitlines()

@@ -31,6 +31,7 @@ def adapted(config: peft.PeftConfig | None = None, *more: str) -> Callable[[], T
     return make
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_frozen_base_travels_one_way() -> None:
     strategy, batches = superpipeline(k=1), tokens()
     outcome = fit(adapted(), batches, strategy)
@@ -91,6 +92,7 @@ CASES: dict[str, tuple[Callable[[], Transformer], type[Callback] | None]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:.*Adapter .* was active which is now deleted")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="casts come on top"))
 @pytest.mark.parametrize("name", CASES)
@@ -104,6 +106,7 @@ def test_training_is_bitwise_equal(name: str, precision: Any) -> None:
     assert_same(run(superpipeline(k=1)), run("auto"))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_merged_and_unmerged_between_two_runs() -> None:
     def results(strategy: Any) -> Any:
         pl.seed_everything(3, verbose=False)
@@ -128,6 +131,7 @@ class TwoInOneStep(AllParameters):
         return sum(losses)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 @pytest.mark.parametrize("activations", first(["keep", "recompute"], "keep", why="as without"))
 def test_two_adapters_in_one_step(activations: Any, overlap: Any) -> None:

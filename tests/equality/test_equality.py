@@ -89,6 +89,7 @@ def test_the_same_with_steps_on_the_device(name: str, variant_name: str) -> None
         assert_same(outcome, reference)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("clip", [None, 1e-3])
 @pytest.mark.parametrize("init_scale", [2.0**10, 2.0**40])
 @pytest.mark.parametrize("name", first(["llama-dropout", "stack"], "stack", why="a larger model"))
@@ -119,6 +120,7 @@ def test_the_comparison_can_fail() -> None:
         assert_same(outcome, reference)
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_comparison_of_offloaded_activations_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes back is what backward reads: one wrong number is seen."""
     from sp_lightning.capabilities.activations.offload import Offload
@@ -135,6 +137,7 @@ def test_the_comparison_of_offloaded_activations_can_fail(monkeypatch: pytest.Mo
         assert_same(ours(CASES["stack"], variant)[0], plain("stack", CASES["stack"], variant))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("batch_count", [1, 5])
 def test_without_the_callback(batch_count: int) -> None:
     """The strategy alone is right; the callback only makes it fast and legible."""

@@ -46,6 +46,7 @@ def write(strategy: Any, make: Any = llama, *, ways: dict[str, Any], batches: in
     return trainer_for(strategy, **options).predict(module, loader(tokens(batches)))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in one precision"))
 @pytest.mark.parametrize("way", WAYS)
 def test_text_is_the_same(way: str, precision: Any) -> None:
@@ -55,6 +56,7 @@ def test_text_is_the_same(way: str, precision: Any) -> None:
     assert_equal(ours, write("auto", **options), way)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("make", [lambda: CASES["gpt2-tied"].make(), t5, lambda: llama(vocab_size=500)])
 @pytest.mark.parametrize("way", ["greedy", "beams"])
 def test_other_models(make: Any, way: str) -> None:
@@ -63,12 +65,14 @@ def test_other_models(make: Any, way: str) -> None:
     assert_equal(ours, write("auto", make, ways=WAYS[way]), way)
 
 
+@pytest.mark.long("takes a second or more")
 def test_on_a_device_of_its_own() -> None:
     with simulated():
         ours = write(superpipeline(k=2), ways=WAYS["beams"])
     assert_equal(ours, write("auto", ways=WAYS["beams"]), "beams")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("way", ["greedy", "beams"])
 def test_each_token_finds_its_layers_fetched(way: str) -> None:
     """In the first batch, too, whose length nobody knows: at most the very first layer is waited for."""
@@ -79,6 +83,7 @@ def test_each_token_finds_its_layers_fetched(way: str) -> None:
     assert stats.demand_fetches <= 1
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_fits_stays_from_token_to_token() -> None:
     strategy = superpipeline(k=5, k_prime=1)
     write(strategy, ways=WAYS["greedy"], batches=2)

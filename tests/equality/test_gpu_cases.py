@@ -28,6 +28,7 @@ def test_models_of_a_library_that_is_not_there_are_skipped_alone(monkeypatch: py
         zoo["dit"].make()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("name", "precision"), sorted(EXTRA_SLOTS))
 def test_slots_beyond_the_plan_are_the_cases_own(name: str, precision: Any) -> None:
     """The GPU's test took those of a penalty on parameters for a defect. They are made on a CPU as well."""

@@ -39,6 +39,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("inference_mode", first([True, False], True, why="the same without inference mode"))
 @pytest.mark.parametrize(
     ("k", "k_prime"),
@@ -85,6 +86,7 @@ ATTENDING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("layers", [[nn.Linear], [nn.MultiheadAttention], "**.out_proj", None], ids=str)
 @pytest.mark.parametrize("name", ATTENDING)
 def test_attention_whose_children_are_layers(name: str, layers: Any) -> None:
@@ -104,6 +106,7 @@ def test_attention_whose_children_are_layers(name: str, layers: Any) -> None:
     assert uses == expected_uses > 0
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_generate() -> None:
     def texts(strategy: Any) -> Any:
         pl.seed_everything(3, verbose=False)
@@ -113,6 +116,7 @@ def test_generate() -> None:
     assert_equal(texts(superpipeline(k=1)), texts("auto"), "generated")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_fit_after_validate(inference_mode: bool) -> None:
     """Memory first allocated in inference mode must not break a later fit."""
@@ -129,6 +133,7 @@ def test_fit_after_validate(inference_mode: bool) -> None:
     assert_equal(outcome(superpipeline(k=2)), outcome("auto"), "fit after validate")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_prediction_keeps_what_fits() -> None:
     """Over many batches a fixed part stays and the rest streams: a sliding window would miss every layer."""
     module = Module(Stack(depth=8))
@@ -143,6 +148,7 @@ def test_prediction_keeps_what_fits() -> None:
     assert per_batch <= layers - slots + 2
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("training", [True, False])
 def test_calls_outside_a_step(training: bool) -> None:
     """``self(x)`` in a hook streams as well, and leaves the host's parameters in the modules."""

@@ -59,6 +59,7 @@ NOT_REPEATED = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "precision",
     [
@@ -84,7 +85,7 @@ def test_models_are_bitwise_equal(name: str, precision: str) -> None:
     check(ZOO[name], precision)
 
 
-@pytest.mark.rest("the registry of cases has some whose backward runs elsewhere in the first tier")
+@pytest.mark.long("the registry of cases has some whose backward runs elsewhere in the first tier")
 @pytest.mark.parametrize("name", some(ZOO, *list(ZOO)[3::8], why="every eighth model is in the second tier"))
 def test_models_are_bitwise_equal_if_backward_runs_in_another_thread(name: str) -> None:
     if (name, "bf16-mixed") in NOT_REPEATED:

@@ -23,21 +23,25 @@ EVERY_FIFTH = [name for name in ALIKE if name not in (*FEW, *KINDS)][::5]
 SHOWN = ("mixed", "half", "all under forward", "scaled", "mixed in backward")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", some(ALIKE, *FEW, why="the second tier has a few cases, one node has more"))
 def test_two_nodes_of_one_device_are_ddp(name: str) -> None:
     compare(name, ONE_EACH, reference=reference(name, ONE_EACH))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", some(ALIKE, *KINDS[::2], why="the second tier has some kinds"))
 def test_two_nodes_of_two_devices_are_ddp_in_order(name: str) -> None:
     compare(name, TWO_EACH, reference=reference(name, TWO_EACH))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", some([*EVERY_FIFTH, *KINDS], "conditional", why="two nodes take the same way"))
 def test_gradients_are_accumulated_on_two_nodes(name: str) -> None:
     compare(name, TWO_EACH, options=ACCUMULATED, reference=reference(name, TWO_EACH))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("mode", some(MODES, *SHOWN, why="ranks of one node have all modes"))
 @pytest.mark.parametrize(
     "name", some(["conditional", "llama-dropout", "experts/mixture"], "conditional", why="one shows it")
@@ -47,6 +51,7 @@ def test_modes(name: str, mode: str) -> None:
     compare(name, TWO_EACH, strategy, options, reference(name, TWO_EACH))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "mode", some(MODES, "scaled", "half", "in backward", why="two devices on each take the same way")
 )
@@ -61,6 +66,7 @@ def test_three_nodes(name: str) -> None:
     compare(name, (3, 1), reference=reference(name, (3, 1)))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "mode", some(["all under forward", "mixed", "scaled"], "mixed", why="one shows the order of streams")
 )
@@ -70,12 +76,14 @@ def test_nodes_with_simulated_devices(mode: str) -> None:
     compare("llama-dropout", TWO_EACH, strategy, options, reference("llama-dropout", TWO_EACH), on_devices=True)
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_comparison_can_fail() -> None:
     """All ranks one after the other have another sum than the nodes' sums have."""
     with pytest.raises(AssertionError, match="values differ"):
         compare("llama-dropout", TWO_EACH, reference="ddp in one row")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", APART)
 def test_nodes_that_write_other_weights_are_told(name: str) -> None:
     """On one node what rank 0 writes counts; each node has a rank that it counts of."""

@@ -19,6 +19,7 @@ SOME = ("llama-dropout", "gpt2-tied", "resnet50", "conditional", "lora-checkpoin
 EVERY_SIXTH = [name for name in TRAINED if name not in QUICK][::6]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "name",
     [
@@ -35,6 +36,7 @@ def test_two_ranks_are_lightnings_ddp(name: str) -> None:
     compare(name, reference=reference(name, 2))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "name",
     [
@@ -60,6 +62,7 @@ OF_RANKS_ALONE = (("conditional", "all under forward"), ("conditional", "scaled"
 FEW = ("llama-dropout", "conditional")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -83,7 +86,7 @@ def test_modes(name: str, mode: str) -> None:
     compare(name, strategy=strategy, options=options, reference=reference(name, 2))
 
 
-@pytest.mark.rest("two ranks in the first tier take the same way")
+@pytest.mark.long("two ranks in the first tier take the same way")
 @pytest.mark.parametrize("name", some(["conditional", "llama-dropout", "experts/mixture"], "conditional", why=LIKE_TWO))
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_three_ranks_in_backward(name: str, precision: str) -> None:
@@ -96,14 +99,14 @@ def test_four_ranks(name: str) -> None:
     compare(name, 4, reference="ddp in order")
 
 
-@pytest.mark.rest("test_ranks_refusals has errors of several ranks in the first tier")
+@pytest.mark.long("test_ranks_refusals has errors of several ranks in the first tier")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     with pytest.raises(RanksFailed, match=REFUSED[name]):
         in_ranks(2, train_ours, name, 2, {"k": 1}, {})
 
 
-@pytest.mark.rest("three processes")
+@pytest.mark.long("three processes")
 def test_the_comparison_can_fail() -> None:
     """gloo's own order is another one from three ranks on."""
     with pytest.raises(AssertionError, match="values differ"):
@@ -116,7 +119,7 @@ ON_DEVICES = {
 }
 
 
-@pytest.mark.rest("the same on simulated devices; the first tier has those of one rank")
+@pytest.mark.long("the same on simulated devices; the first tier has those of one rank")
 @pytest.mark.parametrize("name", some(["llama-dropout", "conditional", "experts/mixture"], "conditional", why=LIKE_TWO))
 @pytest.mark.parametrize("mode", ON_DEVICES)
 def test_ranks_with_devices_of_their_own(name: str, mode: str) -> None:

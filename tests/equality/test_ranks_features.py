@@ -245,6 +245,7 @@ def compare(function: Callable[..., Any], name: str, folder: Path, ranks: Number
         assert_equal(mine, theirs, f"rank {number}")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", first(list(TRAINED), "two optimizers", "pruning", why="two stand for all features"))
 def test_features_of_training(name: str, tmp_path: Path) -> None:
     compare(train, name, tmp_path)
@@ -253,7 +254,7 @@ def test_features_of_training(name: str, tmp_path: Path) -> None:
 NODES = "one node has the features; two add up what they sum"
 
 
-@pytest.mark.rest(NODES)
+@pytest.mark.long(NODES)
 @pytest.mark.parametrize("name", some(TRAINED, "averages", "tensors are gathered", why=NODES))
 def test_features_of_training_on_two_nodes(name: str, tmp_path: Path) -> None:
     compare(train, name, tmp_path, (2, 1))
@@ -311,13 +312,13 @@ def run_script(name: str, ours: bool, folder: str, ranks: Number) -> Any:
     return SCRIPTS[name](trainer, module, folder), state(module)
 
 
-@pytest.mark.rest("loops after one another; the first tier has each of them")
+@pytest.mark.long("loops after one another; the first tier has each of them")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_loops_after_one_another(name: str, tmp_path: Path) -> None:
     compare(run_script, name, tmp_path)
 
 
-@pytest.mark.rest("loops after one another, on two nodes")
+@pytest.mark.long("loops after one another, on two nodes")
 @pytest.mark.parametrize("name", some(SCRIPTS, "everything", why=NODES))
 def test_loops_after_one_another_on_two_nodes(name: str, tmp_path: Path) -> None:
     compare(run_script, name, tmp_path, (2, 1))

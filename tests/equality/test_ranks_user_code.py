@@ -404,6 +404,7 @@ def train(name: str, plain: bool) -> Any:
     return seen(outcome), [[each.clone() for each in getattr(holder, "held", [])] for holder in holders]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "name", first(CASES, "an optimizer replaces data", "a hook after the step writes weights", why="two stand for all")
 )
@@ -465,7 +466,7 @@ def train_refused(name: str) -> None:
     fit(lambda: kind(16, make), vectors(8), superpipeline(k=1), devices=2, callbacks=callbacks)
 
 
-@pytest.mark.rest("test_ranks_refusals has errors of several ranks in the first tier")
+@pytest.mark.long("test_ranks_refusals has errors of several ranks in the first tier")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     errors = [error for error, _ in start(2, train_refused, name).outcomes()]

@@ -70,7 +70,7 @@ def test_the_limit_model_is_the_one_of_the_design() -> None:
     assert prediction_seconds(1, 7.6e9, 790e12, 52.5e9)["best possible"] == pytest.approx(2 * 7.6e9 / 52.5e9)
 
 
-@pytest.mark.rest("it measures the machine for seconds")
+@pytest.mark.long("it measures the machine for seconds")
 def test_limits_are_one_row(tmp_path: Path) -> None:
     limits.main(["--seconds", "0.1", "--out", str(tmp_path / "rows.jsonl")])
     (row,) = rows.read(tmp_path / "rows.jsonl")
@@ -84,6 +84,7 @@ def test_limits_are_one_row(tmp_path: Path) -> None:
         assert (row[f"host_to_device_bytes{kind}"] is None) == (not torch.cuda.is_available())
 
 
+@pytest.mark.long("takes a second or more")
 def test_weights_and_data_are_the_same_every_time() -> None:
     for family in workloads.SIZES:
         items = 4 if family == "vision" else 64
@@ -99,12 +100,14 @@ def test_weights_and_data_are_the_same_every_time() -> None:
         assert torch.equal(kept, checkpointed(**batch))
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_real_shapes_have_the_real_sizes() -> None:
     assert workloads.parameter_count("llm", "3B") == 3_212_749_824  # meta-llama/Llama-3.2-3B
     assert workloads.parameter_count("llm", "7B") == 6_738_415_616  # meta-llama/Llama-2-7b
     assert workloads.parameter_count("vision", "huge") == 632_045_800  # torchvision's vit_h_14
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_row_of_the_page_on_cards_is_predicted(tmp_path: Path) -> None:
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, **size}
@@ -191,7 +194,7 @@ def test_a_killed_process_is_a_row() -> None:
     assert "memory" in contest.how_it_ended(-9)
 
 
-@pytest.mark.rest("processes of its own")
+@pytest.mark.long("processes of its own")
 def test_a_signal_ends_the_run_and_its_child(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # SIGTERM to the parent left the measuring child, which leads a session of its own, running.
     file, child = tmp_path / "rows.jsonl", tmp_path / "child"
@@ -243,6 +246,7 @@ def test_rows_of_one_run_say_so_wherever_they_are_made(tmp_path: Path, monkeypat
     assert rows.origin()["run"] == "the parent's"
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_later_run_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows.jsonl"
     for row in (made_up("plain", 1.0, 80), made_up("fsdp2", 3.0, 80)):
@@ -258,6 +262,7 @@ def test_a_later_run_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "÷ plain" not in second  # plain ran in another run
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("module", [train, predict, everything])
 def test_the_exit_code_says_whether_anything_was_measured(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,6 +286,7 @@ def test_too_little_host_memory_is_said_before_anything_is_built() -> None:
     assert contest.obstacle(small, contestants.by_name("superpipeline-2:1"), contest.Limits()) is None
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_no_longer_fits_the_budget_is_a_row(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     everything.run(agenda.pretended(), everything.Budget(0), 1.0, out)
@@ -336,7 +342,7 @@ def test_nothing_is_measured_with_bad_options(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.rest("compiles a model")
+@pytest.mark.long("compiles a model")
 def test_compiled_layers_are_measured_and_told(tmp_path: Path) -> None:
     with torch.compiler.set_stance("force_eager"):  # graphs take their time, and are none of ours
         row = {**rows.origin(), **compiled.measure(0.1, width=32, tokens=8)}
@@ -365,6 +371,7 @@ def test_experts_are_measured_and_told(tmp_path: Path) -> None:
         assert cells(report.write([row], tmp_path).read_text(), kind)[1] == "plain"
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_updates_are_measured_and_told(tmp_path: Path) -> None:
     row = {**rows.origin(), **update.measure(200_000, rounds=1)}
     found = row["threads"]["1"]["cases"]
@@ -402,6 +409,7 @@ def test_the_share_of_fetches_that_computation_hides() -> None:
     assert beside_plan.hidden_share([forward]) is None
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_window_that_takes_more_than_planned_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(beside_plan, "WINDOWS", ((2, 1), (1, 1)))
     monkeypatch.setattr(beside_plan, "_taken", lambda strategy: (2**40, None))
@@ -422,6 +430,7 @@ def test_a_machines_rates_are_arguments_of_plan() -> None:
     assert limits.plan_arguments({**row, "duplex_bytes": None, "device_bytes": None}) == host
 
 
+@pytest.mark.long("takes a second or more")
 def test_foresight_measures_and_predicts_every_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.jsonl"
     foresight.main(["--tokens", "64", "--windows", "1:1", "3:2", "--seconds", "0.1", "--out", str(file)])
@@ -444,7 +453,7 @@ def test_a_transfer_rate_is_bytes_over_seconds(monkeypatch: pytest.MonkeyPatch) 
     assert there.sum() == back.sum() == 2**20, "both were touched before: the first touch of a page is no transfer"
 
 
-@pytest.mark.rest("processes that import torch")
+@pytest.mark.long("processes that import torch")
 def test_processes_that_are_bound_to_nodes_update_together(tmp_path: Path) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     for number in range(2):

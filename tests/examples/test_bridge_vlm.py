@@ -60,6 +60,7 @@ def trained_bytes(outcome: Outcome) -> int:
     return sum(outcome.state[name].nbytes for name in TRAINED)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("way", first(list(WAYS), "host", "device", why="windows, modes and precisions of the same"))
 def test_training_is_bitwise_plain_lightnings(way: str) -> None:
     options, trainer = WAYS[way]
@@ -75,6 +76,7 @@ def test_training_is_bitwise_plain_lightnings(way: str) -> None:
         assert torch.equal(value, before[name]) == (name not in TRAINED), name
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_only_the_bridge_and_the_soft_token_have_gradients_and_state() -> None:
     strategy = superpipeline(k=1)
     outcome = fit(bridged, BATCHES, strategy)
@@ -90,12 +92,14 @@ def test_only_the_bridge_and_the_soft_token_have_gradients_and_state() -> None:
     assert strategy.ledger.state == 2 * trained_bytes(outcome)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_gradients_that_leave_are_those_of_the_bridge_and_the_soft_token() -> None:
     strategy = superpipeline(k=1)
     outcome = fit(bridged, BATCHES, strategy)
     assert strategy.stats().offloaded_gradient_bytes == STEPS * trained_bytes(outcome)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_frozen_layers_travel_one_way() -> None:
     """On the host they are not written to at all, and where layers are stepped on the device, they are not sent back."""
     versions: list[dict[str, int]] = []
@@ -118,6 +122,7 @@ def test_frozen_layers_travel_one_way() -> None:
     assert device.stats().fetched_bytes == host.stats().fetched_bytes
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_projector_stays_on_the_host() -> None:
     """Nothing uses it; the first batch fetches ahead by the order of modules, because it has no trace to go by."""
     few, many = superpipeline(k=1), superpipeline(k=1)
@@ -168,7 +173,7 @@ def test_a_model_without_clip_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.rest("seconds of training")
+@pytest.mark.long("seconds of training")
 def test_the_recipe_says_what_a_bridge_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,7 @@ def checkpoint_of(result: cram_llm.Result) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the clock decides
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("tick", first([0.5, 1.0], 1.0, why="twice the steps"))
 def test_a_run_ends_in_its_time_annealed_at_any_speed(tick: float, cram: Callable[..., cram_llm.Result]) -> None:
     result = cram(ticks=Ticks(tick))
@@ -96,6 +97,7 @@ def test_parts_are_quarters_and_the_end_of_the_first_phase() -> None:
     assert ends_of_parts("real", 0.0) == [0.25, 0.5, 0.75, 1.0]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_step_that_takes_all_that_is_left_is_not_finished(
     cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_step_that_takes_all_that_is_left_is_not_finished(
 # ---------------------------------------------------------------------- plain Lightning, and a run that was killed
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("more", first([[], [*PSEUDO]], [*PSEUDO], why="the same without its first phase"))
 def test_a_run_is_bitwise_that_of_plain_lightning(
     more: list[str],
@@ -135,6 +138,7 @@ def test_a_run_is_bitwise_that_of_plain_lightning(
     assert (ours.delinked is None) == (not more)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("share", "phase", "part"),
     [
@@ -209,6 +213,7 @@ def test_blocks_of_their_own_begin_with_the_shared_weights_and_moments() -> None
         assert loss_of(shared) == loss_of(real)
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_loss_is_the_same_before_and_after_and_training_goes_on(whole: cram_llm.Result) -> None:
     assert whole.delinked is not None
     assert whole.delinked[0].hex() == whole.delinked[1].hex()
@@ -218,6 +223,7 @@ def test_the_loss_is_the_same_before_and_after_and_training_goes_on(whole: cram_
     assert all(int(state["step"]) == len(whole.losses) for state in saved["optimizer_states"][0]["state"].values())
 
 
+@pytest.mark.long("takes a second or more")
 def test_one_block_alone_stays_on_the_device(
     cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +241,7 @@ def test_one_block_alone_stays_on_the_device(
     assert asked == [planned, alone, alone, alone, planned, planned]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_loss_that_changed_is_a_defect(cram: Callable[..., cram_llm.Result], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cram_llm, "delink", lambda *_: {})
     with pytest.raises(RuntimeError, match=r"This is a defect"):
@@ -247,6 +254,7 @@ def test_a_loss_that_changed_is_a_defect(cram: Callable[..., cram_llm.Result], m
 # ---------------------------------------------------------------------- the plan
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_plan_is_asked_for_with_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -282,7 +290,7 @@ def test_set_up_may_not_take_all_of_the_time(
     assert f"of {SECONDS}.0 s. Give more --hours, or a --plan" in capsys.readouterr().err
 
 
-@pytest.mark.rest("a subprocess that imports torch and looks for the fastest way")
+@pytest.mark.long("a subprocess that imports torch and looks for the fastest way")
 def test_the_plan_of_this_package_is_understood(tmp_path: Path) -> None:
     small_llama(3, 32).config.save_pretrained(tmp_path)
     most: dict[str, Any] = {"hours": 0.1, "tokens": 16, "batch_size": 2, "precision": "bf16-true"}
@@ -356,6 +364,7 @@ def test_a_config_has_to_read_the_text(tmp_path: Path) -> None:
     assert causal_config(str(tmp_path), range(1024), 6, 128, 256).num_hidden_layers == 1
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_checkpoint_of_another_run_is_not_resumed(
     cram: Callable[..., cram_llm.Result], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -382,6 +391,7 @@ def test_a_checkpoint_of_another_run_is_not_resumed(
     assert "precision was another one" in capsys.readouterr().err
 
 
+@pytest.mark.long("takes a second or more")
 def test_blocks_of_several_kinds_are_not_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, other = small_llama(3, 32), small_llama(3, 32)
     model.config.layer_types = ["full_attention", "sliding_attention", "full_attention"]

@@ -15,7 +15,7 @@ from tests.support.ticks import Ticks
 GUIDE = ROOT / "examples" / "demos" / "day.md"
 
 
-@pytest.mark.rest(
+@pytest.mark.long(
     "measures the machine, trains and pretrains; tests/planner and test_cram_llm have the parts in the first tier"
 )
 def test_the_days_commands_follow_one_another(

@@ -33,6 +33,7 @@ OPTIONS = {
 RUNS = [(name, more) for name, options in OPTIONS.items() for more in options]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("name", "more"),
     first(RUNS, if_=lambda each: each[1] == OPTIONS[each[0]][0], why="the recipe's other options"),
@@ -67,6 +68,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("name", "more"),
     first(RESUMED, ("llm", ""), ("vision", RESUMED[-2][1]), ("diffusion", ""), why="other recipes resume in the first tier"),
@@ -90,7 +92,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     assert_same(run(name, "part", *more.split(), "--resume"), whole)
 
 
-@pytest.mark.rest("the first tier resumes an interrupted run")
+@pytest.mark.long("the first tier resumes an interrupted run")
 @pytest.mark.parametrize("name", ["llm", "vision"])
 def test_a_finished_run_continues(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     much, more = ("--epochs", "3") if name == "vision" else ("--steps", "7")
@@ -102,7 +104,7 @@ def test_a_finished_run_continues(name: str, folder: Path, capsys: pytest.Captur
     assert torch.load("run/last.ckpt", weights_only=True)["global_step"] == 6 + (name == "llm")
 
 
-@pytest.mark.rest("the first tier trains every weight")
+@pytest.mark.long("the first tier trains every weight")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", ["llm", "moe", "vlm", "speech"])
 def test_lora_saves_adapters_only(name: str, precision: str, folder: Path) -> None:
@@ -126,6 +128,7 @@ def test_lora_saves_adapters_only(name: str, precision: str, folder: Path) -> No
 # ---------------------------------------------------------------------- data
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_four_short_rows_train(folder: Path) -> None:
     """Rows are fewer than a window, and windows fewer than a batch."""
     Path("four.jsonl").write_text("\n".join(['{"prompt": "2 + 2 =", "completion": " 4"}'] * 4))
@@ -167,6 +170,7 @@ WRONG_IN_EACH = [
 ]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [*(("llm", *each) for each in WRONG), *((name, *each) for name in RECIPES for each in WRONG_IN_EACH)],

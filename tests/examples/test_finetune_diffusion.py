@@ -31,6 +31,7 @@ def velocity(transformer: Any) -> Tensor:
         )[0]  # fmt: skip
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_lora_loads_into_diffusers_and_has_its_keys(folder: Path) -> None:
     """ComfyUI reads these keys of Flux, too: those of diffusers, after the prefix of the transformer."""
     module = run("diffusion", "run", "--steps", "2", "--lora", "4")
@@ -47,6 +48,7 @@ def test_the_lora_loads_into_diffusers_and_has_its_keys(folder: Path) -> None:
     assert len(saved) == 2 * (2 * 12 + 4 * 5)  # the linear modules of two double and four single blocks
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_base_has_8_bits(folder: Path) -> None:
     options = recipe.parse(
         [*SMALL["diffusion"].arguments, "--quantize-8bit", "--lora", "4", "--precision", "bf16-mixed"]
@@ -56,7 +58,7 @@ def test_the_base_has_8_bits(folder: Path) -> None:
     assert quantised == {name for name in kinds if name.endswith("base_layer.weight")} != set()
 
 
-@pytest.mark.rest("a second run of the same recipe")
+@pytest.mark.long("a second run of the same recipe")
 def test_a_whole_model_is_saved_as_diffusers_does(folder: Path) -> None:
     module = run("diffusion", "run", "--full", "--steps", "1")
     saved = FluxTransformer2DModel.from_pretrained("run", subfolder="transformer").state_dict()
@@ -75,6 +77,7 @@ def test_the_loss_falls_on_drawn_shapes(tmp_path: Path, monkeypatch: pytest.Monk
     assert losses[1] < losses[0] / 1.5
 
 
+@pytest.mark.long("takes a second or more")
 def test_images_have_their_own_aspect_ratio(folder: Path) -> None:
     """What is encoded is in a file for each image, and is encoded once."""
     run("diffusion", "run", "--steps", "1")

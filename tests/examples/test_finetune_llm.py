@@ -24,6 +24,7 @@ def counted(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
     return tokenizer.decode(tokens), tokenizer.decode([label for label in labels if label != common.IGNORED])
 
 
+@pytest.mark.long("takes a second or more")
 def test_only_what_the_assistant_says_counts(tokenizer: Any) -> None:
     text, said = counted({"messages": [*CHAT, {"role": "user", "content": "unanswered"}]}, tokenizer)
     assert text == tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -126,7 +127,7 @@ def test_parquet_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert row == {"messages": CHAT}
 
 
-@pytest.mark.rest("eight runs beside the first")
+@pytest.mark.long("eight runs beside the first")
 def test_the_first_command_trains_in_one_thread_and_ends_with_its_dial(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

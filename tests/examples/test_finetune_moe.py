@@ -19,6 +19,7 @@ from tests.support.small_recipes import QWEN, assert_same, common, run, steps_in
 from tests.support.tiers import first
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_router_learns_from_the_auxiliary_loss(folder: Path, tokenizer: Any) -> None:
     """With a model whose loss is constant, only the auxiliary loss has gradients."""
     arguments = ["--model", "qwen.json", "--precision", "32-true", "--length", "16", "--aux", "0.5"]
@@ -49,6 +50,7 @@ def base(folder: Path, tokenizer: Any) -> list[str]:
 EXPERTS = [["--experts", "4bit"], ["--lora-experts"], ["--experts", "4bit", "--lora-experts"]]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("more", first(EXPERTS, EXPERTS[-1], why="one of the two options"), ids=" ".join)
 def test_adapters_beside_experts_in_4_bits_and_adapters_of_experts(
     more: list[str], base: list[str], capsys: pytest.CaptureFixture[str]
@@ -67,7 +69,7 @@ def test_adapters_beside_experts_in_4_bits_and_adapters_of_experts(
     assert packed == 4 * ("--experts" in more)
 
 
-@pytest.mark.rest("a checkpoint resumes in the tests of packed experts")
+@pytest.mark.long("a checkpoint resumes in the tests of packed experts")
 @pytest.mark.parametrize("strategy", ["superpipeline", "auto"])
 def test_a_run_with_packed_experts_resumes(
     strategy: str, base: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +82,7 @@ def test_a_run_with_packed_experts_resumes(
     assert_same(run("moe", "part", *arguments, "6", "--resume"), whole)
 
 
+@pytest.mark.long("takes a second or more")
 def test_experts_in_mxfp4_keep_the_values_of_their_files(
     folder: Path, tokenizer: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

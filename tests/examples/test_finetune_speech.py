@@ -15,7 +15,7 @@ from examples import finetune_speech as recipe
 from tests.support.small_recipes import common, run, write_rows, write_wave
 
 
-@pytest.mark.rest("a second run of the same recipe")
+@pytest.mark.long("a second run of the same recipe")
 def test_the_saved_model_trains_further(folder: Path) -> None:
     run("speech", "run", "--steps", "2")
     assert WhisperFeatureExtractor.from_pretrained("run/model").feature_size == 40
@@ -62,6 +62,7 @@ def test_channels_are_averaged(tmp_path: Path) -> None:
     assert common.read_wave(tmp_path / "a.wav").tolist() == [0.25, -1.0]
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_default_data_are_recordings(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in common.write_tones(tmp_path).read_text().splitlines()]
     assert len(rows) == 1024

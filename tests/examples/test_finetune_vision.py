@@ -16,6 +16,7 @@ from tests.support.small_recipes import COLOURS, assert_same, common, run, write
 DATA = Path("classes")
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_saved_model_loads_into_timm_and_continues(folder: Path) -> None:
     trained = run("vision", "run", "--epochs", "1", "--seed", "3")
     assert trained.trainer.datamodule.seed == trained.seed == 3
@@ -27,7 +28,7 @@ def test_the_saved_model_loads_into_timm_and_continues(folder: Path) -> None:
     assert torch.equal(again.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
 
 
-@pytest.mark.rest("a second library")
+@pytest.mark.long("a second library")
 @pytest.mark.parametrize("more", [[], ["--head-only"]], ids=" ".join)
 def test_a_model_of_transformers_trains(more: list[str], folder: Path) -> None:
     config = ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=32)
@@ -44,7 +45,7 @@ def test_a_model_of_transformers_trains(more: list[str], folder: Path) -> None:
     assert frozen == bool(more)
 
 
-@pytest.mark.rest("a second run of the same recipe")
+@pytest.mark.long("a second run of the same recipe")
 def test_the_head_alone_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = run("vision", "run", "--model", "test_vit", "--no-pretrained", "--head-only", "--epochs", "1").model
     assert {name for name, p in model.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
@@ -98,6 +99,7 @@ def test_digits_are_not_mirrored_by_default(folder: Path, monkeypatch: pytest.Mo
     assert not recipe.Images(DATA, batch_size=2, flip=False).flip
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_default_data_are_digits(tmp_path: Path) -> None:
     folder = common.write_digits(tmp_path)
     assert [each.name for each in sorted(folder.iterdir())] == [str(digit) for digit in range(10)]

@@ -22,7 +22,7 @@ from examples import finetune_vlm
 from tests.support.small_recipes import assert_same, common, run, write_rows
 
 
-@pytest.mark.rest("the first tier trains every weight")
+@pytest.mark.long("the first tier trains every weight")
 def test_a_frozen_vision_tower_stays_as_it_is(folder: Path) -> None:
     before = dict(run("vlm", "base", "--steps", "1").model.state_dict())
     arguments = ["--model", "base/model", "--freeze-vision"]
@@ -64,7 +64,7 @@ def qwen(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.rest("the first tier has LLaVA")
+@pytest.mark.long("the first tier has LLaVA")
 def test_images_of_several_sizes_are_trained(folder: Path) -> None:
     arguments = ["--model", str(qwen(folder / "qwen")), "--steps", "3"]
     assert_same(run("vlm", "ours", *arguments), run("vlm", "plain", *arguments, "--strategy", "auto"))
@@ -101,6 +101,7 @@ def test_only_the_answer_counts() -> None:
     assert torch.equal(questions, batch["input_ids"][:, : questions.shape[1]])
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_default_data_have_both_questions() -> None:
     rows = common.digits_and_photographs()
     assert len(rows) == 1997

@@ -49,6 +49,7 @@ def run(model: Path, prompts: Path, name: str, *more: str) -> list[dict[str, Any
     return [json.loads(line) for line in output.read_text().rstrip("\n").split("\n")]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "more",
     first(
@@ -67,11 +68,13 @@ def test_tokens_are_those_of_plain_lightning(more: list[str], model: Path, promp
     assert all(0 < row["tokens"] <= 6 for row in rows)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_completion_is_the_same_alone_and_in_a_batch(model: Path, prompts: Path) -> None:
     """The shorter prompts of a batch are padded: on the right, or visible, padding would change their completions."""
     assert run(model, prompts, "one", "--batch-size", "1") == run(model, prompts, "five", "--batch-size", "5")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "more", first([[], ["--temperature", "1"]], ["--temperature", "1"], why="nothing is drawn"), ids=" ".join
 )
@@ -121,6 +124,7 @@ def test_a_completion_ends_at_the_end_token(model: Path, tmp_path: Path) -> None
     assert [(row["completion"], row["tokens"]) for row in rows] == [("of", len(word) + 1), ("ofofof", 3 * len(word))]
 
 
+@pytest.mark.long("takes a second or more")
 def test_adapters_are_used(model: Path, prompts: Path, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model)
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)

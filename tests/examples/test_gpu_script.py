@@ -82,7 +82,7 @@ def test_the_first_call_is_first_and_fits(
     assert order[5:8] == ["everyday", "quantised", "all"]
 
 
-@pytest.mark.rest("a process that collects tests")
+@pytest.mark.long("a process that collects tests")
 def test_the_tests_of_the_lists_exist() -> None:
     items = [item for make in agenda.LISTS.values() for item in make() if isinstance(item, agenda.Tests)]
     single = [f"tests/gpu/{test}" for item in items for test in item.tests if "::" in test]
@@ -265,7 +265,7 @@ def test_a_gpu_that_other_programs_fill_is_said_before_anything_runs(monkeypatch
     assert everything.obstacle() is None
 
 
-@pytest.mark.rest("processes that measure; the first tier has what a part reports")
+@pytest.mark.long("processes that measure; the first tier has what a part reports")
 def test_without_matplotlib_everything_is_measured_and_reported() -> None:
     """Where it was missing, a list ended before it measured anything."""
     code = (
@@ -275,7 +275,7 @@ def test_without_matplotlib_everything_is_measured_and_reported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(everything.__file__).parents[2])
 
 
-@pytest.mark.rest("the first call with tiny sizes: processes that start from nothing")
+@pytest.mark.long("the first call with tiny sizes: processes that start from nothing")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it pretends that there is none")
 def test_a_list_runs_through_on_a_cpu() -> None:
     """So that it cannot rot. It keeps no figures."""
@@ -326,6 +326,7 @@ class Differs(Module):
                 net.blocks[2].inner.bias.add_(1)
 
 
+@pytest.mark.long("takes a second or more")
 def test_first_light_sees_a_difference_and_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_light, "MODELS", {"Stack": (lambda: Differs(Stack()), vectors)})
     with pytest.raises(AssertionError, match=r"net\.blocks\.2") as raised:

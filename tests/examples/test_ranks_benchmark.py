@@ -27,6 +27,7 @@ def test_ways_do_the_same_and_are_measured(tmp_path: Path) -> None:
     assert all(len(row["step_seconds"]) == 2 for row in found)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_pages_that_processes_share_count_once() -> None:
     alone = ranks.pss([os.getpid()])
     child = os.fork()

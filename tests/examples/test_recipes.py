@@ -63,6 +63,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> resume_llm.Result:
 # ---------------------------------------------------------------------- language models
 
 
+@pytest.mark.long("takes a second or more")
 def test_trains_saves_and_resumes(llm: resume_llm.Result) -> None:
     assert (llm.steps, llm.resumed_step) == (6, 3)
     assert llm.peak_device_bytes <= llm.planned_device_bytes < llm.plain_device_bytes
@@ -80,13 +81,13 @@ def test_the_dial_of_a_recipe_is_equal_in_six_windows(
     assert list(tmp_path.rglob("*.ckpt")) == []
 
 
-@pytest.mark.rest("a second run of a recipe that the first tier has")
+@pytest.mark.long("a second run of a recipe that the first tier has")
 def test_continues_from_a_local_folder(llm: resume_llm.Result, tmp_path: Path) -> None:
     again = resume_llm.main(["--steps", "4", "--model", str(llm.model), *TEXT, "--output", str(tmp_path)])
     assert again.first_loss < llm.first_loss + 0.5
 
 
-@pytest.mark.rest("tests/sharing has trials in the first tier")
+@pytest.mark.long("tests/sharing has trials in the first tier")
 def test_learning_rates_at_once_have_the_losses_of_one_after_the_other(
     llm: resume_llm.Result, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +107,7 @@ def test_learning_rates_at_once_have_the_losses_of_one_after_the_other(
         sweep_lora.compare(replace(result, alone=[result.alone[0], other, result.alone[2]]))
 
 
-@pytest.mark.rest("a second run of the same recipe")
+@pytest.mark.long("a second run of the same recipe")
 def test_learning_rates_share_a_base_of_16_bits_in_mixed_precision(tmp_path: Path) -> None:
     arguments = ["--rates", "1e-3", "1e-2", "--steps", "2", "--base-steps", "2", "--precision", "bf16-mixed"]
     result = sweep_lora.main([*arguments, *MODEL, *TEXT, "--output", str(tmp_path)])
@@ -126,6 +127,7 @@ def test_a_loss_that_is_no_number_is_not_the_best(capsys: pytest.CaptureFixture[
 # ---------------------------------------------------------------------- bad input
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("recipe", "arguments"),
     [
@@ -191,7 +193,7 @@ def test_all_recipes_with_an_estimate_are_found() -> None:
     assert len(HEADERS) == sum((recipe.__doc__ or "").count("\n    python -m sp_lightning plan ") for recipe in RECIPES)
 
 
-@pytest.mark.rest("each plans a model of real size, for seconds")
+@pytest.mark.long("each plans a model of real size, for seconds")
 @pytest.mark.parametrize(("arguments", "said"), HEADERS)
 def test_an_estimate_in_a_header_is_what_plan_answers(
     arguments: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -296,6 +298,7 @@ def test_each_device_takes_batches_of_its_own() -> None:
     assert list(training.of(None)) == list(training)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("config", "more"),
     first(

@@ -34,6 +34,7 @@ def test_what_one_machine_shows_before_its_contestants_is_in_tables(tmp_path: Pa
     assert "no memory" in text
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     found = [
         made_up_limits(),
@@ -81,6 +82,7 @@ def test_the_reports_numbers_follow_from_the_rows(tmp_path: Path) -> None:
     assert "train llm 3B, bf16-mixed, 8192 tokens" in shown
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("change", "message"), [({"commit": "other"}, "2 commits"), ({"machine": {}}, "2 machines")])
 def test_rows_of_several_origins_are_refused(change: rows.Row, message: str, tmp_path: Path) -> None:
     one = made_up("plain", 1.0, 80)

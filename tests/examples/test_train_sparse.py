@@ -73,6 +73,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("options", first(OPTIONS, *OPTIONS[:2], why="other models have these ways, too"), ids=str)
 @pytest.mark.parametrize("device", [nullcontext, simulated], ids=["cpu", "a device of its own"])
 def test_training_is_that_of_plain_lightning(
@@ -85,7 +86,7 @@ def test_training_is_that_of_plain_lightning(
     assert len(levels(ours.state)) == 2 * 7
 
 
-@pytest.mark.rest("a precision and a way to update of which other models are tests")
+@pytest.mark.long("a precision and a way to update of which other models are tests")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_updates_in_backward_are_those_of_plain_lightning(precision: Any) -> None:
     expected = fit(fused(small), BATCHES, precision=precision, recorded="losses")
@@ -94,6 +95,7 @@ def test_updates_in_backward_are_those_of_plain_lightning(precision: Any) -> Non
     assert_same(ours, expected)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_levels_travel_with_their_layers_and_none_stays_on_the_device() -> None:
     def of(kind: type[CausalLM]) -> tuple[int, int]:
         strategy = SuperpipelineStrategy(k=1)
@@ -133,6 +135,7 @@ def left_by(module: Any, trainer: Any, recorder: LevelRecorder) -> dict[str, Any
     return {"levels": recorder.seen[-3:], "state": dict(module.state_dict()), "optimizers": optimizers}
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_run_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
     ours, plain = saved(SuperpipelineStrategy(k=1), tmp_path / "ours"), saved("auto", tmp_path / "plain")
     content, expected = (torch.load(path, weights_only=True) for path in (ours, plain))
@@ -184,7 +187,7 @@ def test_an_output_that_is_a_file_is_refused_before_any_work(
     assert "is a file. Give a folder" in capsys.readouterr().err
 
 
-@pytest.mark.rest("seconds of training")
+@pytest.mark.long("seconds of training")
 def test_the_recipe_compares_with_dense_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from examples.demos.language import small_llama
 SMALL = shared_base.Workload(6, 32, 64, 2)
 
 
-@pytest.mark.rest("tests/sharing has trials in the first tier")
+@pytest.mark.long("tests/sharing has trials in the first tier")
 def test_trials_at_once_are_measured_beside_the_same_one_after_the_other(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -37,6 +37,7 @@ def test_trials_at_once_are_measured_beside_the_same_one_after_the_other(
         shared_base.measure(shared_base.TINY, [2], 1)
 
 
+@pytest.mark.long("takes a second or more")
 def test_kernels_of_all_trials_do_not_wait_for_the_layers_of_one() -> None:
     (three,) = clocked_trials.measure(4, [3], workload=SMALL)
     assert three.bound > 3

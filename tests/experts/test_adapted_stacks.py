@@ -30,6 +30,7 @@ def both(make: Any, strategy: Any, **options: Any) -> int:
     return found
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 @pytest.mark.parametrize(
@@ -47,6 +48,7 @@ def test_few_experts_are_uploaded(name: str, implementation: str, activations: A
     assert 0 < sent < 0.8 * uses * strategy.plan.stack_bytes
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])
 def test_mixed_precision_and_recompute(packed: bool, dtype: torch.dtype) -> None:
@@ -56,6 +58,7 @@ def test_mixed_precision_and_recompute(packed: bool, dtype: torch.dtype) -> None
     )
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_adapters_on_routers(activations: Any) -> None:
     """``target_parameters`` of any parameter raised an error with "recompute"."""
@@ -64,6 +67,7 @@ def test_adapters_on_routers(activations: Any) -> None:
     assert 0 < sent < 6 * strategy.plan.stack_bytes
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("implementation", "adapters"), [("eager", 1), ("grouped_mm", 2)])
 def test_all_experts_are_uploaded_where_the_result_is_not_known_to_be_read_by_experts(
     implementation: str, adapters: int, caplog: Any, monkeypatch: pytest.MonkeyPatch
@@ -78,6 +82,7 @@ def test_all_experts_are_uploaded_where_the_result_is_not_known_to_be_read_by_ex
     assert ("target_parameters" in said[0]) == (adapters == 1)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("around", [True, False])
 def test_a_hook_that_may_route_otherwise_is_noticed_on_any_of_the_modules(around: bool) -> None:
     def make() -> Any:
@@ -90,6 +95,7 @@ def test_a_hook_that_may_route_otherwise_is_noticed_on_any_of_the_modules(around
     assert both(make, strategy) >= 3 * strategy.plan.stack_bytes
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("where", ["experts", "between", "outermost"])
 def test_a_forward_hook_may_read_all_experts(where: str) -> None:
     """Inside PEFT's modules, it finds the stack with its adapter, in which other experts than those of the tokens were zero."""
@@ -108,6 +114,7 @@ def test_a_forward_hook_may_read_all_experts(where: str) -> None:
     both(make, superpipeline(k=1))
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_forward_hook_on_all_modules_may_read_all_experts() -> None:
     def read(module: Any, args: Any, output: Any) -> Any:
         return output + 0.01 * module.gate_up_proj.square().mean() if "MoeExperts" in type(module).__name__ else None

@@ -52,6 +52,7 @@ def generated(strategy: Any, name: str = "qwen3") -> Any:
     return trainer_for(strategy).predict(module, loader(stacked.tokens(6)))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt-oss", marks=pytest.mark.rest("another layout"))])
 def test_the_budget_is_filled_with_experts_and_fewer_come(name: str) -> None:
     plain = generated("auto", name)
@@ -73,6 +74,7 @@ def test_the_budget_is_filled_with_experts_and_fewer_come(name: str) -> None:
     assert hits[0] < hits[1] < hits[2]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_larger_window_holds_other_layers_and_not_experts() -> None:
     plain, fetched, plans = generated("auto"), [], []
     for k in (1, 3):
@@ -87,6 +89,7 @@ def test_a_larger_window_holds_other_layers_and_not_experts() -> None:
     assert fetched[1] < fetched[0]
 
 
+@pytest.mark.long("takes a second or more")
 def test_copies_within_a_device_of_its_own_wait_for_transfers() -> None:
     plan = make_plan(find_layers(Generates(stacked.transformer("qwen3").net)), k=1, k_prime=1)
     strategy = superpipeline(k=1, k_prime=1, gpu_memory=plan.peak_device_bytes + plan.stack_bytes // 2)
@@ -97,6 +100,7 @@ def test_copies_within_a_device_of_its_own_wait_for_transfers() -> None:
     assert strategy.stats().expert_hits
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("kept", first((1, 2, 3, 6, 12), 1, why="other experts are kept"))
 @pytest.mark.parametrize("trains", [False, True])
 def test_what_comes_into_a_slot_waits_for_experts_that_were_copied_there(kept: int, trains: bool) -> None:
@@ -114,6 +118,7 @@ def test_what_comes_into_a_slot_waits_for_experts_that_were_copied_there(kept: i
     assert_same(ours, left_out_with_a_cache("auto", run=run))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_experts_that_were_updated_are_not_taken_from_the_cache() -> None:
     make, batches = stacked.CASES["few"]
     budget = make_plan(find_layers(make()), k=1, k_prime=1).peak_device_bytes + 60_000

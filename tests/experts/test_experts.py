@@ -48,6 +48,7 @@ def test_only_experts_that_were_routed_to_are_fetched(predict: bool) -> None:
     assert names == {f"net.layers.{block}{part}" for block in range(3) for part in ("", ".experts.1")}
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_in_prediction_experts_are_not_guessed() -> None:
     """Where routing changes from batch to batch, what the last one used would come for nothing."""
 
@@ -124,6 +125,7 @@ class Inner(nn.Module):
         return self.moe(torch.tanh(self.before(x)))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_no_layers_inside_a_graph() -> None:
     def make() -> Module:

@@ -84,6 +84,7 @@ def test_a_model_of_accelerate_and_a_part_of_a_model(tmp_path: Path) -> None:
         assert_equal(value, reference.get_parameter(name).detach(), name)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_loaded_model_is_trained(tmp_path: Path) -> None:
     folder = write(tmp_path, files_of(dense()))
 

@@ -20,6 +20,7 @@ def train(strategy: type[Any], **options: Any) -> dict[str, Any]:
     return seen(fit(make, stacked.tokens(count=4), strategy(**options), devices=2, precision="bf16-mixed"))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("options", [{}, {"activations": "recompute"}], ids=str)
 def test_packed_experts_on_two_devices(options: dict[str, Any]) -> None:
     """The reference is not ``ddp``, which cannot broadcast tensor subclasses."""

@@ -209,7 +209,7 @@ def test_data_is_assigned_whole_or_not_at_all() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*non-leaf|.*Dynamo:UserWarning")
-@pytest.mark.rest("compiles for some seconds")
+@pytest.mark.long("compiles for some seconds")
 @pytest.mark.skipif(stacked.READS_ADDRESSES, reason="torch 2.10 cannot move a compiled module back on plain Lightning")
 def test_blocks_are_compiled_whole() -> None:
     """A compiler traces with tensors of its own: nothing of a trace is kept for other models."""
@@ -260,6 +260,7 @@ def by_rows(strategy: Any, times: int) -> bool:
     return strategy.stats().expert_bytes > 0 and (strategy.stats().expert_bytes < whole or stacked.READS_ADDRESSES)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("name", "how", "kind"), first(CASES, *QUICK, why="other models, functions and formats"))
 def test_streamed_training_equals_plain_and_few_rows_come(name: str, how: str, kind: str) -> None:
     def make() -> stacked.Transformer:
@@ -278,6 +279,7 @@ def test_streamed_training_equals_plain_and_few_rows_come(name: str, how: str, k
 MODES = [(each, other) for each in ("keep", "recompute", "offload") for other in ("32-true", "bf16-true", "bf16-mixed")]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 @pytest.mark.parametrize(
     ("activations", "precision"), first(MODES, ("recompute", "bf16-mixed"), why="other modes and precisions")
@@ -297,6 +299,7 @@ def test_modes_and_precisions(activations: Any, precision: Any, base: str) -> No
     assert by_rows(strategy, 2 * len(batches))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("activations", first(["keep", "recompute"], "recompute", why="the same adapters, saved"))
 @pytest.mark.parametrize("how", first(IMPLEMENTATIONS, "grouped_mm", why="adapters make the stacks dense in each"))
 def test_adapters_on_packed_experts_are_streamed(how: str, activations: Any) -> None:
@@ -346,6 +349,7 @@ EIGHT_LAYERS: dict[str, Callable[[], stacked.Transformer]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("everything_is_worth_moving")
 @pytest.mark.parametrize("activations", first(["keep", "recompute", "offload"], "keep", why="other modes"))
 @pytest.mark.parametrize("case", EIGHT_LAYERS)
@@ -393,6 +397,7 @@ def written_in_evaluation(how: str, kind: str) -> Callable[[], stacked.Transform
     return make
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("how", first(["whole", "detached", "data", "parts"], "whole", "data", why="other writes"))
 def test_experts_that_were_written_on_the_device_are_copied_back(how: str, kind: str) -> None:
@@ -415,6 +420,7 @@ def test_a_view_of_experts_cannot_be_written(how: str) -> None:
 # ---------------------------------------------------------------------- prediction and checkpoints
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize(("name", "how", "kind"), first(CASES, *QUICK, why="other models, functions and formats"))
 def test_predicts(name: str, how: str, kind: str, inference_mode: bool) -> None:
@@ -431,6 +437,7 @@ def test_predicts(name: str, how: str, kind: str, inference_mode: bool) -> None:
     assert_equal(plain, predictions(dequantised(module)), "predictions with dequantised experts")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("kind", first(FORMATS, "nvfp4", why="the other format"))
 def test_resumes_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
     def make() -> stacked.Transformer:
@@ -451,6 +458,7 @@ def test_resumes_from_a_checkpoint(tmp_path: Path, kind: str) -> None:
         assert_equal(ours.losses, whole.losses[len(batches) :], "losses")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_checkpoint_brings_its_own_experts(tmp_path: Path) -> None:
     """Not those that the module was made with."""
 

@@ -47,6 +47,7 @@ def parametrised() -> stacked.Transformer:
     return module
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
 def test_experts_in_4_bits_of_bitsandbytes(activations: str) -> None:
     strategy = superpipeline(k=1, activations=activations)
@@ -61,6 +62,7 @@ def whole_bytes(strategy: Any, times: int) -> int:
     return times * sum(layer.nbytes for layer in strategy.plan.layers if layer.rows)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_adapters_train_beside_quantised_experts(precision: Any, activations: str) -> None:
@@ -76,6 +78,7 @@ def test_adapters_train_beside_quantised_experts(precision: Any, activations: st
     assert strategy.stats().expert_bytes < whole_bytes(strategy, forward_and_backward)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_predicts_and_keeps_experts() -> None:
     def predictions(strategy: Any) -> Any:
         torch.manual_seed(5)
@@ -96,6 +99,7 @@ def test_predicts_and_keeps_experts() -> None:
     assert strategy.stats().expert_hits
 
 
+@pytest.mark.long("takes a second or more")
 def test_resumes_without_frozen_weights(tmp_path: Path) -> None:
     file, batches = tmp_path / "ours.ckpt", stacked.tokens(6)
     first = fit(adapted, batches, superpipeline(k=1, save_frozen=False))
@@ -212,6 +216,7 @@ def test_a_class_that_reads_all_experts_gets_all_of_them() -> None:
     assert_same(ours, fit(centred, stacked.tokens()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_writes_are_taken_back() -> None:
     def make() -> Writes:
         return Writes(adapted().net)

@@ -264,6 +264,7 @@ def test_gradients_of_an_older_graph_are_those_of_its_rows() -> None:
     assert_same(ours, fit(Remembers, [*stacked.rows(), *stacked.rows()]))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_gradients_of_whole_layers_and_of_rows_are_added_up() -> None:
     """A large batch and a small one give one sum, of which all rows are to be seen."""
     generator = torch.Generator().manual_seed(3)

@@ -58,6 +58,7 @@ def test_only_rows_travel() -> None:
     assert stats.demand_fetches == 0
 
 
+@pytest.mark.long("takes a second or more")
 def test_backward_finds_the_numbers_of_rows_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy from pageable memory blocked autograd's thread until the device had done all that was issued before."""
     found: list[bool] = []
@@ -274,6 +275,7 @@ def test_a_sparse_gradient_that_a_hook_coalesces_counts_as_on_plain() -> None:
     assert found(superpipeline(k=1)) == found("auto")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_rows_are_gathered_after_the_update_in_the_background() -> None:
     strategy = superpipeline(k=1, optimizer_overlap="forward", fused_optimizer=True)
     with simulated():
@@ -281,6 +283,7 @@ def test_rows_are_gathered_after_the_update_in_the_background() -> None:
     assert_same(ours, fit(fused(CASES["looked-up"]), numbers(), recorded="losses"))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("place", ["cpu", "gpu"])
 def test_an_update_under_way_is_no_write_of_a_forward_that_is_recomputed(place: str) -> None:
     """It showed between the look at the table's version before the forward and the one after it."""

@@ -53,11 +53,13 @@ def assert_plain(*arguments: Any, **options: Any) -> SuperpipelineStrategy:
     return strategy
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_adapters(accelerator: str, precision: str, deterministic: None) -> None:
     assert_plain(accelerator, lora, tokens(), precision)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", ["qwen3", "gpt-oss"])
 def test_packed_experts(accelerator: str, name: str, deterministic: None) -> None:
     pytest.importorskip("torchao")
@@ -140,6 +142,7 @@ def within_budget(accelerator: str, inner: Any) -> Any:
     return pair(accelerator, partial(blocks, width, inner), batches, k=1, gpu_memory=budget)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("inner", INNER)
 def test_activations_that_do_not_fit(accelerator: str, inner: Any) -> None:
     plain, ours, strategy = within_budget(accelerator, inner)
@@ -147,6 +150,7 @@ def test_activations_that_do_not_fit(accelerator: str, inner: Any) -> None:
     assert set(strategy.activations.values()) != {"keep"}
 
 
+@pytest.mark.long("takes a second or more")
 def test_activations_of_a_kernel_that_does_not_repeat(accelerator: str) -> None:
     """Plain Lightning differs from itself on a GPU, so that the run only has to end, near it."""
     plain, ours, _ = within_budget(accelerator, added)
@@ -154,6 +158,7 @@ def test_activations_of_a_kernel_that_does_not_repeat(accelerator: str) -> None:
         torch.testing.assert_close(mine, its, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("inner", INNER)
 def test_recomputed(accelerator: str, inner: Any) -> None:
     batches = [torch.randn(8, 64, generator=torch.Generator().manual_seed(step)) for step in range(4)]

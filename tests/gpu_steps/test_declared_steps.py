@@ -267,6 +267,7 @@ class Images(Stepped):
         return super().loss(batch[:3, :3, None, None].expand(3, 3, 5, 5))
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_is_stepped_lies_in_memory_as_kernels_ask_for_it() -> None:
     seen: list[Any] = []
 
@@ -308,6 +309,7 @@ def partition(second: Callable[[Tensor], bool], ps: Any) -> tuple[list[Tensor], 
     return [p for p in ps if not second(p)], [p for p in ps if second(p)]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_two_optimizers_of_torchs_in_one_class(precision: Any, tmp_path: Path) -> None:
     kind = of_guide()
@@ -349,6 +351,7 @@ class GivesMore(Precision):
         return optimizer.step(lambda: self._wrap_closure(model, optimizer, closure), 0.5)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_step_is_given_its_closure_and_nothing_else() -> None:
     def run(strategy: Any) -> Outcome:
         return fit(lambda: Stepped(Scaled), vectors(), strategy, recorded="losses")
@@ -385,6 +388,7 @@ class Below(torch.optim.AdamW):
         return loss
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("kind", [OnTop, Below])
 def test_a_step_inside_a_step_is_refused_and_does_not_hang(kind: Any) -> None:
     torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # torch hooks the step of a class once one was made
@@ -412,6 +416,7 @@ class Views(Stepped):
         self.seen.append(self.view.clone())
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_step_may_step_an_optimizer_of_one_parameter() -> None:
     """It runs in the background, where no step is announced: nothing is fetched before its layer is stepped."""
 
@@ -434,6 +439,7 @@ class StepsAnother(Callback):
         torch.optim.SGD(pl_module.parameters(), lr=0.1).step()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_steps_of_other_optimizers_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"SGD is not what Stepped\.configure_optimizers has returned"):
         trainer_for(on_device(), callbacks=[StepsAnother()]).fit(Stepped(), loader(vectors()))
@@ -470,6 +476,7 @@ class Lonely(Stepped):
         net.blocks[1].lonely = torch.nn.Parameter(torch.ones(3))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_layers_that_backward_leaves_step_in_the_users_form() -> None:
     plain = fit(Lonely, vectors(), "auto", recorded="losses")
     assert_same(fit(Lonely, vectors(), on_device(optimizer_overlap="backward"), recorded="losses"), plain)
@@ -486,6 +493,7 @@ class Strided(Stepped):
         p.grad = wide[:, : p.shape[1]]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_norm_is_that_of_the_gradient_alone() -> None:
     def run(strategy: Any) -> Outcome:
         return fit(Strided, vectors(), strategy, recorded="losses", gradient_clip_val=0.05)

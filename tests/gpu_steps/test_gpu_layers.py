@@ -54,6 +54,7 @@ class Counts(Callback):
 MOVED = ("fetched_bytes", "offloaded_gradient_bytes", "step_upload_bytes", "step_download_bytes")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
 def test_a_layer_that_stays_moves_nothing(options: dict[str, Any], precision: Any) -> None:
@@ -66,6 +67,7 @@ def test_a_layer_that_stays_moves_nothing(options: dict[str, Any], precision: An
     assert_same(ours, fit(Stepped, vectors(8), recorded="losses", precision=precision, **options))
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_moves_falls_with_each_layer_that_stays() -> None:
     moved = []
     for share in (0, 2, 4, ALL):
@@ -92,6 +94,7 @@ class PartlyFrozen(Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+@pytest.mark.long("takes a second or more")
 def test_frozen_layers_stay_too() -> None:
     counts = Counts()
     with simulated():
@@ -100,6 +103,7 @@ def test_frozen_layers_stay_too() -> None:
     assert_same(ours, fit(PartlyFrozen, vectors(6), recorded="losses"))
 
 
+@pytest.mark.long("takes a second or more")
 def test_steps_of_layers_that_stay_write_their_slots() -> None:
     """Neither memory for steps nor slots beyond the plan are taken."""
     with simulated():
@@ -110,6 +114,7 @@ def test_steps_of_layers_that_stay_write_their_slots() -> None:
     assert stats.peak_device_bytes <= plan.peak_device_bytes - (plan.update_bytes - plan.staying_bytes)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "options",
     [{"precision": "bf16-mixed"}, {"precision": "32-true", "gradient_clip_val": 1e-3}],
@@ -155,6 +160,7 @@ def resident_pages(memory: Tensor) -> int:
     return sum(flag & 1 for flag in flags)
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_stays_takes_no_host_memory() -> None:
     counts = {share: CountsPages() for share in (0, 4, ALL)}
     for share, pages in counts.items():
@@ -175,6 +181,7 @@ MIXED: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("name", "precision", "overlap", "options"), first(MIXED, *MIXED[:2], why="a second of NumPy each")
 )
@@ -193,6 +200,7 @@ def test_some_layers_step_on_the_gpu_and_the_others_on_the_cpu(
     assert_same(ours, plain(make, **options))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("stay", first([0, 3], 3, why="the same without layers that stay"))
 def test_all_layers_step_on_the_gpu_as_an_unchanged_program_does(stay: int) -> None:
     pytest.importorskip("llvmlite")
@@ -202,6 +210,7 @@ def test_all_layers_step_on_the_gpu_as_an_unchanged_program_does(stay: int) -> N
     assert_same(ours, plain(make))
 
 
+@pytest.mark.long("takes a second or more")
 def test_bits_of_neither_place_are_said() -> None:
     pytest.importorskip("llvmlite")
     with gpu_device():
@@ -220,6 +229,7 @@ def chosen(capacity: int, **options: Any) -> tuple[Outcome, SuperpipelineStrateg
         return fit(partial(OfKind, OPTIMIZERS["AdamW"]), batches, strategy, recorded="losses"), strategy
 
 
+@pytest.mark.long("takes a second or more")
 def test_as_many_layers_stay_as_fit() -> None:
     pytest.importorskip("llvmlite")
     counts = []
@@ -232,12 +242,14 @@ def test_as_many_layers_stay_as_fit() -> None:
     assert counts[0] < counts[-1] == len(strategy.plan.layers)
 
 
+@pytest.mark.long("takes a second or more")
 def test_none_stays_by_choice_where_bits_would_depend_on_it() -> None:
     pytest.importorskip("llvmlite")
     _, strategy = chosen(2**20, fused_optimizer=False)
     assert not strategy.plan.stay
 
 
+@pytest.mark.long("takes a second or more")
 def test_why_none_stays_by_choice_is_said(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("llvmlite")
     with caplog.at_level(logging.INFO, "lightning.pytorch.superpipeline"):
@@ -247,6 +259,7 @@ def test_why_none_stays_by_choice_is_said(caplog: pytest.LogCaptureFixture) -> N
         assert 'No layer stays on the GPU (gpu_layers="auto"): the model computes on the CPU.' in caplog.text
 
 
+@pytest.mark.long("takes a second or more")
 def test_as_many_stay_with_all_steps_on_the_gpu() -> None:
     """State that the first steps have made on the host is no reason against that: nobody else holds it."""
     counts = Counts()
@@ -272,6 +285,7 @@ class ReadsWeights(Callback):
         pl_module.net.stem.weight.sum()
 
 
+@pytest.mark.long("takes a second or more")
 def test_none_stays_by_choice_where_user_code_reads_weights_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("llvmlite")
     make, batches = partial(OfKind, OPTIMIZERS["AdamW"]), [*BATCHES, *BATCHES, *BATCHES]
@@ -288,6 +302,7 @@ class Asks(OfKind):
         self.said = strategy._step_advice()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("waited", "given", "said"),
     [
@@ -328,6 +343,7 @@ class ReadsMemory(Callback):
             pl_module.net.head.weight.data_ptr()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_read_that_does_not_ask_is_an_error() -> None:
     with (
         simulated(),
@@ -398,6 +414,7 @@ class OtherThreads(Callback):
         torch.set_num_threads(torch.get_num_threads() + 1)
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_cpu_steps_other_layers_with_the_threads_that_training_begins_with() -> None:
     """The bits of a step that is not fused may depend on their number."""
     threads = torch.get_num_threads()

@@ -76,6 +76,7 @@ class LeavesOut(Stepped):
         return self.net.blocks[-1](batch).square().mean() if self.kept else None  # type: ignore[index,operator,union-attr]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize(
     ("way", "kept"), first(itertools.product(WAYS, (0, 1)), ("half of them", 1), why="the same elsewhere")
@@ -127,7 +128,7 @@ class ReturnsParameters(Stepped):
     on_validation_batch_end = on_predict_batch_end = on_train_batch_end
 
 
-@pytest.mark.rest("a special case of layers that user code reads")
+@pytest.mark.long("a special case of layers that user code reads")
 @pytest.mark.parametrize("options", [{}, {"optimizer_on": "gpu", "gpu_layers": 3}], ids=str)
 def test_steps_that_return_parameters(options: dict[str, Any]) -> None:
     def run(strategy: Any) -> tuple[Outcome, list[Any]]:
@@ -171,6 +172,7 @@ def answers(module: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("way", first(WAYS, "half of them", why="the same with all layers"))
 def test_functions_of_weights_that_stay_answer_as_plains(way: str) -> None:
     """``is_shared`` made a storage object without memory, and torch ended the process when it was freed."""
@@ -186,6 +188,7 @@ def test_functions_of_weights_that_stay_answer_as_plains(way: str) -> None:
 # ---------------------------------------------------------------------- state
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_state_that_is_loaded_in_mid_run_counts(way: str) -> None:
     def load() -> Act:
@@ -203,6 +206,7 @@ def test_a_state_that_is_loaded_in_mid_run_counts(way: str) -> None:
     assert_as_plain(load, AdamW, way)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_parameter_without_a_group_keeps_its_state(way: str) -> None:
     def remove() -> Act:
@@ -222,6 +226,7 @@ def test_a_parameter_without_a_group_keeps_its_state(way: str) -> None:
     assert_as_plain(remove, AdamW, way)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
 def test_a_state_that_user_code_has_kept_is_the_optimizers(way: str, written: bool) -> None:
@@ -249,6 +254,7 @@ def test_a_state_that_user_code_has_kept_is_the_optimizers(way: str, written: bo
 # ---------------------------------------------------------------------- weights
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_storage_that_user_code_has_kept_has_the_weights(way: str) -> None:
     def run(strategy: Any) -> list[list[int]]:
@@ -269,6 +275,7 @@ def test_a_storage_that_user_code_has_kept_has_the_weights(way: str) -> None:
     assert ours == run("auto")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("way", WAYS)
 def test_casts_that_a_graph_has_saved_come_with_their_layer(way: str) -> None:
     """User code asks for a layer between forward and backward."""
@@ -302,6 +309,7 @@ def test_a_weight_that_another_thread_has_kept_does_not_stop_updates(way: str) -
     assert_same(ours, after_batches(keep(), momentum, "auto"))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_layer_that_stays_never_takes_the_slot_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Slots] = []
     make = Slots.__init__
@@ -352,6 +360,7 @@ class Declared(Optimizer):
         return loss
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("unseen", [False, True], ids=["grad", "grad.data"])
 @pytest.mark.parametrize("options", [{"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}], ids=str)
 def test_gradients_that_a_step_writes_are_read_as_it_has_left_them(unseen: bool, options: dict[str, Any]) -> None:
@@ -370,6 +379,7 @@ def test_gradients_that_a_step_writes_are_read_as_it_has_left_them(unseen: bool,
     assert_equal(seen, expected, "gradients")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("what", ["scale", "requires_grad"])
 def test_a_step_finds_the_attributes_that_parameters_have_now(what: str) -> None:
     def scale(trainer: Any, module: Any, *_: Any) -> None:
@@ -390,6 +400,7 @@ def test_a_step_finds_the_attributes_that_parameters_have_now(what: str) -> None
     assert_same(ours, run("auto"))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_does_not_land_the_layers_of_a_run_that_is_over() -> None:

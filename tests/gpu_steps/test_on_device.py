@@ -80,6 +80,7 @@ OPTIMIZERS = optimizers()
 SHOWN = [name for name in OPTIMIZERS if name.endswith("as it comes") or name.startswith(("AdamW", "SGD"))]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "name",
     first(
@@ -139,6 +140,7 @@ class HooksSteps(Stepped):
         self.seen.append([deepcopy(dict(values)) for values in optimizer.state.values()])
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("make", [Lowers, HooksSteps])
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_what_user_code_does_around_a_step_is_plains(make: Callable[[], Stepped], overlap: str) -> None:
@@ -171,6 +173,7 @@ class Looks(Callback):
         self.objects.append({name: id(value) for name, value in named.items()})
 
 
+@pytest.mark.long("takes a second or more")
 def test_users_find_plains_state_on_the_host() -> None:
     looks, plains = Looks(), Looks()
     fit(Stepped, vectors(), "auto", callbacks=[plains], recorded="losses")
@@ -180,6 +183,7 @@ def test_users_find_plains_state_on_the_host() -> None:
     assert all(each == looks.objects[0] for each in looks.objects), "each step leaves the same tensors"
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("before", "after"),
     first(
@@ -232,6 +236,7 @@ def stay(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("fused", [False, True])
 def test_state_that_was_loaded_goes_where_torch_puts_it(fused: bool, stay: list[Tensor], tmp_path: Path) -> None:
     def make() -> Stepped:
@@ -246,6 +251,7 @@ def test_state_that_was_loaded_goes_where_torch_puts_it(fused: bool, stay: list[
     assert all(each.ndim == 0 for each in stay)
 
 
+@pytest.mark.long("takes a second or more")
 def test_state_that_users_exchange_is_stepped(stay: list[Tensor]) -> None:
     plain = fit(Stepped, vectors(), "auto", callbacks=[Replaces()], recorded="losses")
     with simulated():
@@ -261,6 +267,7 @@ def test_what_has_no_gradient_keeps_its_state(steps: int) -> None:
     assert_same(ours, fit(alternating, vectors(5), limit_train_batches=steps))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="there, gradients are narrow"))
 @pytest.mark.parametrize("stay", first([0, 0.5, 1.0], 0.5, why="some stay, and some do not"))
 @pytest.mark.parametrize("read", [False, True])
@@ -326,6 +333,7 @@ class Own(Optimizer):
         return loss
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_users_optimizer_that_says_so_is_plains() -> None:
     def run(strategy: Any) -> Outcome:
         return fit(lambda: Stepped(Own), vectors(), strategy, recorded="gradients", accumulate_grad_batches=2)
@@ -366,6 +374,7 @@ def test_a_step_that_gives_a_parameter_another_dtype_is_refused() -> None:
         trainer_for(on_device()).fit(Stepped(GivesOthers), loader(vectors()))
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_error_in_the_middle_leaves_each_layer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(trainer: Any) -> Any:
         named = {name: p.detach() for name, p in trainer.lightning_module.named_parameters()}
@@ -393,6 +402,7 @@ def test_an_error_in_the_middle_leaves_each_layer_whole(monkeypatch: pytest.Monk
     assert_equal(whole(trainer), notes.before, "weights and state")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
 def test_an_error_between_layers_leaves_each_old_or_new(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fourth layer of the third step has been stepped on the device when it fails."""
@@ -460,6 +470,7 @@ def test_the_slots_take_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None
     assert plan.peak_device_bytes - without.plan.peak_device_bytes == plan.update_bytes
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_a_step_has_made_is_there_until_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[bool] = []
     wait = StepSlots._wait
@@ -594,6 +605,7 @@ def of_bitsandbytes(name: str, **settings: Any) -> Stepped:
     return Stepped(lambda parameters: getattr(optim, name)(parameters, lr=1e-2, **settings))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("name", "settings"), [("AdamW", {}), ("AdamW8bit", {"min_8bit_size": 16})], ids=["32", "8"])
 @pytest.mark.parametrize("overlap", ["off", "backward"])
 def test_bitsandbytes(name: str, settings: dict[str, Any], overlap: str) -> None:
@@ -605,6 +617,7 @@ def test_bitsandbytes(name: str, settings: dict[str, Any], overlap: str) -> None
     assert_same(run(on_device(optimizer_overlap=overlap)), run("auto"))
 
 
+@pytest.mark.long("takes a second or more")
 def test_tables_that_layers_share_are_no_race() -> None:
     def run(strategy: Any) -> Outcome:
         return fit(lambda: of_bitsandbytes("AdamW8bit", min_8bit_size=16), vectors(), strategy, recorded="losses")
@@ -633,6 +646,7 @@ def test_bitsandbytes_has_an_ordinary_optimizer() -> None:
     assert_same(run(on_device()), run("auto"))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("first", ["auto", "device"])
 @pytest.mark.parametrize("second", ["auto", "device"])
 def test_bitsandbytes_goes_on_from_either(first: str, second: str, tmp_path: Path) -> None:

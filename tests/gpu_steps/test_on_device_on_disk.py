@@ -46,6 +46,7 @@ def both(folder: Path, **options: Any) -> SuperpipelineStrategy:
     return on_disk(folder, optimizer_on="gpu", fused_optimizer="auto", **options)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("device", [False, True], ids=["CPU", "device"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -70,6 +71,7 @@ def test_all_may_be_on_the_disk(
     assert Wait.READ_AFTER_TAKE in made[0].waits, "before it goes to the disk"
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", first(OPTIMIZERS, "NAdam", why="state of the same kind"))
 def test_state_is_on_the_disk_between_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has left the device when its write begins, which a fast disk ends before anything else is done."""
@@ -95,11 +97,13 @@ def test_state_is_on_the_disk_between_steps(name: str, tmp_path: Path, monkeypat
     assert_same(ours, fit(lambda: Stepped(OPTIMIZERS[name]), vectors(), "auto", recorded="losses"))
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_has_no_gradient_keeps_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_room(monkeypatch)
     assert_same(fit(alternating, vectors(5), both(tmp_path)), fit(alternating, vectors(5)))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("call", "said"), [("pwritev", "A write to"), ("preadv", "A read from")])
 def test_a_disk_that_fails_ends_the_step_with_one_error(
     call: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +119,7 @@ def test_a_disk_that_fails_ends_the_step_with_one_error(
     assert_whole(module, tmp_path)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("second", first(["plain", "host", "device", "disk"], "host", "device", why="as with the disk"))
 def test_checkpoints_are_plains(second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_room(monkeypatch)
@@ -144,6 +149,7 @@ class Outside(Stepped):
         return super().training_step(batch, batch_idx) + self.other[0].sum()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_refusal_names_all_that_is_to_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_room(monkeypatch)
     with pytest.raises(RuntimeError, match=r"not the module's.*leave disk= and optimizer_on out"):

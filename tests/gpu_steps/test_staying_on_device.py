@@ -29,6 +29,7 @@ from tests.support.runs import Outcome, assert_equal, assert_same, fit
 from tests.support.simdevice import SimDevice, simulated
 
 
+@pytest.mark.long("takes a second or more")
 def test_gradients_of_layers_never_leave_in_backward() -> None:
     def drained(mode: str) -> int:
         strategy = on_device(optimizer_overlap=mode)
@@ -93,6 +94,7 @@ class Scales(Stepped):
         return super().loss(self.scale * batch)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_gradients_of_residents_leave_as_backward_ends() -> None:
     strategy = on_device(optimizer_overlap="backward")
     ours = fit(Scales, vectors(), strategy, recorded="losses")
@@ -144,6 +146,7 @@ class LooksInBackward(Stepped):
                     self.seen[-1][name] = p.grad.clone()
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_gradient_that_has_stayed_comes_if_user_code_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     stayed: list[Any] = []
     keep = Gradients._keep
@@ -195,6 +198,7 @@ def fetched(module: Callable[[], Stepped], **options: Any) -> tuple[Outcome, int
     return ours, strategy.stats().fetched_bytes
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_a_step_has_cast_need_not_be_fetched(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where steps are ahead of the forward, few layers' casts wait for it on the device, and the others' are fetched."""
@@ -239,6 +243,7 @@ def wandering() -> Stepped:
     return module
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("make", [Stepped, wandering])
 def test_what_a_fetch_reads_on_the_device_is_alive_until_steps_have_waited(
     make: Callable[[], Stepped], monkeypatch: pytest.MonkeyPatch
@@ -281,6 +286,7 @@ class Forwards(Stepped):
             self.running = False
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_neither_the_host_nor_the_models_kernels_wait_for_steps(
     precision: str, monkeypatch: pytest.MonkeyPatch
@@ -333,6 +339,7 @@ def shrinking() -> Stepped:
 MAKE = {name: CASES[name].make for name in ("clamped-in-forward", "captured-in-forward", "read-without-forward")}
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("make", [shrinking, *MAKE.values()], ids=["shrinking", *MAKE])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_user_code_in_a_forward_finds_what_steps_have_made(make: Callable[[], Any], precision: str) -> None:
@@ -351,6 +358,7 @@ class Writes(Stepped):
             p.data.mul_(0.5)
 
 
+@pytest.mark.long("takes a second or more")
 def test_weights_that_users_write_after_a_step_are_fetched() -> None:
     ours, _ = fetched(Writes)
     assert_same(ours, fit(Writes, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
@@ -373,6 +381,7 @@ class WritesInForward(Stepped):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_weight_that_users_write_in_a_forward_is_fetched() -> None:
     ours, _ = fetched(WritesInForward)
     assert_same(ours, fit(WritesInForward, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
@@ -396,12 +405,14 @@ class WritesFrozen(Freezes):
             next(block.parameters()).data.mul_(0.5)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("make", [Freezes, WritesFrozen])
 def test_layers_of_which_only_some_parameters_are_stepped_are_fetched_whole(make: Callable[[], Stepped]) -> None:
     ours, _ = fetched(make)
     assert_same(ours, fit(make, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then user code may write weights in a way that no version shows."""
@@ -435,6 +446,7 @@ def test_a_transfer_that_fails_leaves_nothing_for_later_fetches(monkeypatch: pyt
     assert not any(left)
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_steps_have_made_is_gone_after_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layers' casts wait for a forward that does not come."""
     alive: list[weakref.ref[Tensor]] = []
@@ -463,6 +475,7 @@ HOST_HAS_WORK: dict[str, Callable[[Any, Any], tuple[Any, str, Any]]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("why", HOST_HAS_WORK)
 def test_a_fetch_waits_for_the_host_if_that_has_work_before_it(why: str) -> None:
     """Otherwise it would copy what the update has left on the device, without that work."""

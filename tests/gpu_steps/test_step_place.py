@@ -51,6 +51,7 @@ def muon(parameters: Any) -> Optimizer:
     return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=1e-2)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("machine", "make", "overlap", "place"),
     [
@@ -85,6 +86,7 @@ class Whole(torch.optim.SGD):
     steps_each_parameter_alone = True
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("make", "options", "why"),
     [
@@ -108,6 +110,7 @@ def of_eight_bits(parameters: Any) -> Optimizer:
     return optim.AdamW8bit(parameters, lr=1e-2)  # type: ignore[no-any-return]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("make", "overlap", "why"),
     [
@@ -132,6 +135,7 @@ def test_what_no_place_can_do_is_refused() -> None:
         fit(Stepped, vectors(), auto(optimizer_overlap="backward"), gradient_clip_val=1.0)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_device_that_is_too_full_to_be_measured_does_not_step() -> None:
     def full(device: Any) -> Machine:
         raise torch.OutOfMemoryError
@@ -158,6 +162,7 @@ def test_on_a_cpu_there_is_one_place() -> None:
     assert strategy.remarks() == ['Optimizers step on the CPU (optimizer_on="auto": the model computes there, too).']
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_place_of_a_run_does_not_change_when_its_model_does() -> None:
     """The bits differ; a second layout is stepped where the first one was."""
 
@@ -181,6 +186,7 @@ def test_the_place_of_a_run_does_not_change_when_its_model_does() -> None:
     assert strategy.plan.steps_on_device
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_run_says_that_the_other_place_is_faster() -> None:
     found: list[str] = []
 
@@ -201,6 +207,7 @@ def test_a_run_says_that_the_other_place_is_faster() -> None:
     ]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_machine_is_measured() -> None:
     machine = measure(SimDevice(torch.device("cpu")))
     assert 1e7 < machine.upload < 1e13
@@ -209,6 +216,7 @@ def test_a_machine_is_measured() -> None:
     assert 1e6 < machine.flops < 1e16
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("options", "waited", "said"), [({}, 1.0, True), ({}, 0.1, False), ({"gradient_clip_val": 1.0}, 1.0, False)]
 )
@@ -233,6 +241,7 @@ def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible
     assert found == [sentence if said else "", ""]
 
 
+@pytest.mark.long("takes a second or more")
 def test_without_the_folder_auto_means_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = registry.is_installed
     monkeypatch.setattr(

@@ -18,6 +18,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("overlap", "precision", "ratio"),
     first(CASES, ("forward", "32-true", 1), ("forward", "bf16-mixed", 1), why="other balances of the same"),
@@ -36,6 +37,7 @@ STAYING = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("overlap", "precision", "ratio", "stay"),
     first(STAYING, ("forward", "bf16-mixed", 2, 6), ("backward", "32-true", 2, 20), why="other balances of the same"),
@@ -47,7 +49,7 @@ def test_a_step_with_layers_that_stay_takes_no_longer_than_planned(
     assert 0.9 < row.times <= clocked_steps.MOST
 
 
-@pytest.mark.rest("two trainings on clocks")
+@pytest.mark.long("two trainings on clocks")
 @pytest.mark.parametrize(("stay", "most"), [(0, 0.01), (2, 1.0)])
 def test_a_loan_of_the_gpu_takes_less_than_a_second(stay: int, most: float) -> None:
     """With an 8B model, copies at 25 GB/s."""

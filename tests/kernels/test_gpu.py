@@ -65,6 +65,7 @@ def test_every_formula_is_found_on_a_gpu_that_has_it(part: int) -> None:
         assert found_on(recipe.usual, variant) == recipe, variant
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("part", first(range(PARTS), 0, second=[1], why="seconds of NumPy each"), ids=str)
 def test_16_bit_weights_have_the_formula_of_float32(part: int) -> None:
     """There a rounding in float32 shows in few results, or in none."""
@@ -74,6 +75,7 @@ def test_16_bit_weights_have_the_formula_of_float32(part: int) -> None:
         assert found_on(recipe.usual, variant) == recipe, variant
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("part", first(range(8), 0, second=range(1, 4), why="a second of compiling each"), ids=str)
 def test_the_sample_tells_all_formulas_apart(part: int) -> None:
     """Each two formulas of one update have different results, in several elements."""
@@ -101,6 +103,7 @@ class OtherGpu(EmulatedGpu):
         return super()._on_one(kind, own, *others, **settings)
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_unknown_formula_is_never_used() -> None:
     variant = Variant("adamw", torch.float32, None, 0, False, True, near=True, like=Like(CPU, "foreach"))
     with OtherGpu(ALL):
@@ -110,6 +113,7 @@ def test_an_unknown_formula_is_never_used() -> None:
         assert update.is_confirmed(variant)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "differs",
     [
@@ -263,6 +267,7 @@ def test_a_kernel_that_differs_from_the_confirmed_one_is_never_used(monkeypatch:
         assert update._checked(variant) is None
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("part", first(range(40), 0, second=range(1, 4), why="seconds of compiling each"), ids=str)
 def test_casts_and_factors_leave_the_gpus_bits(part: int) -> None:
     """Kernels that widen, multiply and cast are compared with the one that was compared with the GPU."""
@@ -277,6 +282,7 @@ def test_casts_and_factors_leave_the_gpus_bits(part: int) -> None:
 # ---------------------------------------------------------------------- norms
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("fused", [True, False])
 def test_norms_have_the_gpus_bits(fused: bool) -> None:
     with EmulatedGpu(ALL if fused else ALL - {"norm"}):
@@ -287,6 +293,7 @@ def test_norms_have_the_gpus_bits(fused: bool) -> None:
             assert float(own) == float(norm(gradient.float().numpy(), fused=fused))
 
 
+@pytest.mark.long("takes a second or more")
 def test_norms_depend_on_the_place_of_a_gradient_in_the_gpus_memory() -> None:
     gradients = [torch.randn(8200) for _ in range(8)]
     for each in gradients:
@@ -298,6 +305,7 @@ def test_norms_depend_on_the_place_of_a_gradient_in_the_gpus_memory() -> None:
     assert found != [float(norm(each.numpy())) for each in gradients]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_sample_tells_formulas_of_norms_apart() -> None:
     gradients = gpu_norms.sample(torch.float32)
     once, twice = (
@@ -323,6 +331,7 @@ def test_more_chunks_than_threads_are_added_up_in_two_rounds() -> None:
     assert float(found[1]) == float(sums[1][0] + sums[1][2] + sums[1][1])
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("many", "equal"), [(3 * 65536, True), (600 * 65536, False)])
 def test_many_chunks_are_compared_if_a_gradient_has_them(
     many: int, equal: bool, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +346,7 @@ def test_many_chunks_are_compared_if_a_gradient_has_them(
         assert gpu_norms.has_norms_of(CPU, many) is equal
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("differs", DTYPES, ids=str)
 def test_norms_are_compared_in_each_dtype(differs: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of 16 bits have norms of 16 bits."""
@@ -385,5 +395,6 @@ def test_a_kernel_never_gets_an_address_on_the_gpu(what: str) -> None:
         update.update_in_one_pass(torch._fused_sgd_, SETTINGS[torch._fused_sgd_], operands, [], Like(CPU, "foreach"))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_norms_that_differ_are_never_used() -> None:
     assert not gpu_norms.has_norms_of(CPU, 1)  # torch's own on the CPU, which adds up otherwise

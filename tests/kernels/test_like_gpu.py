@@ -62,6 +62,7 @@ RUNS: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("name", "precision", "overlap", "options"), first(RUNS, *RUNS[:3], second=RUNS[3:7], why="a second of NumPy each")
 )
@@ -103,6 +104,7 @@ class Mixed(Module):
         )
 
 
+@pytest.mark.long("takes a second or more")
 def test_groups_step_in_their_own_ways() -> None:
     found = ours(Mixed)
     assert "AdamW (foreach) and AdamW (fused) steps on the CPU" in said(found)
@@ -119,6 +121,7 @@ class Scheduled(Stepped):
                 group["weight_decay"] += 0.1
 
 
+@pytest.mark.long("takes a second or more")
 def test_settings_may_change_during_a_run() -> None:
     make = partial(Scheduled, partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0))
     assert_same(ours(make), plain(make))
@@ -133,6 +136,7 @@ class Turned(Stepped):
                 group["betas"] = (0.0, 0.99)
 
 
+@pytest.mark.long("takes a second or more")
 def test_formulas_are_confirmed_when_settings_first_need_them() -> None:
     make = partial(Turned, OPTIMIZERS["AdamW"])
     assert_same(ours(make), plain(make))
@@ -161,6 +165,7 @@ def rate_in_a_tensor(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
@@ -198,6 +203,7 @@ class CallsTorch(Stepped):
         return loss
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_step_that_lightning_does_not_run_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lightning.pytorch.superpipeline"):
         ours(CallsTorch)
@@ -211,6 +217,7 @@ class ClipsItself(Stepped):
         self.clip_gradients(optimizer, 0.01, "norm")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_a_module_that_clips_in_its_own_way_has_the_gpus_norms(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []  # the CPU's norms of so few numbers may have the same bits
@@ -226,6 +233,7 @@ def test_a_module_that_clips_in_its_own_way_has_the_gpus_norms(overlap: str, mon
     assert taken
 
 
+@pytest.mark.long("takes a second or more")
 def test_norms_of_gradients_in_another_order_of_dimensions_are_the_gpus() -> None:
     make = partial(Stepped, OPTIMIZERS["AdamW"], ChannelsLast)
     assert_same(ours(make, gradient_clip_val=0.1), plain(make, gradient_clip_val=0.1))
@@ -288,6 +296,7 @@ class Looks(pl.Callback):
         self.seen += [p.grad.clone() for p in module.parameters() if p.grad is not None]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_a_hook_sees_gradients_that_were_clipped_as_on_the_gpu(overlap: str) -> None:
     make, mine, theirs = partial(Stepped, OPTIMIZERS["AdamW"]), Looks(), Looks()
@@ -297,6 +306,7 @@ def test_a_hook_sees_gradients_that_were_clipped_as_on_the_gpu(overlap: str) -> 
     assert all(map(torch.equal, mine.seen, theirs.seen))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_sgd_leaves_the_gradients_that_it_leaves_on_the_gpu(precision: str) -> None:
     """With Nesterov momentum alone, torch adds that to ``p.grad`` itself."""
@@ -312,6 +322,7 @@ def test_sgd_leaves_the_gradients_that_it_leaves_on_the_gpu(precision: str) -> N
     assert_same_gradients(found, plain(make, precision=precision))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_what_sgd_adds_to_gradients_is_there_after_the_step(overlap: str) -> None:
     """Without hooks on gradients these stay in 16 bits, and would lose what the step adds."""
@@ -328,6 +339,7 @@ class Turns(Stepped):
         weight.grad = weight.grad.t().contiguous().t()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_gradient_in_another_order_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lightning.pytorch.superpipeline"):
         ours(partial(Turns, OPTIMIZERS["AdamW"]))
@@ -345,6 +357,7 @@ class ByHand(Stepped):
         optimizer.step()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_norms_of_manual_optimization_are_the_cpus_and_said() -> None:
     found = ours(partial(ByHand, OPTIMIZERS["AdamW"]), overlap="off")
     assert "Norms that you take yourself, as in clip_gradients, have the CPU's last bits" in said(found)
@@ -362,7 +375,7 @@ def test_state_in_another_dtype_is_said() -> None:
     assert found == "AdamW: state has the dtype torch.bfloat16, another one than its weight"
 
 
-@pytest.mark.rest("a disk")
+@pytest.mark.long("a disk")
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gradients_and_state_on_a_disk(
@@ -377,6 +390,7 @@ def test_gradients_and_state_on_a_disk(
     assert_same(found, plain(make, **options))
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_scale_that_is_no_power_of_two() -> None:
     """Such a product is rounded, so that norms are taken of widened gradients."""
     make = partial(Stepped, OPTIMIZERS["AdamW"])
@@ -393,7 +407,7 @@ def train_on_rank(overlap: str | None) -> tuple[str, dict[str, Tensor]]:
     return said(found), found.state
 
 
-@pytest.mark.rest("two processes")
+@pytest.mark.long("two processes")
 def test_several_devices_have_the_gpus_bits_if_layers_are_updated_one_by_one() -> None:
     """Whether a GPU confirms formulas is decided on each rank, and all ranks have to step in one way."""
     for (text, state), (_, expected) in zip(
@@ -496,6 +510,7 @@ def test_parameters_that_were_added_are_looked_at_once() -> None:
     assert like.against_group(group, {id(usual), id(tagged)}) == ""
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_unknown_gpu_is_said() -> None:
     """This CPU's own ``foreach`` operators, which are no GPU's."""
     forget()
@@ -509,6 +524,7 @@ def test_without_llvmlite_the_package_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert jit.is_installed()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.usefixtures("emulated")
 def test_norms_of_several_dtypes_are_the_cpus() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16))
@@ -528,12 +544,14 @@ def test_norms_are_confirmed_for_the_largest_gradient(monkeypatch: pytest.Monkey
     assert asked == [12]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_norms_that_no_formula_has_are_said() -> None:
     forget()
     found = LikeGpu(CPU, fuse=False).against_norms(ADAMW(nn.Linear(3, 3).parameters()))
     assert found == "no formula has the bits of norms on this GPU"
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -548,6 +566,7 @@ def test_the_plan_says_whose_bits_steps_have(options: dict[str, Any], words: str
     assert words in str(strategy.plan)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_fused_optimizer_true_has_the_bits_of_fused_steps_on_the_gpu() -> None:
     with gpu_device():
         found = fit(
@@ -561,6 +580,7 @@ def test_fused_optimizer_true_has_the_bits_of_fused_steps_on_the_gpu() -> None:
         assert torch.equal(found.state[name], value), name
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("overlap", "all_threads"), [("off", True), ("forward", False)])
 def test_steps_that_are_waited_for_have_all_threads(overlap: Any, all_threads: bool) -> None:
     """Nothing else computes meanwhile."""
@@ -592,6 +612,7 @@ class Late(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_step_that_cannot_be_divided_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lightning.pytorch.superpipeline"):
         ours(Late)

@@ -67,6 +67,7 @@ def available() -> bool:
 # ---------------------------------------------------------------------- bits
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("clip", ["", "norm", "value"])
 @pytest.mark.parametrize("came", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -106,6 +107,7 @@ def in_16_bits(operator: Any, settings: dict[str, Any], dtype: torch.dtype, coun
     return done
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("count", [16384, 16384 + 15, 16384 + 16, 3 * 16384 + 33])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -118,6 +120,7 @@ SGD_SETTINGS = {"lr": 0.1, "weight_decay": 0.1, "dampening": 0.1, "nesterov": Fa
 ADAGRAD_SETTINGS = {"lr": 0.1, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
     ("operator", "settings"),
@@ -134,6 +137,7 @@ def test_other_optimizers_in_16_bits(operator: Any, settings: Callable[[], dict[
     assert in_16_bits(operator, settings(), dtype, 200_007)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("recipe", RECIPES[1:], ids=str)
 def test_the_comparison_of_16_bit_weights_can_fail(recipe: Recipe) -> None:
     """Rounding to 16 bits hides most of what a recipe changes: 4,099 elements, enough for float32, show nothing."""
@@ -147,6 +151,7 @@ def test_the_comparison_of_16_bit_weights_can_fail(recipe: Recipe) -> None:
 EVERY, PARTS = variants(), 100
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "part", first(range(PARTS), 0, second=range(6), why="a few seconds of compiling each"), ids=str
 )
@@ -215,6 +220,7 @@ def run(strategy: Any, **options: Any) -> Outcome:
     return fit(fused(Wide), BATCHES, strategy, recorded="nothing", **options)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("options", RUNS.values(), ids=list(RUNS))
 @pytest.mark.parametrize("overlap", first(["forward", "backward"], "forward", why="its other mode"))
 def test_runs_are_plains(overlap: str, options: Callable[[], dict[str, Any]], calls: list[Any]) -> None:
@@ -263,6 +269,7 @@ def test_the_log_says_that_a_kernel_is_used_once(anew: None, log: pytest.LogCapt
     assert log.text.count("Superpipeline: a kernel is used for Variant(kind='adamw'") == 1
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_run_without_llvmlite_is_the_same(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None, log: pytest.LogCaptureFixture
 ) -> None:
@@ -276,6 +283,7 @@ def test_a_run_without_llvmlite_is_the_same(
     assert_same(ours, run("auto", precision="bf16-mixed"))
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_kernel_that_differs_is_not_used(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any], anew: None, log: pytest.LogCaptureFixture
 ) -> None:
@@ -324,7 +332,7 @@ here.assert_same(ours, here.run("auto", gradient_clip_val=0.01))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="this protection is Linux'")
-@pytest.mark.rest("a process of its own")
+@pytest.mark.long("a process of its own")
 def test_a_hardened_system_trains_without() -> None:
     found = subprocess.run([sys.executable, "-c", HARDENED], capture_output=True, text=True, timeout=300)
     if found.returncode == 7:

@@ -115,6 +115,7 @@ def batches() -> Any:
     return [batch.to(torch.bfloat16) for batch in vectors(4)]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("options", first(OPTIONS, next(iter(OPTIONS)), "keep_on_gpu", why="other options"))
 @pytest.mark.parametrize(
     ("name", "accumulated"),
@@ -127,6 +128,7 @@ def test_training_is_bitwise_equal(name: str, options: str, accumulated: int) ->
     assert_same(ours, fit(MODELS[name], batches(), val=batches(), **more))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("sanity", first([0, 1], 1, why="without a forward before"))
 @pytest.mark.parametrize("k", first([1, 3], 1, why="a larger window"))
 def test_a_router_of_transformers(k: int, sanity: int) -> None:
@@ -136,6 +138,7 @@ def test_a_router_of_transformers(k: int, sanity: int) -> None:
     assert {value.dtype for value in ours.state.values()} == {torch.bfloat16, torch.float32}
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 def test_updates_in_the_background(overlap: str) -> None:
     strategy = superpipeline(k=1, optimizer_overlap=overlap, fused_optimizer=True)
@@ -143,6 +146,7 @@ def test_updates_in_the_background(overlap: str) -> None:
     assert_same(ours, fit(fused(routed), batches(), recorded="losses", precision="bf16-true", max_epochs=2))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("name", MODELS)
 def test_on_a_device_of_its_own(name: str) -> None:
     with simulated():
@@ -157,6 +161,7 @@ def stateless() -> Module:
     return module
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_checkpoints(tmp_path: Path) -> None:
     ours, plain = tmp_path / "ours.ckpt", tmp_path / "plain.ckpt"
     options: dict[str, Any] = {"precision": "bf16-true", "max_steps": 3}
@@ -170,6 +175,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert_same(resumed, fit(stateless, batches(), ckpt_path=plain, **options))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_recompute_is_refused_by_name() -> None:
     """What a first forward computes in bfloat16 before the exchange the second one would compute in float32."""
     from sp_lightning.capabilities.activations.recompute import Unrepeatable

@@ -104,6 +104,7 @@ class Diffusion(Module):
             self.log("averaged", self.loss(batch), batch_size=2)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="the same at other times"))
 @pytest.mark.parametrize(
     "device", first(["cpu", "simulated"], "simulated", why="the same where copies are done at once")
@@ -121,6 +122,7 @@ def test_averages_are_those_of_plain_lightning(within: str, device: str, overlap
     assert {name: float(each) for name, each in metrics.items()} == {n: float(each) for n, each in expected.items()}
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("within", ["call", "method", "both"])
 def test_what_a_step_has_sent_is_back_after_it(within: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keepers: list[AveragesOnDevice] = []
@@ -189,6 +191,7 @@ class Taught(Module):
         return (self.net(batch) - wanted.roll(1, 0)).square().mean()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("options", [{}, {"optimizer_overlap": "backward"}, {"activations": "recompute"}], ids=str)
 @pytest.mark.parametrize("make", [Penalized, Taught])
 def test_other_uses_of_copies(make: Any, options: Any) -> None:

@@ -46,6 +46,7 @@ class Captures(Module):
         return loss * sum((g.norm() for g in found if g is not None), torch.zeros(())).detach() + loss
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("use", ["grad", "allow_unused", "create_graph", "checkpoint", "penalty"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
@@ -72,6 +73,7 @@ class GradAfterBackward(Manual):
         optimizer.step()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("taken", ["before", "captured", "now"])
 def test_grad_after_a_backward_that_kept_its_graph(taken: str) -> None:
     """Modules hold the host's weights then: an error said that they are not in the graph, or the gradient was None."""
@@ -155,6 +157,7 @@ MEET: dict[str, Callable[[], pl.LightningModule]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
 @pytest.mark.parametrize("name", MEET)
@@ -191,6 +194,7 @@ class Clips(Manual):
                 self.seen.append([p.abs().max() for p in (*self.captured[0], *self.parameters())])
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("resident", [(), ("net.head", "net.blocks.1")], ids=["streamed", "resident"])
 @pytest.mark.parametrize("before", ["nothing", "a look", "a write"])
 def test_writes_of_captured_weights_are_seen_in_the_same_step(before: str, resident: tuple[str, ...]) -> None:
@@ -225,6 +229,7 @@ class LooksInsideItsCall(Manual):
         optimizer.step()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_captured_weights_are_the_modules_inside_of_its_call() -> None:
     plain = bare(LooksInsideItsCall, "auto")
     for device in (contextlib.nullcontext, simulated):
@@ -285,6 +290,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("precision", "options"),
     first(
@@ -380,6 +386,7 @@ class StepsByHand(Manual):
         optimizer.step()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("how", ["mul_", "data"])

@@ -142,6 +142,7 @@ AT_NODES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("use", first(AT_NODES, "through detach()", why="other uses"))
 def test_hooks_of_nodes_see_plains(use: str) -> None:
     assert_like_plain(partial(AtNodes, AT_NODES[use]))
@@ -197,6 +198,7 @@ class UsesTwice(Seeing):
         return super().loss(batch) + super().loss(batch * 0.7)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("make", "options"),
     [(Asks, {}), (Sums, {}), (InMode, {}), (UsesTwice, {}), (Seeing, {"detect_anomaly": True})],
@@ -206,6 +208,7 @@ def test_a_run_is_plains(make: Any, options: dict[str, Any]) -> None:
     assert_like_plain(make, **options)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 @pytest.mark.parametrize(("make", "widened"), [(Stack, False), (lambda: nn.Sequential(*[nn.Linear(16, 16)] * 2), True)])
 def test_nothing_is_widened_on_the_device_but_for_sums(
@@ -243,6 +246,7 @@ class Batched(Module):
         return loss
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("how", ["vmap", "is_grads_batched"])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_several_gradients_at_once(activations: Any, how: str) -> None:

@@ -329,6 +329,7 @@ NETS = [
 FIRST = {"Tied", "ReadsInside", "Block"}
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("accumulate", first([1, 2], 1, why="the same with accumulated gradients"))
 @pytest.mark.parametrize(
     "net",
@@ -344,6 +345,7 @@ def test_whatever_reads_or_writes_a_weight(net: Any, accumulate: int) -> None:
     assert_like_plain(lambda: Module(net()), accumulate_grad_batches=accumulate)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "net",
     first(
@@ -366,6 +368,7 @@ def test_in_evaluation(net: Any) -> None:
             assert_equal(predict(superpipeline(k=1)), plain, context.__name__)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it where a graph breaks
 def test_compiled_where_no_set_up_sees_it() -> None:
     """Dynamo would trace the engine; now its graphs break at each weight that travels as a cast."""
@@ -376,7 +379,7 @@ def test_compiled_where_no_set_up_sees_it() -> None:
     assert_equal(ours, plain, "compiled inside")
 
 
-@pytest.mark.rest("blocks that the test above has, under checkpoints")
+@pytest.mark.long("blocks that the test above has, under checkpoints")
 @pytest.mark.parametrize(
     ("block", "use_reentrant"),
     some(

@@ -31,6 +31,7 @@ def wide() -> list[Tensor]:
     return [torch.ones(2, 128, requires_grad=True) for _ in range(3)]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_half_the_bytes_move() -> None:
     """In both directions; and the plan says so."""
     full, half = superpipeline(k=1), superpipeline(k=1)
@@ -48,6 +49,7 @@ def test_half_the_bytes_move() -> None:
     assert half.stats().demand_fetches == half.stats().extra_slots == 0
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("name", "share"),
     [
@@ -85,6 +87,7 @@ def test_a_gradient_is_lowered_only_where_that_loses_nothing(use: str) -> None:
     assert strategy.stats().offloaded_gradient_bytes == 3 * 6 * 128 * 128 * (2 if use == "once" else 4)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_casts_are_made_once_between_two_writes() -> None:
     """Forward's and backward's fetch share them; validation makes none while nothing is written."""
     made: list[Casts] = []
@@ -103,6 +106,7 @@ def test_casts_are_made_once_between_two_writes() -> None:
     assert len(made) == 7
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_updates_in_the_background_make_the_casts_and_nobody_makes_them_again() -> None:
     """Where no hook could have written the weights since."""
     makers: list[str] = []
@@ -123,6 +127,7 @@ def test_updates_in_the_background_make_the_casts_and_nobody_makes_them_again() 
     assert sum(walks) == len(list(Stack().parameters())), "those of an update are made piece by piece, while it steps"
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_casts_that_a_graph_needed_when_their_update_began_are_made_after_it_although_the_graph_has_died() -> None:
     """The update puts no casts where the graph's are. Nobody else would make them if it counted as if it had."""
     graphs: list[Tensor] = []
@@ -148,6 +153,7 @@ def test_casts_that_a_graph_needed_when_their_update_began_are_made_after_it_alt
     assert_same(ours, fit(fused(lambda: Keeps(Stack())), vectors(4), recorded="nothing", **MIXED))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_graph_keeps_its_casts_whose_weights_an_update_in_the_background_replaces() -> None:
     class Later(Module):
         """Adds the loss of the batch before, whose graph has the weights of the step before."""

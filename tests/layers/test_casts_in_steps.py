@@ -301,6 +301,7 @@ STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long("takes a second or more")
 def test_writes_by_references_between_two_calls() -> None:
     """Not with poison, which takes the host's parameters for unreadable in a step."""
     plain = bare(WritesByReference, "auto")
@@ -309,6 +310,7 @@ def test_writes_by_references_between_two_calls() -> None:
             assert_equal(bare(WritesByReference, superpipeline(k=99)), plain, context.__name__)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "make",
     first(
@@ -322,6 +324,7 @@ def test_in_the_middle_of_a_step(make: Any) -> None:
     assert_like_plain(make)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("first", "then"),
     first(

@@ -117,6 +117,7 @@ def of(block: Callable[[], nn.Module]) -> Callable[[], Any]:
     return lambda: Module(Linears(block))
 
 
+@pytest.mark.long("takes a second or more")
 def test_compiled_blocks_move_the_bytes_of_eager_blocks() -> None:
     """Uploads took 1.82 times the bytes."""
     eager = superpipeline(k=1)
@@ -128,6 +129,7 @@ def test_compiled_blocks_move_the_bytes_of_eager_blocks() -> None:
     assert strategy.plan.slot_bytes == eager.plan.slot_bytes
 
 
+@pytest.mark.long("takes a second or more")
 def test_biases_move_in_float32() -> None:
     """A compiler that fuses the cast of a bias with the addition may leave out the rounding."""
     strategy, _ = both(compiled(lambda: Module(Stack())), vectors())
@@ -136,6 +138,7 @@ def test_biases_move_in_float32() -> None:
     assert [span.dtype for span in layer.spans] == [torch.float32] * 2
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "mode",
     first(
@@ -171,7 +174,7 @@ def test_in_every_mode(mode: str) -> None:
 STAYS: dict[str, Any] = {"optimizer_on": "gpu", "gpu_layers": 2}
 
 
-@pytest.mark.rest("compiles many graphs")
+@pytest.mark.long("compiles many graphs")
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -189,6 +192,7 @@ def test_on_the_simulated_device(make: Any, options: dict[str, Any]) -> None:
         both(compiled(make if make is lora else lambda: Module(make())), batches, superpipeline(k=1, **options))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear:UserWarning")
 def test_a_base_of_8_bits() -> None:
     """A graph takes the parts of a weight. Dynamo set them on the stand-in, which refused it."""
@@ -197,12 +201,14 @@ def test_a_base_of_8_bits() -> None:
     assert strategy.stats().extra_slots == 0
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_sizes_that_change_make_no_further_graphs(dynamic: bool | None) -> None:
     batches = [torch.randn(2 + size, 16, requires_grad=True) for size in (0, 3, 5, 3, 7)]
     both(compiled(lambda: Module(Stack()), dynamic=dynamic), batches)
 
 
+@pytest.mark.long("takes a second or more")
 def test_torch_compile_of_a_block_and_of_a_part_of_a_block() -> None:
     def make() -> Any:
         module: Any = Module(Stack())
@@ -247,6 +253,7 @@ class TwiceInTwoGraphs(Block):
         return super().forward(x)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("block", "why"),
     [
@@ -286,13 +293,14 @@ class Later(Module):
         return batch.float().square().mean()
 
 
-@pytest.mark.rest("compiles many graphs")
+@pytest.mark.long("compiles many graphs")
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_a_block_that_needs_masters_changes_no_block_that_was_called_before_it(checkpoints: bool) -> None:
     strategy = superpipeline(k=1, activations="keep" if checkpoints else "recompute")
     both(compiled(lambda: Later(checkpoints=checkpoints)), vectors(), strategy, expect="reads a weight")
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_next_run_uses_the_graphs_of_the_first_one() -> None:
     make = compiled(of(Twice))
     plain = fit(make, vectors(), **MIXED)
@@ -380,6 +388,7 @@ def test_products_tuned_by_the_compiler_have_masters() -> None:
     assert any(layer.lowered for layer in find_layers(of(Block)(), autocast=torch.bfloat16).layers)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_call_that_raises_leaves_stand_ins() -> None:
     class Raises(Block):
         @torch.compiler.disable
@@ -481,12 +490,14 @@ ANY_GRAPHS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("name", SAME_GRAPHS)
 def test_equal_with_the_same_graphs(name: str) -> None:
     both(SAME_GRAPHS[name], tokens() if name.startswith("adapters") else vectors(6))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", ANY_GRAPHS)
 def test_equal_with_any_number_of_graphs(name: str) -> None:
     batches = CASES["stepped-in-forward"].batches() if name.startswith("an optimizer") else vectors()
@@ -513,6 +524,7 @@ class Nested(nn.Module):
         return x + self.own(x) * self.own.weight.mean()
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_compiled_block_calls_another_compiled_module() -> None:
     both(compiled(of(Nested)), vectors(), expect="another function")
 
@@ -545,6 +557,7 @@ class InTwoThreads(Linears):
         return first + second
 
 
+@pytest.mark.long("takes a second or more")
 def test_two_threads_call_a_compiled_block_at_once() -> None:
     """The first one to return would take the casts from the other."""
     make = compiled(lambda: Module(InTwoThreads(Meets)))
@@ -556,6 +569,7 @@ def test_two_threads_call_a_compiled_block_at_once() -> None:
     assert "CompiledStandIn" not in Meets.kinds
 
 
+@pytest.mark.long("takes a second or more")
 def test_after_a_call_no_weight_has_a_cast_or_attributes_that_are_not_its_own() -> None:
     seen: list[dict[str, Any]] = []
     kinds: set[str] = set()
@@ -595,6 +609,7 @@ class Generates(LightningModule):
         return found.sequences, torch.stack(found.logits)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("cache", first(["growing", "static"], "static", why="another cache"))
 def test_tokens_are_generated_with_compiled_blocks(cache: str) -> None:
     found = []
@@ -620,6 +635,7 @@ def compile_in_second_epoch(trainer: Any, module: Any) -> None:
         compile_now(trainer, module)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "late",
     first(
@@ -641,6 +657,7 @@ def hook_on_one_block(trainer: Any, module: Any) -> None:
         module.net.blocks[1].inner.register_forward_hook(lambda module, args, out: 0.5 * out)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("skipped", [True, False])
 def test_a_hook_inside_a_compiled_block_takes_effect_as_on_plain_lightning(skipped: bool) -> None:
     """By default a graph has no guard on hooks inside it, and one that is registered later has no effect."""
@@ -677,6 +694,7 @@ def with_inner(kind: type[nn.Linear]) -> Callable[[], nn.Module]:
     return made
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "block", [with_inner(OwnCall), with_inner(OwnCallImpl), own_forward], ids=["call", "impl", "forward"]
 )
@@ -685,6 +703,7 @@ def test_a_hook_on_a_module_with_a_call_of_its_own(block: Callable[[], nn.Module
     both(compiled(lambda: Module(Linears(block))), vectors(2), callbacks=[callback], max_epochs=2)
 
 
+@pytest.mark.long("takes a second or more")
 def test_hooks_of_all_modules_inside_a_compiled_block() -> None:
     def halve(module: nn.Module, args: Any, out: Any) -> Any:
         return 0.5 * out if isinstance(module, nn.Linear) else None

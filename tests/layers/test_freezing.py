@@ -82,6 +82,7 @@ class FreezesByReferenceAfterTheGradient(FreezesByReference):
     at = 0
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "mode", first(["keep", "offload", "recompute"], "recompute", why="as where they are computed again")
 )
@@ -120,6 +121,7 @@ class AsksForUnused(Module):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gradients_are_asked_for_what_was_unfrozen_and_not_used(precision: Any) -> None:
     options: dict[str, Any] = {"max_epochs": 2, "precision": precision}

@@ -58,6 +58,7 @@ class Permuted(nn.Module):
         return x + torch.tanh(self.inner(x @ self.forth)) @ self.back
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_frozen_parameters_over_the_same_memory_get_a_copy_each() -> None:
     ours, plain = (fit(lambda: At(Permuted), vectors(), each, val=vectors()) for each in (superpipeline(k=1), "auto"))
     assert_same(ours, plain)
@@ -99,6 +100,7 @@ class Rebinds(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("how", ["to", "assign", "replace", "double"])
 def test_layers_are_packed_again(how: str) -> None:
     ours, plain = (fit(lambda: Rebinds(how), vectors(), each, max_epochs=3) for each in (superpipeline(k=1), "auto"))
@@ -177,6 +179,7 @@ class WritesLate(Module):
         return loader(vectors())
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning")
 @pytest.mark.parametrize("simulation", first([nullcontext, simulated], simulated, why="the same on the CPU"))
 @pytest.mark.parametrize("where", ["on_save_checkpoint", "scheduler", "train_dataloader"])
@@ -239,6 +242,7 @@ class KeepsState(Module):
         rebind(self.net.blocks[0].get_parameter(name))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in float32"))
 @pytest.mark.parametrize("how", ["one", "two", "all", "written, too", "in a step", "after the forward"])
 def test_kept_tensors_follow_the_weights_that_keep_their_memory(how: str, precision: str) -> None:
@@ -269,6 +273,7 @@ def test_plain_code_has_no_write_guard(k: int) -> None:
     assert strategy.stats().host_waits == 0
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_weight_that_is_given_its_own_values_again_stays_where_it_is() -> None:
     """Each use in a block that ran again wrote all such weights of the block back, and fetched the block anew."""
 
@@ -313,6 +318,7 @@ class KeepsTheOldMemory(At):
         data.copy_(self.net[2].first.weight.data) if self.how == "copy" else data.mul_(0.9)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("resident", [(), ("net.1",)])
 @pytest.mark.parametrize("write", ["copy", "mul"])
 def test_a_layer_that_left_its_memory_to_user_code_is_not_out_of_date_for_ever(write: str, resident: Any) -> None:
@@ -327,6 +333,7 @@ def test_a_layer_that_left_its_memory_to_user_code_is_not_out_of_date_for_ever(w
 # ---------------------------------------------------------------------- automatic choices
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.usefixtures("nothing_fits", "everything_is_worth_moving")
 def test_auto_offloads_activations_of_layers_that_are_written_in_between() -> None:
     def make() -> Module:

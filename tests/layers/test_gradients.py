@@ -209,6 +209,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="the same in mixed precision"))
 @pytest.mark.parametrize("name", CASES)
 def test_like_plain(name: str, precision: str) -> None:

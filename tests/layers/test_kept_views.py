@@ -125,6 +125,7 @@ def judge(way: str, precision: Any, **options: Any) -> None:
 OPTIONS: list[dict[str, Any]] = [{"k": 1, "k_prime": 1}, {"k": 4, "k_prime": 1}, {"k": 2, "keep_on_gpu": ["net.1"]}]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("way", first(WAYS, *FIRST, second=list(WAYS)[::18], why="the same at other moments"))
 def test_writes_of_what_was_kept(way: str) -> None:
     for options in OPTIONS:
@@ -142,6 +143,7 @@ def test_in_mixed_precision(way: str) -> None:
 ON_A_DEVICE = [way for way in WAYS if not ("after backward, after step" in way or "after backward, next batch" in way)]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "way",
     first(
@@ -157,6 +159,7 @@ def test_on_a_device_of_its_own(way: str) -> None:
             judge(way, "32-true", **options)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("way", FIRST[:4])
 def test_equal_and_not_only_refused(way: str) -> None:
     def make() -> At:
@@ -185,6 +188,7 @@ def writes_in_place(through: str) -> At:
     return At(manual=True, start=write)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("through", ["optimizer", "module"])
 def test_the_hosts_weights_are_not_written_while_a_forward_may_read_them(through: str, options: dict[str, Any]) -> None:
@@ -209,6 +213,7 @@ def clip(m: At) -> None:
     assert torch.equal(m.kept[0][0], next(m.net.parameters()))  # it is the weight that modules hold
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="the same in mixed precision"))
 def test_parameters_that_were_taken_in_a_step_are_the_hosts_between_steps(precision: Any) -> None:
     def make() -> At:
@@ -243,6 +248,7 @@ def test_a_weight_that_is_written_in_both_ways_is_refused(resident: list[str]) -
         )
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_long_kept_view_follows_its_weight() -> None:
     """It is read in each batch, and never written."""
 
@@ -277,6 +283,7 @@ class ReadsAfterStep(At):
         optimizer.zero_grad()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_view_is_read_after_an_optimizer_step_of_user_code(options: dict[str, Any]) -> None:
     """The slots are uploaded again then, and computation has to wait for it."""
@@ -301,6 +308,7 @@ def writes_in_backward(kind: str, taken: int, written: int) -> At:
     return At(loss=loss)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("frees", [True, False])
 @pytest.mark.parametrize(("taken", "written"), [(0, 0), (0, 1)])
 @pytest.mark.parametrize("kind", ["data", "detach", "view"])

@@ -131,6 +131,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # by torch.func itself
 @pytest.mark.parametrize("name", READERS)
 def test_whoever_reads_it_reads_its_values(name: str) -> None:
@@ -259,6 +260,7 @@ CLIPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="values are clipped in the same place"))
 @pytest.mark.parametrize("hosts", [True, False])
 def test_gradients_after_a_step_are_plains(hosts: bool, clip: str) -> None:
@@ -280,6 +282,7 @@ def narrow_ones(make: Callable[[], Module], **options: Any) -> list[int]:
     return [each.count("NarrowGradient") for each in found]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_they_stay_as_they_came_until_somebody_has_looked() -> None:
     """From then on they are widened as they come: otherwise each would take memory twice."""
     none, *others = narrow_ones(lambda: Looks(kind))
@@ -295,12 +298,14 @@ def test_they_stay_as_they_came_until_somebody_has_looked() -> None:
     assert narrow_ones(lambda: Looks(looks_then)) == [0, others[0], 0, 0]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_those_of_the_last_step_are_plain_tensors_after_the_run() -> None:
     module = trained(overlapping("forward"), lambda: Looks(kind))
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
     assert all(kind(parameter) == "Tensor" for parameter in module.parameters())
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_zero_grad_does_not_widen_them_and_nothing_of_it_is_left() -> None:
     module = trained(overlapping("forward"), lambda: Looks(kind))
     assert "zero_grad" not in vars(module.trainer.optimizers[0])
@@ -345,6 +350,7 @@ class ClipsSometimes(SkipsLayers):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_gradient_that_was_clipped_is_used_clipped_by_a_step_that_does_not_clip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -354,6 +360,7 @@ def test_a_gradient_that_was_clipped_is_used_clipped_by_a_step_that_does_not_cli
     assert_equal(dict(ours.state_dict()), dict(plain.state_dict()), "weights")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="the norm is what could be that of other values"))
 @pytest.mark.parametrize("make", first([SkipsZero, StepsTwice, SkipsLayers], SkipsLayers, why="it does what they do"))
 def test_a_gradient_that_is_used_twice_is_clipped_as_plains(
@@ -375,6 +382,7 @@ class Constructed(Looks):
         return torch.optim.AdamW(self.parameters(), fused=True)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("option", ["hook", "end", "accumulated", "scaler", "unscales by itself", "off"])
 def test_they_are_widened_as_they_come_where_that_saves_nothing(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a hook may see them, where they are added up, and where somebody else divides them."""
@@ -430,6 +438,7 @@ class Watches(Looks):
         self.note("on_train_batch_end")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "place",
     first(
@@ -462,6 +471,7 @@ def test_gradients_of_16_mixed_are_scaled_unscaled_and_clipped_when_plains_are(
     assert all(gradient.isfinite().all() for gradient in seen) == (SCALES[scale] < 2**30)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("clip", first(CLIPS, "by norm", why="it reads them all"))
 @pytest.mark.parametrize("scale", SCALES)
 def test_gradients_of_16_mixed_stay_narrow_in_skipped_steps_too(scale: str, clip: str) -> None:
@@ -471,6 +481,7 @@ def test_gradients_of_16_mixed_stay_narrow_in_skipped_steps_too(scale: str, clip
     assert others[0] > 10
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("make", first([SkipsZero, SkipsLayers], SkipsLayers, why="it does what it does"))
 def test_a_gradient_of_16_mixed_that_is_used_twice_is_unscaled_as_plains(
@@ -485,6 +496,7 @@ def test_a_gradient_of_16_mixed_that_is_used_twice_is_unscaled_as_plains(
     assert_equal(run(overlapping("forward")), run("auto"), "weights and scaler")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("moment", ["looked through", "submitted"])
 def test_a_thread_that_reads_gradients_in_the_middle_of_a_step_changes_nothing(
     moment: str, monkeypatch: pytest.MonkeyPatch
@@ -525,6 +537,7 @@ def test_a_thread_that_reads_gradients_in_the_middle_of_a_step_changes_nothing(
     assert "NarrowGradient" in read
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_is_kept_by_hand_and_widened_is_plains() -> None:
     """A whole run of which a part is looked at, with everything that is left behind."""
     options: dict[str, Any] = {"recorded": "losses", "gradient_clip_val": 1e-3, **MIXED}

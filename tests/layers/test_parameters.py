@@ -120,6 +120,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="the same in mixed precision"))
 @pytest.mark.parametrize("name", CASES)
 def test_like_plain(name: str, precision: str) -> None:
@@ -168,6 +169,7 @@ class CopiedInStep(Module):
         return super().loss(batch)
 
 
+@pytest.mark.long("takes a second or more")
 def test_copies_and_files_of_weights_in_a_step_are_those_of_their_class() -> None:
     """A deep copy lost the weight's class, a file its attributes; an attribute that was set could not be deleted (Opacus)."""
     assert_like_plain(CopiedInStep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
@@ -35,6 +36,7 @@ class Pruned(Module):
             prune.remove(self.linear[2], "weight")
 
 
+@pytest.mark.long("takes a second or more")
 def test_masks_are_those_of_plain_lightning() -> None:
     plain = fit(Pruned, vectors(5))
     with simulated():
@@ -43,6 +45,7 @@ def test_masks_are_those_of_plain_lightning() -> None:
     assert (ours.trainer.lightning_module.linear[0].weight_mask == 0).float().mean() > 0.4
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_mask_that_a_step_writes_in_place() -> None:
     """It was lost at the end of the step."""
 
@@ -60,6 +63,7 @@ def test_a_mask_that_a_step_writes_in_place() -> None:
     assert not ours.trainer.lightning_module.linear[1].weight_mask[:3].any()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_masks_are_sent_once() -> None:
     """Nobody has written them: the second batch finds them on the device."""
 

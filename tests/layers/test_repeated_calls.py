@@ -166,6 +166,7 @@ def trained(kind: str, order: str, strategy: Any, precision: Any) -> Outcome:
     return fit(lambda: Module(Calls(kind, order)), batches, strategy, precision=precision)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "precision", first(["32-true", "bf16-mixed"], "32-true", second=[], why="the same in mixed precision")
 )
@@ -182,6 +183,7 @@ def test_gradients_are_summed_as_on_plain(kind: str, order: str, precision: str)
         assert_same(ours, reference)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_weights_that_graphs_keep_are_let_go() -> None:
     """While a graph keeps them as they are they hold their slots; afterwards nobody does."""
     strategy = superpipeline(k=1, k_prime=1)

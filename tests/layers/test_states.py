@@ -101,6 +101,7 @@ def runs(device: Device) -> Iterator[set[Change]]:
         yield seen
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_all_listed_changes_happen(device: Device) -> None:
     seen = {(before, after) for changes in runs(device) for _, before, after in changes}
     listed = {pair for transition in TRANSITIONS.values() for pair in transition.pairs}

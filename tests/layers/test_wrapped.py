@@ -25,6 +25,7 @@ from tests.support.runs import assert_equal, assert_same, fit, fused, loader, su
 pytestmark = pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_adapters_train_on_a_base_that_was_quantised_from_bfloat16(name: str) -> None:
     """The registry of equality has those that were float32."""
@@ -36,6 +37,7 @@ def test_adapters_train_on_a_base_that_was_quantised_from_bfloat16(name: str) ->
     assert travels_packed(strategy.plan)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_generates() -> None:
     class Generating(Transformer):
         def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -49,6 +51,7 @@ def test_generates() -> None:
     assert_equal(texts(superpipeline(k=1)), texts("auto"), "generated")
 
 
+@pytest.mark.long("takes a second or more")
 def test_resumes(tmp_path: Path) -> None:
     """A checkpoint holds the quantised weights as plain Lightning's does, which cannot load any (a callable map_location)."""
     make, files = adapted(Int8WeightOnlyConfig), [tmp_path / "ours.ckpt", tmp_path / "plain.ckpt"]
@@ -87,6 +90,7 @@ def partly_quantised(kind: type[Module] = Module) -> Module:
     return kind(net)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("kind", [Module, Reads])
 def test_weights_read_without_forward(kind: type[Module]) -> None:
     def make() -> Module:
@@ -97,6 +101,7 @@ def test_weights_read_without_forward(kind: type[Module]) -> None:
     assert_same(ours, fit(make, vectors(), val=vectors()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_quantised_again_between_batches() -> None:
     class Requantises(Module):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -111,6 +116,7 @@ def test_quantised_again_between_batches() -> None:
     assert_same(fit(make, vectors(), superpipeline(k=1)), fit(make, vectors()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_residents_may_be_quantised() -> None:
     strategy = superpipeline(k=1, keep_on_gpu=["net.blocks.2"])
     assert_same(fit(partly_quantised, vectors(), strategy), fit(partly_quantised, vectors()))
@@ -157,6 +163,7 @@ class Named(nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs or {})  # fmt: skip
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_parameters_with_functions_of_their_own_stream() -> None:
     def make() -> Module:
         net = Stack()
@@ -198,6 +205,7 @@ def through_data_of_a_part(module: Module, step: int) -> None:
     module.net.blocks[1].inner.weight.scale.data.mul_(1.2)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "write", [scaled_in_place, copied, loaded, through_data, through_data_of_a_part], ids=lambda write: write.__name__
 )
@@ -234,6 +242,7 @@ def test_a_part_that_is_exchanged_inside_a_step_is_refused() -> None:
         fit(lambda: partly_quantised(Exchanges), vectors(), superpipeline(k=1))
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_part_that_is_exchanged_between_batches_is_taken_in() -> None:
     class Exchanges(Module):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -255,6 +264,7 @@ def test_a_weight_that_is_to_be_trained_later_is_refused_by_name() -> None:
         fit(lambda: partly_quantised(Thaws), vectors(), superpipeline(k=1))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_parts_are_not_waited_for() -> None:
     """Nobody updates them: while their layer's adapters are updated in the background they are what they were."""
     kinds = []

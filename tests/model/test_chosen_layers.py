@@ -56,6 +56,7 @@ def test_a_callable_that_returns_the_wrong_thing(returned: Any, error: type[Exce
         start(SuperpipelineStrategy(layers=lambda module: returned))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("layers", "names"),
     [

@@ -20,6 +20,7 @@ from tests.support.tiers import first
 SLOW = ("vgg", "vit", "swin", "resnet50")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("name", first(MODELS, if_=lambda name: name not in SLOW, why="long to make"))
 def test_layers_cover_the_model(name: str) -> None:
     make, expected = MODELS[name]
@@ -166,6 +167,7 @@ def test_equal_layers_have_one_ring_of_k_and_k_prime() -> None:
         assert ring.slots == k + k_prime
 
 
+@pytest.mark.long("takes a second or more")
 def test_planning_is_quick_for_many_sizes() -> None:
     """Sizes are grouped before all ways to split them are tried."""
     with torch.device("cpu"):
@@ -252,6 +254,7 @@ class PolicyLayer(nn.Module):
         return x + torch.tanh(self.feed(self.module(x)))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_heads_in_one_parameter_are_no_experts() -> None:
     """A forward of three arguments was enough: each attention was a layer that came when its call asked for it."""
 

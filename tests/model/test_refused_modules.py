@@ -29,6 +29,7 @@ def test_experts_of_transformers_mxfp4_kernels() -> None:
         start(superpipeline(), stacked.Transformer(net))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_modules_that_are_never_cut() -> None:
     """Attention reads a child's weight without calling it, ScriptModules take no hooks: whole, and equal."""
@@ -53,6 +54,7 @@ class SelfAttention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_nothing_to_stream_just_runs() -> None:
     class NoParameters(Module):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -88,6 +90,7 @@ def test_a_model_that_is_one_script_module_says_so() -> None:
     assert "0 layers" not in str(plan)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.parametrize("blocks", [0, 4])
 def test_script_modules_are_refused_where_they_do_not_fit(blocks: int) -> None:
@@ -124,6 +127,7 @@ def compile_layers(net: Any) -> nn.Module:
     return net
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at inputs
 @pytest.mark.parametrize("compiled", [compile_whole, compile_layers])
 def test_compiled_modules_are_one_layer(compiled: Any) -> None:

@@ -42,6 +42,7 @@ def batch(layers: int, fetch: float) -> list[Interval]:
     return found
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("layers", first([2, 12, 60, 200], 12, 60, why="very few and very many"))
 def test_a_batch(layers: int, figures: list[Any], tmp_path: Path) -> None:
     draw_timeline(batch(layers, 0.001), [f"layers.{index}" for index in range(layers)], tmp_path / "a.png", "a batch")

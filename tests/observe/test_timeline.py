@@ -106,6 +106,7 @@ def test_the_last_recorded_batch(every: int, last: int, drawn: list[Drawn], tmp_
             assert each.nbytes == plan.layers[each.layer].nbytes
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_compute_waits_for_its_fetch(drawn: list[Drawn], tmp_path: Path) -> None:
     run(tmp_path)
     intervals = drawn[0].intervals
@@ -127,6 +128,7 @@ def test_activations_travel_in_the_row_of_the_layer_that_saved_them(drawn: list[
         )
 
 
+@pytest.mark.long("takes a second or more")
 def test_results_are_the_same_with_a_timeline(tmp_path: Path) -> None:
     strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap="forward")
     without = fit(lambda: llama(layers=4), tokens() * 2, strategy, recorded="losses")
@@ -147,6 +149,7 @@ def test_a_run_that_fails_leaves_what_it_has(drawn: list[Drawn], tmp_path: Path)
     assert drawn[0].intervals
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_nothing_is_marked_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def marked(self: Timeline, *args: Any) -> None:
         raise AssertionError("an interval was kept")
@@ -158,6 +161,7 @@ def test_nothing_is_marked_where_nobody_asked(monkeypatch: pytest.MonkeyPatch) -
     assert Device(torch.device("cpu")).mark(Stream.COMPUTE) is None
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_happens_between_batches_is_no_computation(
     drawn: list[Drawn], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +178,7 @@ def test_what_happens_between_batches_is_no_computation(
     assert max(each.end - each.begin for each in drawn[0].intervals) < day
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_metrics_and_progress_bar(tmp_path: Path) -> None:
     from lightning.pytorch.loggers import CSVLogger
 
@@ -244,6 +249,7 @@ def test_bad_options(options: dict[str, Any]) -> None:
         SuperpipelineCallback(**options)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_run_is_predicted_from_its_own_timeline(drawn: list[Drawn], tmp_path: Path) -> None:
     """The measured batch, walked again with the same k: the same fetches, and all of its computation."""
     from sp_lightning.capabilities.tuning.simulator import Walk
@@ -271,6 +277,7 @@ def test_a_layer_without_gradients_leaves_with_no_bytes() -> None:
     assert rates.update == 8
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_validation_is_no_part_of_the_batch_before_it(drawn: list[Drawn], tmp_path: Path) -> None:
     callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=1)
     strategy = SuperpipelineStrategy(k=1, k_prime=1)
@@ -294,6 +301,7 @@ def test_a_path_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path
         SuperpipelineCallback(plot=tmp_path / "run.xyz")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_run_without_a_batch_that_is_kept_leaves_no_file(tmp_path: Path) -> None:
     callback = SuperpipelineCallback(plot=tmp_path / "run.png")
     trainer = trainer_for(SuperpipelineStrategy(), callbacks=[callback])
@@ -302,6 +310,7 @@ def test_a_run_without_a_batch_that_is_kept_leaves_no_file(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_disk_that_fills_up_costs_neither_checkpoint_nor_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +337,7 @@ class Pickles(Module):
         assert callback.__getstate__()["_strategy"] is None
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
     callback = SuperpipelineCallback(plot=tmp_path / "run.png", every_n_steps=1)
     outcome = fit(lambda: Pickles(Stack()), vectors(), SuperpipelineStrategy(), callbacks=[callback])
@@ -335,6 +345,7 @@ def test_the_callback_can_be_pickled_and_copied(tmp_path: Path) -> None:
     assert type(pickle.loads(pickle.dumps(callback))) is SuperpipelineCallback
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_masters_have_names_of_their_own(drawn: list[Drawn], tmp_path: Path) -> None:
     class Penalized(Module):
         def loss(self, batch: Any) -> Any:
@@ -349,6 +360,7 @@ def test_masters_have_names_of_their_own(drawn: list[Drawn], tmp_path: Path) -> 
     assert {"net.head", "net.head, float32"} <= set(names) or any(name.endswith(", float32") for name in names)
 
 
+@pytest.mark.long("takes a second or more")
 def test_ranges_in_torchs_profiler() -> None:
     strategy = SuperpipelineStrategy(k=1, k_prime=1, activations="recompute", optimizer_overlap="forward")
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
@@ -363,6 +375,7 @@ def test_ranges_in_torchs_profiler() -> None:
     assert "recomputation" in {each.split(": ")[0] for each in found}
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_no_ranges_without_a_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_lightning.core.device.device._Timed.__init__", pytest.fail)
     fit(lambda: llama(layers=2), tokens(), SuperpipelineStrategy(k=1, k_prime=1), recorded="losses")

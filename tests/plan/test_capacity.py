@@ -94,6 +94,7 @@ def test_what_is_chosen_already_is_no_advice() -> None:
     assert "frees gradients in backward" not in less_host_memory("backward")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("free", "message"),
     [
@@ -115,7 +116,7 @@ def test_a_run_that_would_be_killed_is_refused_before_it_begins(free: int, messa
     assert all(value.equal(before[name]) for name, value in module.state_dict().items()), "nothing is lost"
 
 
-@pytest.mark.rest("a process that imports torch")
+@pytest.mark.long("a process that imports torch")
 def test_a_real_control_group_is_heeded() -> None:
     """A process of its own in a group of 1 GiB, where the system lets us make one."""
     group = Path(f"/sys/fs/cgroup/memory/superpipeline-{os.getpid()}")
@@ -162,6 +163,7 @@ Private_Clean: 20 kB
 """
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_pages_of_data_that_only_a_file_has_are_not_taken(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/status").write_text("Name: python\nVmRSS:\t1000 kB\n")
@@ -178,6 +180,7 @@ class Over:
         self.itself = self
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_only_cycles_hold_is_freed_before_memory_is_measured() -> None:
     run = Over()
     there = weakref.ref(run)
@@ -186,6 +189,7 @@ def test_what_only_cycles_hold_is_freed_before_memory_is_measured() -> None:
     assert there() is None
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_run_that_is_over_does_not_have_the_next_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Over()
     there = weakref.ref(run)
@@ -196,7 +200,7 @@ def test_a_run_that_is_over_does_not_have_the_next_one_refused(monkeypatch: pyte
         check_host({"for weights": 3 * GIB}, "Use less.")
 
 
-@pytest.mark.rest("processes that train twice")
+@pytest.mark.long("processes that train twice")
 def test_two_runs_of_one_process_have_the_memory_of_one(tmp_path: Path) -> None:
     """The first one's model is garbage when the second one begins, and may not count as the process's."""
     script = (

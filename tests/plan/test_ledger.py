@@ -44,6 +44,7 @@ PLAIN: dict[str, Any] = {"early": False, "accumulate": 1, "clips": None, "scales
 BATCHES = [torch.ones(2, WIDTH)] * 4
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_it_counts_adamw() -> None:
     strategy = SuperpipelineStrategy(k=1)
     fit(wide, BATCHES, strategy, gradient_clip_val=1.0)
@@ -62,6 +63,7 @@ def test_it_counts_adamw() -> None:
     assert "more than: 32 bytes read and 20 written (read/written by fetch 8/0, gradients 0/4," in str(ledger)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_it_counts_one_pass_of_16_mixed(clip: float | None) -> None:
     """Gradients in 16 bits are read once for infinities, and once for norms. The update unscales and clips them."""
@@ -80,6 +82,7 @@ def test_it_counts_one_pass_of_16_mixed(clip: float | None) -> None:
     assert ledger.gradients == 2 * count
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("k_prime", [1, 2, 3])
 def test_the_staging_memory_of_accumulated_gradients(k_prime: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many layers' gradients are staged at once as the ledger says."""
@@ -109,6 +112,7 @@ def test_the_staging_memory_of_accumulated_gradients(k_prime: int, monkeypatch: 
     )
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_it_counts_what_the_options_need() -> None:
     strategy = SuperpipelineStrategy(k=1)
     fit(lambda: wide(torch.optim.SGD, lr=0.1), BATCHES, strategy, accumulate_grad_batches=2)
@@ -166,6 +170,7 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 1e-4])
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed", "16-mixed"], "16-mixed", why="it has all passes"))
@@ -176,6 +181,7 @@ def test_no_step_passes_over_more_than_it_says(
     _compare_traffic(monkeypatch, overlap, precision, clip, accumulate=accumulate)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("clip", [None, 1e-4])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_nor_does_a_step_with_layers_that_stay(
@@ -236,6 +242,7 @@ def _compare_traffic(
     assert 0.8 * most_written <= written - written_before <= most_written
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("place", ["cpu", "gpu"])
 def test_layers_that_stay_pass_over_no_host_memory(place: Any, precision: Any) -> None:
@@ -355,6 +362,7 @@ GUIDES = Path(__file__).parents[2] / "examples" / "guide"
 ACCUMULATED: dict[Any, tuple[int, int]] = {"32-true": (16, 4), "bf16-mixed": (18, 4), "bf16-true": (8, 2)}
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("precision", first(ACCUMULATED, "bf16-mixed", why="other dtypes"))
 def test_accumulation_takes_what_the_guides_say(precision: Any) -> None:
     """They said 18 bytes per parameter in one place, and 19 in another, which holds what waits of some model."""

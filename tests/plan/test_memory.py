@@ -86,6 +86,7 @@ def test_gradients_of_a_layer_that_never_gets_all_of_them_count() -> None:
     assert strategy.stats().peak_device_bytes >= strategy.plan.slot_bytes + 16 * 17 * 4
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_nothing_is_evicted_with_k_for_all() -> None:
     strategy = superpipeline(k=7)
     fit(lambda: Module(Stack()), vectors(5), strategy)
@@ -93,6 +94,7 @@ def test_nothing_is_evicted_with_k_for_all() -> None:
     assert strategy.stats().fetched_layers == 7 * 5
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("k", "k_prime"), first([(1, 1), (2, 1), (3, 2)], (1, 1), (3, 2), second=[], why="a window between them")
 )
@@ -173,6 +175,7 @@ OF_EACH_KIND = (
 )
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
 @pytest.mark.parametrize(
@@ -203,6 +206,7 @@ def test_all_that_is_on_the_device_is_in_the_plan(name: str) -> None:
     assert plan.plain[0] >= sum(map(tensor_bytes, case.make().parameters())), "plain Lightning has all of it"
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_escaping_views_take_extra_slots_and_give_them_back() -> None:
     strategy = superpipeline(k=1)
     seen = []
@@ -234,6 +238,7 @@ def test_the_plan_counts_its_bytes() -> None:
     assert plan.host_bytes == 12 * layer
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_large_layers_do_not_inflate_the_ring() -> None:
     net = nn.Sequential(nn.Linear(4096, 16), *(Block() for _ in range(8)), nn.Linear(16, 4096))
     strategy = superpipeline(k=2, k_prime=1)
@@ -243,6 +248,7 @@ def test_large_layers_do_not_inflate_the_ring() -> None:
     assert plan.rings[0].nbytes < 8192 < plan.rings[1].nbytes
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_nothing_stays_alive_after_teardown() -> None:
     gc.collect()
     before = WeakSet(each for each in gc.get_objects() if type(each) is Streamer)  # errors of other tests may hold some
@@ -289,6 +295,7 @@ class Squashed(nn.Module):
         return y * 2
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_saved_tensors_are_freed_without_the_garbage_collector() -> None:
     class CallsTwice(Module):
         """Only one of the graphs is gone through, which frees what it saved."""

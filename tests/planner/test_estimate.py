@@ -107,6 +107,7 @@ def worked(case: Case, autocast: torch.dtype | None = None) -> Work:
         return estimate(find_layers(module, autocast=autocast), run)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("worth", first([1, SOME], SOME, second=[], why="the same when everything leaves"))
 @pytest.mark.parametrize(
     ("name", "precision"),
@@ -130,6 +131,7 @@ def test_what_units_save_is_what_the_engine_measures(
     assert any(call.saved for call in work.calls)
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_is_saved_outside_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss, and the inputs of checkpoints around units."""
     monkeypatch.setattr(offload, "WORTH_MOVING", SOME)
@@ -166,6 +168,7 @@ def saved_by(case: Case) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("name", "logits", "largest"),
     first(
@@ -192,6 +195,7 @@ def test_what_a_loss_in_chunks_saves(name: str, logits: int, largest: Saved, mon
     assert work.saved("keep") == saved_by(MODELS[name])
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_is_small_is_counted_and_does_not_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is kept or computed again, as what is large; offloaded it stays."""
     work = worked(MODELS["llama"])
@@ -220,6 +224,7 @@ def test_modes_take_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> No
     assert work.alive("offload") == work.activation_bytes - 3 * 256
 
 
+@pytest.mark.long("takes a second or more")
 def test_copied_modules_have_weights() -> None:
     """Until 2026-11, tensors copied on paper were of a mode of their own, and no operator knew a copy's weights again."""
     twins = worked(Case(lambda: Module(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 2)), vectors))
@@ -238,6 +243,7 @@ def attending(layers: int) -> Module:
     return Module(Attentions(nn.MultiheadAttention(64, 2) for _ in range(layers)))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @torch.no_grad()
 def test_casts_that_do_not_travel_are_made_for_each_use() -> None:
     """Attention that reads weights past their modules' calls has them in float32, and Lightning's autocast has no cache."""
@@ -255,6 +261,7 @@ def test_only_operators_move_bytes() -> None:
     assert all(cost.flops for cost in costs if cost.layers)
 
 
+@pytest.mark.long("takes a second or more")
 def test_attention_with_dropout_inside_checkpoints() -> None:
     """Until 2026-11, backward left dropout in, which forward had left out, and checkpoints refused the difference."""
     assert worked(CASES["llama-checkpoint"]).activation_bytes

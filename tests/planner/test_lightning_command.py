@@ -57,6 +57,7 @@ def settings(tmp_path: Path, *changes: tuple[str, str]) -> list[str]:
     return ["fit", "--config", str(tmp_path / "mine.yaml")]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -82,6 +83,7 @@ def test_the_strategy_of_a_config_without_one(
     assert lines == [said] * bool(said)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [

@@ -62,6 +62,7 @@ def counted_by_peft(name: str, rank: int) -> tuple[int, int]:
     return real.get_nb_trainable_parameters()  # type: ignore[no-any-return]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "model",
@@ -83,6 +84,7 @@ def test_as_many_are_trained_as_with_peft(model: str, tmp_path: Path, capsys: py
         assert (found["trained_parameters"], found["parameters"]) == counted_by_peft(name, 4)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("more", first([[], ["--generate", "4"]], [], why="a second forward"))
 def test_in_inference_adapters_are_beside_the_weights(
     more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -100,6 +102,7 @@ def test_in_inference_adapters_are_beside_the_weights(
     assert beside["flops"] > merged["flops"]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("more", [[], ["--generate", "4"]])
 def test_stacked_experts_without_adapters_are_named(
     more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -115,6 +118,7 @@ def test_stacked_experts_without_adapters_are_named(
     assert f"{said}: {names}" in found["notes"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_adapters_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", "squeezenet1_1", "--lora", "4"])
@@ -122,6 +126,7 @@ def test_adapters_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--lora: SqueezeNet has no linear layers" in capsys.readouterr().err
 
 
+@pytest.mark.long("takes a second or more")
 def test_attention_of_torch_has_adapters_that_it_does_not_call(capsys: pytest.CaptureFixture[str]) -> None:
     """``nn.MultiheadAttention`` reads the weight of its projection; PEFT adds adapters beside that, nevertheless."""
     found = plan(
@@ -136,6 +141,7 @@ def encoder() -> nn.Module:
     return nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("stored", "nbytes"), [("bfloat16", 2), ("float32", 4), (None, 4)])
 def test_the_base_has_the_dtype_that_transformers_loads_it_in(
     stored: str | None, nbytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -155,6 +161,7 @@ def test_the_base_has_the_dtype_that_transformers_loads_it_in(
     assert any("bfloat16 weights" in note for note in found["notes"]) == (nbytes == 2)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_quantised_config_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2

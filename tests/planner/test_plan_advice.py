@@ -33,6 +33,7 @@ def adapted() -> nn.Module:
     return adapters.to(torch.float32)
 
 
+@pytest.mark.long("takes a second or more")
 def test_adapters_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "tests.planner.test_plan_advice:adapted", "--input", "2", "8", "--k", "1", "--k-prime", "1")
     real = adapted()
@@ -44,6 +45,7 @@ def test_adapters_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert weights < found["host_bytes"] < weights + 40 * trained + 2**18
 
 
+@pytest.mark.long("takes a second or more")
 def test_activations_that_travel_too_slowly_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     main(
         [
@@ -67,6 +69,7 @@ def test_activations_that_travel_too_slowly_are_named(capsys: pytest.CaptureFixt
     assert re.fullmatch(r"with .* s for activations\. Recompute some of them, or .*", line)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("arguments", "choice"),
     [
@@ -84,6 +87,7 @@ def test_the_verdict_has_every_option_that_the_answer_depends_on(
     assert f"\nWith this strategy: SuperpipelineStrategy{choice}, " in found["verdict"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("precision", "gradients"), [("bf16-mixed", 2), ("16-mixed", 2), ("32-true", 4)])
 def test_gradients_that_stay_in_16_bits_are_counted_so(
     precision: str, gradients: int, capsys: pytest.CaptureFixture[str]
@@ -113,6 +117,7 @@ class TiedOnMeta(Tied):
     device_of_the_net = "meta"
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_module_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
     """A run would take its values from a file; here it needs none."""
     found, same = (
@@ -144,6 +149,7 @@ def test_activations_are_chosen_within_the_limit_as_a_run_chooses_them(capsys: p
     assert not window("auto", least - 2**20)["fits"]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("arguments", [(), ("--gpu-memory", "8GiB", "--predict"), ("--gpu-memory", "8GiB")])
 def test_all_activations_are_kept_by_default_if_they_fit(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
@@ -179,6 +185,7 @@ class Sixteen(Module):
         return self.net(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("limit", [(), ("--gpu-memory", "100GiB")])
 def test_a_window_in_which_all_layers_have_a_slot_is_among_those_that_are_tried(
     capsys: pytest.CaptureFixture[str], limit: tuple[str, ...]
@@ -210,6 +217,7 @@ def test_a_step_has_the_host_memory_of_a_run(
     assert found["host_bytes"] == strategy.ledger.nbytes
 
 
+@pytest.mark.long("takes a second or more")
 def test_updates_are_shared_by_accumulated_batches(capsys: pytest.CaptureFixture[str]) -> None:
     """A long update is one in four batches, and hides what it can under the next of them."""
     arguments = ["resnet18", "--k", "1", "--k-prime", "1", "--host-bandwidth", "1", "--precision", "32-true"]
@@ -264,6 +272,7 @@ class TiedByCode(Module):
         return self(batch).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_table_whose_whole_weight_is_read_is_planned_whole(capsys: pytest.CaptureFixture[str]) -> None:
     """It was planned as if only rows came: a run's peak was nine times what had been said."""
     options = ["--precision", "32-true", "--optimizer-overlap", "off", "--k", "1", "--k-prime", "1"]
@@ -297,6 +306,7 @@ class DescendsInARun(Descends):
         return torch.optim.SGD(self.parameters(), 1 / self.trainer.max_steps)
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_optimizer_is_the_modules_own(capsys: pytest.CaptureFixture[str]) -> None:
     """Or AdamW where the module's own needs a run, and what the command line names in any case."""
     texts = {}
@@ -318,6 +328,7 @@ def test_the_optimizer_is_the_modules_own(capsys: pytest.CaptureFixture[str]) ->
 # ---------------------------------------------------------------- steps on the device
 
 
+@pytest.mark.long("takes a second or more")
 def test_steps_on_the_device_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     window = ("resnet18", "--k", "1", "--k-prime", "1")
     host, device = (plan(capsys, *window, "--optimizer-on", where) for where in ("cpu", "gpu"))
@@ -330,6 +341,7 @@ def test_steps_on_the_device_are_planned(capsys: pytest.CaptureFixture[str]) -> 
     assert device["host_parts"]["gradients"] < late["host_parts"]["gradients"] / 10, "those of layers never leave"
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("half", first(["bf16-true", "16-true"], "bf16-true", why="as bfloat16"))
 def test_where_weights_have_16_bits_no_step_on_the_device_is_in_the_background(
     half: str, capsys: pytest.CaptureFixture[str]
@@ -343,6 +355,7 @@ def test_where_weights_have_16_bits_no_step_on_the_device_is_in_the_background(
     assert seconds[2] < seconds[3]
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_answer_says_that_it_counts_on_kernels(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

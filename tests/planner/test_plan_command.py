@@ -46,6 +46,7 @@ def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str
     assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("arguments", "layers"),
     first(
@@ -86,6 +87,7 @@ def test_generation_counts_keys_and_values(capsys: pytest.CaptureFixture[str]) -
     assert found[16]["prompt_seconds"] > found[1]["prompt_seconds"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "model", first(["resnet50", str(SHAPES / "vit-giant.json")], "resnet50", why="a model of billions of parameters")
 )
@@ -96,7 +98,7 @@ def test_generation_by_models_that_have_no_cache(model: str, capsys: pytest.Capt
     assert "with a key-value cache; leave out --generate" in capsys.readouterr().err
 
 
-@pytest.mark.rest("a model of real size is counted")
+@pytest.mark.long("a model of real size is counted")
 def test_generation_of_an_encoder_and_a_decoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The decoder reads the encoder's output through keys and values of its own; the prompts are the encoder's."""
     config = transformers.T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=4, num_heads=4, vocab_size=4096)
@@ -161,6 +163,7 @@ def test_modules_that_cannot_be_run_without_values(name: str, said: str, capsys:
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_is_said_on_paper_is_what_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
     """Layers, and the most device memory, activations included; the simulated device counts every byte."""
     found = plan(
@@ -221,7 +224,7 @@ def config(name: str, folder: Path, **more: Any) -> str:
     return str(file)
 
 
-@pytest.mark.rest("seconds for each model")
+@pytest.mark.long("seconds for each model")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_encoder_decoders_speech_and_experts_are_run(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -230,6 +233,7 @@ def test_encoder_decoders_speech_and_experts_are_run(
     assert found["activation_bytes"]
 
 
+@pytest.mark.long("takes a second or more")
 def test_experts_count_for_the_tokens_that_are_routed_to_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,7 +245,7 @@ def test_experts_count_for_the_tokens_that_are_routed_to_them(
     assert found["flops"] == pytest.approx(2 * 64 * (experts + others), rel=0.1)
 
 
-@pytest.mark.rest("a language model is run on paper twice")
+@pytest.mark.long("a language model is run on paper twice")
 def test_attention_with_dropout_takes_no_more_than_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A GPU has kernels for it; the CPU has not, and would keep the matrix of all pairs of tokens."""
     with_dropout = plan(capsys, config("gpt2", tmp_path), "--tokens", "128", "--k", "1")["activation_bytes"]
@@ -249,7 +253,7 @@ def test_attention_with_dropout_takes_no_more_than_without(tmp_path: Path, capsy
     assert with_dropout == without
 
 
-@pytest.mark.rest("a model of real size is counted")
+@pytest.mark.long("a model of real size is counted")
 def test_groups_of_convolutions_count_in_backward(capsys: pytest.CaptureFixture[str]) -> None:
     forward = plan(capsys, "mobilenet_v2", "--predict", "--k", "1", "--precision", "32-true")["flops"]
     assert plan(capsys, "mobilenet_v2", "--k", "1", "--precision", "32-true")["flops"] == pytest.approx(
@@ -270,6 +274,7 @@ class ConfiguresModel(Module):
         return self.net(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_module_that_is_made_late_and_an_input_by_its_shape(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "tests.planner.test_plan_command:ConfiguresModel", "--input", "4", "16", "--k", "1")
     known = plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1")
@@ -284,6 +289,7 @@ def make_known_by_name() -> nn.Module:
     return module
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_example_of_keyword_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "tests.planner.test_plan_command:make_known_by_name", "--k", "1")
     assert (
@@ -292,6 +298,7 @@ def test_an_example_of_keyword_arguments(capsys: pytest.CaptureFixture[str]) -> 
     )
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_little_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("tests.planner.test_plan_command:Known", "--k", "1", "--activations", "keep")
     needed = plan(capsys, *asked)["windows"][0]["device_bytes"]
@@ -299,6 +306,7 @@ def test_little_that_is_missing_is_told(capsys: pytest.CaptureFixture[str]) -> N
     assert " available, 3 B short." in found["verdict"]
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_does_not_fit_ends_with_another_status(capsys: pytest.CaptureFixture[str]) -> None:
     """The answer is printed all the same."""
     for option in ("--gpu-memory=1KiB", "--host-memory=1KiB"):
@@ -325,12 +333,14 @@ class TakesEightTokens(TakesTokens):
         return super().forward(ids) + self.positions
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_input_of_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "tests.planner.test_plan_command:TakesTokens", "--input", "4", "8", "--k", "1")
     assert found["batch"] == "a batch of 4 × 8 integers"
     assert found["activation_bytes"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -373,6 +383,7 @@ def test_sizes_of_named_models_are_refused_for_a_factory(option: list[str], caps
     )
 
 
+@pytest.mark.long("takes a second or more")
 def test_small_layers_and_large_logits_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", config("gpt2", tmp_path, vocab_size=50_000), "--tokens", "64", "--k", "1", "--k-prime", "1"])
     said = capsys.readouterr().out
@@ -384,6 +395,7 @@ def test_small_layers_and_large_logits_are_named(tmp_path: Path, capsys: pytest.
     assert re.search(r"^faster: .* s for Python\. Use larger layers \(layers=\)", said, re.MULTILINE)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(("windows", "rows"), [(["--k", "1"], 0), (["--k", "1", "2"], 4), ([], 0)])
 def test_windows_that_were_asked_for_are_shown(
     windows: list[str], rows: int, capsys: pytest.CaptureFixture[str]
@@ -431,6 +443,7 @@ def test_bad_configs(text: str, message: str, tmp_path: Path, capsys: pytest.Cap
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.long("takes a second or more")
 def test_activations_in_each_mode(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Device memory, host memory and time are those of the mode that was asked for."""
     monkeypatch.setattr(offload, "WORTH_MOVING", 1)
@@ -462,7 +475,7 @@ def test_help_needs_neither_torch_nor_lightning() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("a subprocess that imports torch")
 def test_the_console_script_finds_modules_in_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))\n"
@@ -477,7 +490,7 @@ def test_the_console_script_finds_modules_in_the_current_folder(tmp_path: Path) 
     assert "SuperpipelineStrategy(" in done.stdout
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("a subprocess that imports torch")
 def test_a_reader_that_has_seen_enough_is_not_an_error() -> None:
     command = f"{sys.executable} -m sp_lightning plan resnet18 --k 1 | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)

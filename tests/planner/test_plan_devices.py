@@ -24,7 +24,7 @@ def answers(
     return one, plan(capsys, *MODEL, *arguments, "--devices", str(DEVICES), *of_several)
 
 
-@pytest.mark.rest("models of billions of parameters")
+@pytest.mark.long("models of billions of parameters")
 def test_the_node_has_weights_gradients_and_state_once_and_activations_for_each(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -48,7 +48,7 @@ def test_gradients_of_several_devices_are_as_wide_as_parameters(capsys: pytest.C
     )
 
 
-@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+@pytest.mark.long("two plans of a whole model; the first tier has one of them")
 def test_each_device_fetches_all_and_sends_a_part(capsys: pytest.CaptureFixture[str]) -> None:
     plans = answers(capsys, "--host-bandwidth", "1000", "--pcie", "5", of_several=("--links", "10"))
     one, several = (each["windows"][0] for each in plans)
@@ -65,7 +65,7 @@ def test_each_device_fetches_all_and_sends_a_part(capsys: pytest.CaptureFixture[
     assert more == pytest.approx((DEVICES * copied - once) / 1000, rel=1e-3)
 
 
-@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+@pytest.mark.long("two plans of a whole model; the first tier has one of them")
 def test_a_device_has_room_for_what_is_sent_and_received(capsys: pytest.CaptureFixture[str]) -> None:
     one, several = answers(capsys)
     largest = max(layer["bytes"] for layer in one["layers"])
@@ -73,7 +73,7 @@ def test_a_device_has_room_for_what_is_sent_and_received(capsys: pytest.CaptureF
     assert 2 * (2 + 1 / DEVICES) * largest <= more < 4 * 2 * largest
 
 
-@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+@pytest.mark.long("two plans of a whole model; the first tier has one of them")
 @pytest.mark.parametrize(
     ("slow", "binds"),
     [("--links", "links"), ("--pcie", "fetch"), ("--host-bandwidth", "host memory"), ("--tflops", "compute")],
@@ -92,6 +92,7 @@ def test_what_is_slow_binds(slow: str, binds: str, capsys: pytest.CaptureFixture
     assert found["windows"][0]["seconds"] >= found["windows"][0]["busy_seconds"][binds]
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_text_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", *MODEL, "--devices", str(DEVICES), "--links", "77"])
     text = capsys.readouterr().out
@@ -101,7 +102,7 @@ def test_the_text_says_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> No
     assert f"SuperpipelineStrategy(k=1, k_prime=1) in Trainer(devices={DEVICES})" in text
 
 
-@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+@pytest.mark.long("two plans of a whole model; the first tier has one of them")
 def test_updates_in_backward_keep_few_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     late, early = (
         plan(capsys, *MODEL, "--devices", "2", "--optimizer-overlap", each) for each in ("forward", "backward")

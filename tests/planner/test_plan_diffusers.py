@@ -74,6 +74,7 @@ def sized(name: str) -> list[str]:
     return ["--image", "64", "--batch-size", "2", "--k", "1", *frames, *tokens]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", first(BATCHES, "flux", "sdxl", "wan", why="other families of the same"))
 def test_a_folder_with_a_model(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = ZOO[name].make().net
@@ -86,6 +87,7 @@ def test_a_folder_with_a_model(name: str, tmp_path: Path, capsys: pytest.Capture
     assert what in found["verdict"]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("kind", first(MORE, "AuraFlowTransformer2DModel", why="other families of the same"))
 def test_other_models(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     diffusers()
@@ -111,6 +113,7 @@ def test_inputs_are_those_of_a_run(name: str, tmp_path: Path) -> None:
             assert made.shape == given.shape
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "name", first(("flux", "sd3", "z_image", "wan", "ltx"), "flux", why="other families of the same")
 )
@@ -134,6 +137,7 @@ def test_activations_are_those_that_a_run_saves(name: str, tmp_path: Path, capsy
     assert found["saved_bytes"]["keep"] == sum(memory.nbytes() for memory in kept.values())
 
 
+@pytest.mark.long("takes a second or more")
 def test_gradient_checkpointing_has_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """diffusers calls it enable_gradient_checkpointing."""
     model = saved(ZOO["flux"].make().net, tmp_path)
@@ -164,6 +168,7 @@ def count(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_pipeline_is_planned_by_its_trained_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = pipeline(tmp_path)
     found = plan(capsys, str(tmp_path), "--image", "64", "--k", "1")
@@ -179,6 +184,7 @@ def test_a_pipeline_without_a_known_part(tmp_path: Path, capsys: pytest.CaptureF
     assert "expected transformer/config.json or unet/config.json beside it" in refused(capsys, str(tmp_path))
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_name_of_the_hub_may_be_a_pipeline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +199,7 @@ def test_a_name_of_the_hub_may_be_a_pipeline(
 # ---------------------------------------------------------------------- adapters
 
 
-@pytest.mark.rest("three plans")
+@pytest.mark.long("three plans")
 def test_a_frozen_base_has_the_dtype_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net = ZOO["flux"].make().net
     options = ("--lora", "4", "--image", "64", "--k", "1")
@@ -226,6 +232,7 @@ def test_diffusers_may_be_missing(
     )
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_models_whose_inputs_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, saved(ZOO["autoencoder_kl"].make().net, tmp_path))
     assert "does not know the inputs of AutoencoderKL. It reads FluxTransformer2DModel, " in said
@@ -236,6 +243,7 @@ def test_models_whose_inputs_are_not_known(tmp_path: Path, capsys: pytest.Captur
     assert "diffusers cannot make a model from" in refused(capsys, str(tmp_path))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
@@ -264,6 +272,7 @@ def test_sizes_that_a_model_cannot_take(
     assert said in refused(capsys, saved(ZOO[name].make().net, tmp_path), *options)
 
 
+@pytest.mark.long("takes a second or more")
 def test_images_that_are_not_square(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, saved(ZOO["flux"].make().net, tmp_path), "--image", "32x64", "--k", "1")
     assert found["batch"].startswith("1 image of 32 × 64 (latents 4 × 8, 8 tokens)")
@@ -276,6 +285,7 @@ def test_images_that_are_not_square(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert command(asked).endswith("plan resnet18 --image 32x64")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_frames_are_for_videos(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--frames 9: 'resnet18' takes no videos. Leave --frames out." in refused(capsys, "resnet18", "--frames", "9")
 
@@ -296,7 +306,7 @@ def test_frames_are_for_videos(capsys: pytest.CaptureFixture[str]) -> None:
     ],
     ids=["flux", "sdxl", "wan"],
 )
-@pytest.mark.rest("models of billions of parameters")
+@pytest.mark.long("models of billions of parameters")
 def test_shapes(shape: str, parameters: int, batch: str, capsys: pytest.CaptureFixture[str]) -> None:
     diffusers()
     found = plan(capsys, str(SHAPES / shape), "--k", "1")

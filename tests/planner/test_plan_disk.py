@@ -29,6 +29,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return plan(capsys, *MODEL, *arguments)
 
 
+@pytest.mark.long("takes a second or more")
 def test_optimizer_state_is_on_the_disk_as_far_as_memory_does_not_hold_it(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "--disk", "1GB/s", "--host-memory", memory("1GiB"))
     assert found["host_fits"]
@@ -40,6 +41,7 @@ def test_optimizer_state_is_on_the_disk_as_far_as_memory_does_not_hold_it(capsys
     assert found["windows"][0]["seconds"] >= 0.9 * found["windows"][0]["busy_seconds"]["disk"]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "more",
     first(
@@ -68,13 +70,13 @@ def test_parts_of_host_memory_add_up_to_it(more: list[str], capsys: pytest.Captu
     assert sum(answered["host_parts"].values()) == answered["host_bytes"]
 
 
-@pytest.mark.rest("two plans of a whole model; the first tier has one of them")
+@pytest.mark.long("two plans of a whole model; the first tier has one of them")
 def test_a_faster_disk_is_faster_and_speeds_are_numbers_too(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = (answer(capsys, "--disk", speed, "--host-memory", memory("1GiB")) for speed in ("0.5GB/s", "5"))
     assert slow["windows"][0]["seconds"] > 3 * fast["windows"][0]["seconds"]
 
 
-@pytest.mark.rest("plans of a whole model; the first tier has one of them")
+@pytest.mark.long("plans of a whole model; the first tier has one of them")
 def test_trained_weights_are_on_the_disk_where_state_alone_is_not_enough(capsys: pytest.CaptureFixture[str]) -> None:
     backward = ("--optimizer-overlap", "backward", "--disk", "1GB/s", "--host-memory")
     found, more = answer(capsys, *backward, memory("400MiB")), answer(capsys, *backward, memory("600MiB"))
@@ -85,7 +87,7 @@ def test_trained_weights_are_on_the_disk_where_state_alone_is_not_enough(capsys:
     assert found["windows"][0]["busy_seconds"]["disk"] > more["windows"][0]["busy_seconds"]["disk"]
 
 
-@pytest.mark.rest("plans of a whole model; the first tier has one of them")
+@pytest.mark.long("plans of a whole model; the first tier has one of them")
 def test_gradients_are_on_the_disk_where_all_of_them_are_there_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     little = ("--disk", "1GB/s", "--host-memory", memory("700MiB"), "--optimizer-overlap")
     early, late = answer(capsys, *little, "backward"), answer(capsys, *little, "forward")
@@ -96,7 +98,7 @@ def test_gradients_are_on_the_disk_where_all_of_them_are_there_at_once(capsys: p
     assert late["windows"][0]["busy_seconds"]["disk"] > early["windows"][0]["busy_seconds"]["disk"]
 
 
-@pytest.mark.rest("a plan of a whole model; the first tier has one of them")
+@pytest.mark.long("a plan of a whole model; the first tier has one of them")
 def test_weights_are_read_in_place_in_inference(capsys: pytest.CaptureFixture[str]) -> None:
     found = answer(capsys, "--predict", "--disk", "1GB/s", "--host-memory", memory("256MiB"))
     assert found["host_bytes"] <= 2**28
@@ -104,7 +106,7 @@ def test_weights_are_read_in_place_in_inference(capsys: pytest.CaptureFixture[st
     assert not any("are written" in line for line in found["disk"])
 
 
-@pytest.mark.rest("a plan of a whole model; the first tier has one of them")
+@pytest.mark.long("a plan of a whole model; the first tier has one of them")
 def test_nothing_is_on_the_disk_where_all_of_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("--disk", "1GB/s", "--host-memory", "64GiB")
     assert answer(capsys, *asked)["disk"] == ["disk: not used, because everything is in host memory"]
@@ -112,7 +114,7 @@ def test_nothing_is_on_the_disk_where_all_of_it_fits(capsys: pytest.CaptureFixtu
     assert "of the 64.0 GiB, 4.8 GiB are for the process, its libraries and batches" in capsys.readouterr().out
 
 
-@pytest.mark.rest("a plan of a whole model; the first tier has one of them")
+@pytest.mark.long("a plan of a whole model; the first tier has one of them")
 def test_weights_and_gradients_that_memory_does_not_hold_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", *MODEL, "--disk", "1GB/s", "--host-memory", memory("256MiB")])
@@ -143,7 +145,7 @@ def test_the_memory_that_is_said_to_be_enough_is(
     assert " s for the disk. Use more CPU memory" in capsys.readouterr().out
 
 
-@pytest.mark.rest("plans of a whole model; the first tier has one of them")
+@pytest.mark.long("plans of a whole model; the first tier has one of them")
 @pytest.mark.parametrize("devices", some(["1", "3"], "3", why="one process is the smaller case"))
 def test_processes_take_memory_without_a_disk_too(devices: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--devices", devices, "--host-memory"]
@@ -157,7 +159,7 @@ def test_processes_take_memory_without_a_disk_too(devices: str, capsys: pytest.C
         main(["plan", *MODEL, *asked, f"{float(enough) - 0.001:.3f}GiB"])
 
 
-@pytest.mark.rest("plans of a whole model; the first tier has one of them")
+@pytest.mark.long("plans of a whole model; the first tier has one of them")
 def test_several_devices_have_state_on_the_disk_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     """As a run has. The second process takes memory, too."""
     asked = ("--devices", "2", "--disk", "1GB/s", "--optimizer-overlap", "backward", "--host-memory")
@@ -181,6 +183,7 @@ def test_weights_of_several_devices_are_in_memory(capsys: pytest.CaptureFixture[
     assert "--disk does not work with --predict or --generate on several devices" in capsys.readouterr().err
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_plan_without_a_limit_says_why_nothing_is_on_the_disk(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1", "--disk", "1GB/s")
     assert found["disk"] == ["disk: not used, because everything is in host memory (--host-memory is not set)"]

@@ -46,6 +46,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 # ---------------------------------------------------------------------- hours
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_a_time_is_enough_for_is_the_best_rows_arithmetic(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     data = ("--dataset-tokens", "100k", "--batch-size", "2", "--precision", "bf16-mixed")
     found = plan(capsys, config, "--hours", "0.5", *data)
@@ -70,6 +71,7 @@ GIVEN = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("given", first(GIVEN, GIVEN[0], why="looks for a batch among all, twice"))
 def test_the_printed_command_answers_the_same(
     given: list[str], config: str, capsys: pytest.CaptureFixture[str]
@@ -81,6 +83,7 @@ def test_the_printed_command_answers_the_same(
     assert capsys.readouterr().out.splitlines()[0] == said.splitlines()[0]
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_fits_by_computing_again_alone_is_found(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (config, "--precision", "bf16-mixed", "--gpu-memory", "1400KiB")
     assert plan(capsys, *asked, "--activations", "recompute")["best"] is not None
@@ -93,6 +96,7 @@ def test_less_than_a_step_is_refused(config: str, capsys: pytest.CaptureFixture[
     assert "is less than one step, which takes" in refused(capsys, config, *asked)
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = [
         "--batch-size",
@@ -113,7 +117,7 @@ def test_what_is_given_is_kept(config: str, capsys: pytest.CaptureFixture[str]) 
     assert found["strategy"]["optimizer_overlap"] == "forward"
 
 
-@pytest.mark.rest("two searches over everything; the arithmetic of one is in the first tier")
+@pytest.mark.long("two searches over everything; the arithmetic of one is in the first tier")
 def test_rounded_updates_are_no_default(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, config, "--hours", "1")["precision"] == "bf16-mixed"
     main(["plan", config, "--hours", "1", "--batch-size", "1", "--host-bandwidth", "1GB/s"])
@@ -141,7 +145,7 @@ def test_a_time_that_cannot_be_is_refused(
     assert why in refused(capsys, config, *options)
 
 
-@pytest.mark.rest("seconds of planning; tests/planner/test_plan_measured.py has the parts of it")
+@pytest.mark.long("seconds of planning; tests/planner/test_plan_measured.py has the parts of it")
 def test_a_budget_in_which_nothing_fits_says_what_is_missing(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["plan", config, "--hours", "1", "--gpu-memory", "100kB", "--precision", "bf16-true"])
@@ -169,7 +173,7 @@ def rates(
     return measure
 
 
-@pytest.mark.rest("seconds of measuring")
+@pytest.mark.long("seconds of measuring")
 def test_rates_are_measured_and_used(
     rates: Callable[..., dict[str, Any]], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +193,7 @@ def test_rates_are_measured_and_used(
     assert "is of another machine" not in said
 
 
+@pytest.mark.long("takes a second or more")
 def test_without_an_accelerator_its_rates_stay_assumed(
     rates: Callable[..., dict[str, Any]], config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +268,7 @@ def test_the_order_of_ways(first: Any, others: list[Any]) -> None:
     assert best_first([]) == []
 
 
+@pytest.mark.long("takes a second or more")
 def test_larger_batches_are_tried_until_they_are_no_faster(config: str) -> None:
     asked = make_parser().parse_args(["plan", config, "--hours", "1", "--tflops", "0.01"], namespace=Question())
     asked.given = frozenset({"precision", "accumulate_grad_batches", "optimizer_overlap", "optimizer_on"})

@@ -22,7 +22,7 @@ def shape(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.rest("two plans of a whole model")
+@pytest.mark.long("two plans of a whole model")
 def test_it_takes_less_memory_and_more_operations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = shape(tmp_path)
     asked = (model, "--tokens", str(TOKENS), "--precision", "bf16-true", "--k", "1", "--k-prime", "1")
@@ -51,6 +51,7 @@ def test_what_cannot_be_asked(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_vision_model_has_no_such_loss(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["plan", "resnet18", "--loss-tokens", "32"])

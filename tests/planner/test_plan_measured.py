@@ -45,6 +45,7 @@ def answered(*options: str) -> Answer:
 # ---------------------------------------------------------------------- hours
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_is_given_and_what_does_not_fit_are_not_accumulated() -> None:
     given, open_ = (answered("--k", "1", "--k-prime", "1", *more) for more in (("--accumulate-grad-batches", "1"), ()))
     assert [each.question.accumulate_grad_batches for each in _accumulated(open_)] == [1, 4, 16]
@@ -109,6 +110,7 @@ def test_a_command_names_the_file_and_not_what_is_in_it(tmp_path: Path) -> None:
     assert "--tflops" not in said
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_drive_that_was_measured_is_no_drive_that_was_asked_for(tmp_path: Path) -> None:
     """It is what a plan is told to try that lacks host memory."""
     found = with_rates(tmp_path, "--host-memory", "1KiB")

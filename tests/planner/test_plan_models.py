@@ -31,7 +31,7 @@ def default(kind: str, folder: Path) -> str:
     return str(file)
 
 
-@pytest.mark.rest("a model of 76 billion parameters is made on paper")
+@pytest.mark.long("a model of 76 billion parameters is made on paper")
 def test_of_the_blocks_of_a_vision_tower_all_travel() -> None:
     """17 of 32 stayed on the device, 5.6 GiB that did not fit, because together they were 1/50 of the model."""
     with fake_tensors():
@@ -67,7 +67,7 @@ def test_images_of_a_model_with_patches_of_any_number_count(tmp_path: Path, caps
         why="one of a hundred models",
     ),
 )
-@pytest.mark.rest("models of billions of parameters")
+@pytest.mark.long("models of billions of parameters")
 def test_each_model_of_vision_and_language_counts_or_says_what_it_does_not(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +88,7 @@ def test_each_model_of_vision_and_language_counts_or_says_what_it_does_not(
     assert uncounted or without_tower or " image of " in found["batch"]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -113,7 +114,7 @@ def test_shapes_are_run(shape: str, options: tuple[str, ...], capsys: pytest.Cap
     assert found["activation_bytes"]
 
 
-@pytest.mark.rest("a model of real size is run on paper")
+@pytest.mark.long("a model of real size is run on paper")
 def test_a_model_of_few_positions_is_given_no_more_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """CLIP was told that 2048 tokens are more than 77, though nobody said 2048."""
     config = default("clip", tmp_path)
@@ -132,6 +133,7 @@ class ReadsValues(nn.Sequential):
         super().__init__(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(rate)) for rate in rates))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_factory_may_read_values_that_it_has_made(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, f"{__name__}:ReadsValues", "--input", "2", "16", "--k", "1")
     assert len(found["layers"]) == 4
@@ -158,6 +160,7 @@ class WithoutLoss(WithLoss):
         return super().forward(ids)["logits"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_labels_of_a_factorys_model_count(capsys: pytest.CaptureFixture[str]) -> None:
     """Its loss was left out, without a word, and "it fits"."""
     model = f"{__name__}:WithLoss"
@@ -170,6 +173,7 @@ def test_labels_of_a_factorys_model_count(capsys: pytest.CaptureFixture[str]) ->
     assert "labels" not in plan(capsys, model, "--input", "1", "2048", "--predict", "--k", "1")["batch"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_tokens_of_a_factorys_model(capsys: pytest.CaptureFixture[str]) -> None:
     """They were ignored: "no batch known"."""
     found = plan(capsys, f"{__name__}:WithLoss", "--tokens", "64", "--batch-size", "2", "--k", "1")

@@ -34,6 +34,7 @@ def write(folder: Path, **more: Any) -> str:
 OPTIONS = ("--tokens", "64", "--k", "1", "--k-prime", "1", "--lora", "4", "--precision", "bf16-true")
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_config_in_mxfp4_is_planned_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = plan(capsys, write(tmp_path), *OPTIONS)
     packed = plan(capsys, write(tmp_path, quantization_config={"quant_method": "mxfp4"}), *OPTIONS)
@@ -45,6 +46,7 @@ def test_a_config_in_mxfp4_is_planned_packed(tmp_path: Path, capsys: pytest.Capt
     assert packed["plain_bytes"] < dense["plain_bytes"]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("kind", "nbytes"), [("nvfp4", 0.5625), ("mxfp4", 0.53125)])
 def test_packing_is_an_option(kind: str, nbytes: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense, packed = (plan(capsys, write(tmp_path), *OPTIONS, *more) for more in ((), ("--pack-experts", kind)))
@@ -54,6 +56,7 @@ def test_packing_is_an_option(kind: str, nbytes: float, tmp_path: Path, capsys: 
     assert f'sp_lightning.pack_experts(model, "{kind}")' in packed["verdict"]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_factory_that_packs_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:
     real, meta = (
         plan(capsys, f"{__name__}:{make.__name__}", "--tokens", "8", "--k", "1") for make in (packed, packed_on_meta)
@@ -74,13 +77,14 @@ def packed_on_meta() -> Any:
         return packed()
 
 
+@pytest.mark.long("takes a second or more")
 def test_more_memory_is_advised_for_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A larger k would not help: stacks are uploaded by rows, and have slots of their own."""
     main(["plan", write(tmp_path), *OPTIONS, "--pcie", "0.001GB/s", "--gpu-memory", "1GiB"])
     assert "Use a larger gpu_memory, in which experts stay for the next batches" in capsys.readouterr().out
 
 
-@pytest.mark.rest("several plans of a model")
+@pytest.mark.long("several plans of a model")
 @pytest.mark.parametrize(
     ("options", "change"),
     [(OPTIONS, "--pack-experts nvfp4"), ((*OPTIONS[:6], *OPTIONS[8:]), "--pack-experts nvfp4 --lora 16")],
@@ -97,6 +101,7 @@ def test_packed_experts_are_a_remedy(
     assert f"\n  {change}: " in capsys.readouterr().out
 
 
+@pytest.mark.long("takes a second or more")
 def test_dequantisation_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = (*OPTIONS, "--device-bandwidth", "0.001GB/s", "--pcie", "1000GB/s")
     dense, packed = (plan(capsys, write(tmp_path), *slow, *more) for more in ((), ("--pack-experts", "nvfp4")))

@@ -59,6 +59,7 @@ def check_parts(found: Answer) -> None:
         assert sum(parse_bytes("it", size) for size in sizes) == pytest.approx(parse_bytes("it", whole), rel=0.05)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("limits", first(LIMITS, "none", "both", why="other limits of the same"))
 def test_parts_of_a_small_model_add_up(limits: str, small: Estimate) -> None:
     asked = small.question.but(
@@ -69,7 +70,7 @@ def test_parts_of_a_small_model_add_up(limits: str, small: Estimate) -> None:
     check_parts(answer(known))
 
 
-@pytest.mark.rest("models of real size")
+@pytest.mark.long("models of real size")
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
 def test_parts_of_each_shape_add_up(model: tuple[str, ...]) -> None:
     """One dry run for each shape, and all limits. gpt-oss counted its packed experts as activations, less than nothing in all."""
@@ -97,6 +98,7 @@ def tiny(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("more", [[], ["--gradient-checkpointing"], ["--lora", "4"], ["--predict"]], ids=" ".join)
 def test_equal_blocks_are_counted_as_if_all_had_run(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

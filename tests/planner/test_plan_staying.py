@@ -19,6 +19,7 @@ from tests.support.runs import fit
 WINDOW = ("tests.support.models:Stack", "--input", "4", "16", "--k", "1", "--k-prime", "1")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_layers_that_stay_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     """Their gradients leave host memory, weights and state come back for a checkpoint; the device has all of it."""
     none, half, one, everything = (plan(capsys, *WINDOW, "--gpu-layers", stay) for stay in ("0", "0.5", "1", "1.0"))
@@ -45,6 +46,7 @@ def test_layers_that_stay_are_planned(capsys: pytest.CaptureFixture[str]) -> Non
     assert f"{in_gib(half['host_bytes'])} while a checkpoint is written; " in half["verdict"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_a_run_with_layers_that_stay_has_the_host_memory_of_its_plan(
     precision: Any, capsys: pytest.CaptureFixture[str]
@@ -64,6 +66,7 @@ def test_a_run_with_layers_that_stay_has_the_host_memory_of_its_plan(
     assert found["windows"][0]["device_bytes"] - found["activation_bytes"] == limit
 
 
+@pytest.mark.long("takes a second or more")
 def test_as_many_stay_as_fit_beside_the_window_and_activations(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*WINDOW, "--gradient-clip", "norm", "--host-bandwidth", "0.005GB/s"]
     sizes = [plan(capsys, *asked, "--gpu-layers", str(n))["windows"][0] for n in range(8)]
@@ -83,6 +86,7 @@ def test_as_many_stay_as_fit_beside_the_window_and_activations(capsys: pytest.Ca
     assert refused["best"] is None
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_no_more_stay_than_are_of_use(capsys: pytest.CaptureFixture[str]) -> None:
     """Where backward hides all updates of the host, kernels of steps on a slow device only take time."""
     asked = [*WINDOW, "--host-bandwidth", "4000GB/s", "--pcie", "1000GB/s"]
@@ -92,6 +96,7 @@ def test_no_more_stay_than_are_of_use(capsys: pytest.CaptureFixture[str]) -> Non
     assert auto["windows"][0]["seconds"] <= 1.01 * none["windows"][0]["seconds"]
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_most_stay_of_what_is_equally_fast(capsys: pytest.CaptureFixture[str]) -> None:
     """They save host memory and transfers."""
     rates = ["--host-bandwidth", "4000GB/s", "--pcie", "1000GB/s", "--tflops", "5"]
@@ -118,6 +123,7 @@ def test_layers_that_cannot_stay(arguments: list[str], said: str, capsys: pytest
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.long("takes a second or more")
 def test_fewer_stay_where_those_that_were_asked_for_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*WINDOW, "--gpu-layers", "7"]
     limit = plan(capsys, *WINDOW, "--gpu-layers", "3")["windows"][0]["device_bytes"]

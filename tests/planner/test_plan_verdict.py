@@ -54,6 +54,7 @@ def small_llama(folder: Path, **more: Any) -> str:
 # ---------------------------------------------------------------------- it fits
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("model", "batch"),
     first(
@@ -86,6 +87,7 @@ def test_a_model_that_fits_is_left_to_plain_lightning(
     assert nothing.startswith(f"{verdict}\nWith this strategy it does not fit: ")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("real", first([False, True], False, second=(), why=BILLIONS))
 def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
     real: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -112,6 +114,7 @@ def test_a_model_that_fits_with_us_has_call_speed_and_wait_in_the_first_line(
     assert not any(word in "\n".join(lines) for word in ("binds", "weights+grads", "slots"))
 
 
+@pytest.mark.long("takes a second or more")
 def test_speed_is_of_all_devices_and_of_what_the_model_takes(capsys: pytest.CaptureFixture[str]) -> None:
     for options, count, what in (
         (["resnet18", "--batch-size", "3", "--devices", "2"], 6, "images"),
@@ -123,6 +126,7 @@ def test_speed_is_of_all_devices_and_of_what_the_model_takes(capsys: pytest.Capt
         assert float(number) == pytest.approx(count / window["seconds"], rel=0.01)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("model", "options", "limit"),
     first(
@@ -171,7 +175,7 @@ def check_remedies(capsys: pytest.CaptureFixture[str], text: str) -> list[str]:
     return [what for what, *_ in remedies(text)]
 
 
-@pytest.mark.rest("several plans of a model")
+@pytest.mark.long("several plans of a model")
 @pytest.mark.parametrize(
     ("options", "lacking", "expected"),
     [
@@ -217,7 +221,7 @@ def test_remedies_of_a_large_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert not re.search(r"\d (MiB|KiB|GB(?!/s))\b", text), "one unit"
 
 
-@pytest.mark.rest("several plans of a model")
+@pytest.mark.long("several plans of a model")
 def test_each_remedy_says_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a disk alone gradients went there, which is slower than to free them in backward."""
     asked = [small_llama(tmp_path), "--tokens", "64", "--gpu-memory", "9MiB", "--host-memory", "975MiB"]
@@ -236,7 +240,7 @@ def test_each_remedy_says_its_price(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert prices[changes[2]] == "; 0.21 M trained parameters"
 
 
-@pytest.mark.rest("several plans of a model")
+@pytest.mark.long("several plans of a model")
 def test_what_fits_with_checkpoints_alone_does_not_fit_as_it_was_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +255,7 @@ def test_what_fits_with_checkpoints_alone_does_not_fit_as_it_was_asked(
     assert said(capsys, *asked, *limits, "--gradient-checkpointing").startswith("You don't need sp_lightning: ")
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_wait_says_what_bounds_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Host memory or PCIe: a user had to know which of the two updates and fetches depend on."""
     asked = [small_llama(tmp_path), "--tokens", "64", "--k", "1", "--k-prime", "1"]
@@ -310,6 +315,7 @@ def test_exit_statuses_are_documented(capsys: pytest.CaptureFixture[str]) -> Non
 # ---------------------------------------------------------------------- adapters, the hub's cache, and what libraries say
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_name_of_the_hub_is_read_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -350,6 +356,7 @@ def _logged() -> Iterator[None]:
     assert logging.root.manager.disable == before, "only while plan works"
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.usefixtures("_logged")
 def test_warnings_of_libraries_are_not_shown(
     caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]

@@ -35,15 +35,18 @@ class Two(Collectives):
             Timer(late, setattr, (failures, "error", lambda waited: reported)).start()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_process_that_has_ended_may_have_reported_why() -> None:
     assert "what the user's code says" in str(Two(ended=1, late=0.1)._error("a step"))
     assert "the process of rank 1 has ended while rank 0 waited for a step" in str(Two(ended=1)._error("a step"))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_collective_may_fail_before_the_error_is_read() -> None:
     assert "what the user's code says" in str(Two(late=0.3)._lost("a step", RuntimeError("closed")))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("places", "said"),
     [
@@ -71,7 +74,7 @@ def connect_late() -> None:
         trainer_for(SuperpipelineStrategy(k=1, k_prime=1), **devices(2)).fit(Module(Stack(4)), loader(vectors()))
 
 
-@pytest.mark.rest("processes that are started for it")
+@pytest.mark.long("processes that are started for it")
 def test_a_process_without_its_lock_has_not_ended() -> None:
     """On a busy machine, a rank that was slow to connect was taken for one that was killed."""
     assert [error for error, _ in start(2, connect_late).outcomes()] == [None, None]

@@ -48,6 +48,7 @@ def listening() -> int:
     return sum(thread.name == "superpipeline-failures" for thread in threading.enumerate())
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_all_ranks_read_the_first_failure(ranks: list[Failures]) -> None:
     ranks[1].report(ValueError("no\nnot this way"))
     ranks[2].report(RankError("rank 1 has failed"))
@@ -58,6 +59,7 @@ def test_all_ranks_read_the_first_failure(ranks: list[Failures]) -> None:
         assert str(error) == "rank 1 has failed while rank 0 waited for a step: ValueError: no\nnot this way"
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_another_run_has_other_failures(ranks: list[Failures]) -> None:
     ranks[0].report(ValueError("no"))
     another = Failures("another run", 0, NAMES, str)
@@ -67,6 +69,7 @@ def test_another_run_has_other_failures(ranks: list[Failures]) -> None:
     another.end()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_thread_ends_with_the_run_and_begins_with_the_next_one(ranks: list[Failures]) -> None:
     for each in ranks:
         each.end()
@@ -78,6 +81,7 @@ def test_the_thread_ends_with_the_run_and_begins_with_the_next_one(ranks: list[F
     assert comes(lambda: ranks[0].first)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RankInterrupt("rank 0 was interrupted")])
 def test_an_interrupt_of_one_rank_is_one_of_all(error: BaseException, ranks: list[Failures]) -> None:
     """A third rank hears of an interrupt that was passed on, too."""
@@ -86,6 +90,7 @@ def test_an_interrupt_of_one_rank_is_one_of_all(error: BaseException, ranks: lis
     assert type(ranks[1].error("while rank 1 waited")) is RankInterrupt
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_places_of_ended_processes_are_missing(ranks: list[Failures]) -> None:
     ranks[1].end()  # as if its process had ended
     assert ranks[0].places() == {"rank 0": "batch 0", "rank 2": "batch 2"}

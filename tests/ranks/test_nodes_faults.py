@@ -142,6 +142,7 @@ ALL = [(who, where) for who in range(4) for where in WHERE]
 WHY = "the second tier has two moments"
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("who", "where"), some(ALL, *SOME, why=WHY))
 def test_an_error_is_told_on_all_nodes(who: int, where: str, tmp_path: Path) -> None:
     errors = fail("raises", who, where, tmp_path)
@@ -154,6 +155,7 @@ def test_an_error_is_told_on_all_nodes(who: int, where: str, tmp_path: Path) -> 
             assert re.search(rf"rank {who} \(node {who // 2}\) has failed {waited}", error), error
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("who", "where"), some(ALL, *SOME, why=WHY))
 def test_a_process_that_is_killed_is_named_on_all_nodes(who: int, where: str, tmp_path: Path) -> None:
     errors = fail("is killed", who, where, tmp_path)
@@ -163,6 +165,7 @@ def test_a_process_that_is_killed_is_named_on_all_nodes(who: int, where: str, tm
             assert f"node {who // 2}" in error
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("where", some(WHERE, "backward", why=WHY))
 @pytest.mark.parametrize("who", some([0, 1], 1, why=WHY))
 def test_a_node_that_goes_is_noticed(who: int, where: str, tmp_path: Path) -> None:
@@ -171,6 +174,7 @@ def test_a_node_that_goes_is_noticed(who: int, where: str, tmp_path: Path) -> No
         assert re.search(r"RankError: .*(has lost other ranks|has failed) while", errors[number])
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("where", some(WHERE, "forward", why=WHY))
 @pytest.mark.parametrize("who", some([0, 1], 1, why=WHY))
 def test_a_node_that_stands_still_is_noticed_in_time(who: int, where: str, tmp_path: Path) -> None:
@@ -191,6 +195,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("how", DIFFERENT)
 def test_a_node_that_has_something_else_is_named(how: str, tmp_path: Path) -> None:
     """On all ranks, and before anything of it is on the disk."""
@@ -199,6 +204,7 @@ def test_a_node_that_has_something_else_is_named(how: str, tmp_path: Path) -> No
     assert len(list(tmp_path.glob("saved/*"))) == (how == "drifts")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("who", some([0, 1], 1, why=WHY))
 def test_a_node_with_a_batch_more_is_told_from_the_other(who: int, tmp_path: Path) -> None:
     errors = fail("has a batch more", who, "", tmp_path)

@@ -41,6 +41,7 @@ def train(**options: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long("takes a second or more")
 def test_every_rank_counts_the_nodes_memory() -> None:
     for found in in_ranks(RANKS, train, precision="bf16-mixed"):
         weights, gradients, state = found["bytes"]

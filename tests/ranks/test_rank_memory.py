@@ -56,6 +56,7 @@ def train(
     return made[0].peak, strategy.plan.peak_device_bytes
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("k_prime", [1, 2])
 @pytest.mark.parametrize("shuffles", [False, True], ids=["in order", "out of turn"])
 def test_sums_of_gradients_are_in_the_plan(shuffles: bool, k_prime: int) -> None:
@@ -77,6 +78,7 @@ def test_sums_over_nodes_are_in_the_plan(ranks: Number, precision: Any) -> None:
         assert planned > one_node.peak_device_bytes
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_budget_without_room_for_sums_is_refused_before_any_batch() -> None:
     budget = make_plan(find_layers(Tower(shuffles=False)), k=1, k_prime=1).peak_device_bytes
     with pytest.raises(RanksFailed, match=r"gpu_memory=.* there are .* The least is"):

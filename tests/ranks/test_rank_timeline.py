@@ -47,6 +47,7 @@ def train(folder: str) -> tuple[list[str], list[str], list[str]]:
     return touched, drawn, titles
 
 
+@pytest.mark.long("takes a second or more")
 def test_rank_0_alone_draws_its_batch(tmp_path: Path) -> None:
     (first, drawn, titles), (second, *_) = in_ranks(RANKS, train, str(tmp_path))
     assert set(first) == {"run.png"}

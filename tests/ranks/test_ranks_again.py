@@ -45,7 +45,7 @@ def train_with_several(number: Number) -> list[int]:
     return counted
 
 
-@pytest.mark.rest("five trainers each; the first tier has trainers that take turns")
+@pytest.mark.long("five trainers each; the first tier has trainers that take turns")
 @pytest.mark.parametrize("number", [2, (2, 1)])
 def test_trainers_one_after_the_other_leave_no_threads(number: Number) -> None:
     for counted in in_ranks(number, train_with_several, number):
@@ -68,7 +68,7 @@ def fit_in_the_users_group(file: str) -> dict[str, Any]:
     return module.state_dict()
 
 
-@pytest.mark.rest("processes that are started for it")
+@pytest.mark.long("processes that are started for it")
 def test_a_process_group_of_the_user_is_used(tmp_path: Path) -> None:
     """Failures were read from the store of MASTER_ADDR, which such a group need not have."""
     (first, state), (second, _) = start(2, fit_in_the_users_group, str(tmp_path / "store")).outcomes()
@@ -98,6 +98,7 @@ def train_in_turns(number: Number) -> Any:
     return told, module.state_dict(), other.state_dict()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("number", [2, (2, 1)])
 def test_trainers_take_turns(number: Number) -> None:
     for told, module, other in in_ranks(number, train_in_turns, number):
@@ -114,6 +115,7 @@ def end_all_groups() -> bool:
     return ranks.closed and trainer.strategy._ranks is None
 
 
+@pytest.mark.long("takes a second or more")
 def test_groups_that_the_user_has_ended_are_not_ended_again() -> None:
     assert start(2, end_all_groups).outcomes() == [(None, True)] * 2
 
@@ -129,7 +131,7 @@ def save_alone(folder: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.rest("processes that are started for it")
+@pytest.mark.long("processes that are started for it")
 def test_a_rank_that_has_ended_after_its_run_is_named(tmp_path: Path) -> None:
     (error, said), _ = start(2, save_alone, str(tmp_path)).outcomes()
     assert error is None
@@ -147,7 +149,7 @@ def fit_again_alone() -> str:
     return str(caught.value)
 
 
-@pytest.mark.rest("processes that are started for it")
+@pytest.mark.long("processes that are started for it")
 def test_a_rank_that_trains_again_alone_is_told_so() -> None:
     _, (error, said) = start(2, fit_again_alone).outcomes()
     assert error is None

@@ -29,6 +29,7 @@ def fetched(ranks: int, overlap: Any) -> tuple[dict[str, int], int, int]:
     return counts, strategy.stats().fetched_bytes, casts
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 def test_every_rank_fetches_what_one_device_fetches(overlap: str) -> None:
     one, nbytes, casts = fetched(1, overlap)

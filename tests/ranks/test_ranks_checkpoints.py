@@ -55,6 +55,7 @@ def chain(plain: bool, folder: Path, numbers: tuple[Number, ...]) -> tuple[list[
 NODES = pytest.mark.rest("files are the same of one node and of several")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "numbers",
     [pytest.param((2, 1), marks=pytest.mark.rest("the way back")), pytest.param((1, 2), marks=pytest.mark.rest("the way there")),
@@ -76,6 +77,7 @@ def test_another_number_of_devices_goes_on(numbers: tuple[Number, ...], tmp_path
         assert_equal(files[0], files[1], name)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("ranks", [2, pytest.param((2, 2), marks=NODES)], ids=str)
 def test_plain_lightning_goes_on_from_ours(ranks: Number, tmp_path: Path) -> None:
     save = str(tmp_path / "2.ckpt")
@@ -121,7 +123,7 @@ def train_and_load(plain: bool) -> Any:
     return loads.seen
 
 
-@pytest.mark.rest("ranks that are held up; the first tier loads states before training")
+@pytest.mark.long("ranks that are held up; the first tier loads states before training")
 def test_a_state_that_is_loaded_in_the_middle() -> None:
     """No rank sees it before it has loaded it, and each sees it afterwards."""
     assert_equal(in_ranks(2, train_and_load, False), in_ranks(2, train_and_load, True), "seen")
@@ -149,6 +151,7 @@ def evaluate(plain: bool, checkpoint: str) -> Any:
     return said, trainer.test(module, loader(vectors(6)), verbose=False)
 
 
+@pytest.mark.long("takes a second or more")
 def test_predict_and_test_are_lightnings(tmp_path: Path) -> None:
     save = str(tmp_path / "1.ckpt")
     train(1, True, 1, None, save)

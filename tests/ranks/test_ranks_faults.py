@@ -119,6 +119,7 @@ WHERE = ("set-up", "optimizers", "data", "forward", "backward", "step", *HOOKS)
 ALL = [(who, where, how) for who in (0, 1) for where in WHERE for how in ("raise", "kill", "leave", "memory")]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("who", "where", "how"),
     first(
@@ -130,7 +131,7 @@ def test_everybody_ends_with_the_first_error(who: int, where: str, how: str, tmp
     check(who, where, how, tmp_path, {})
 
 
-@pytest.mark.rest("the same moments as without updates in the background")
+@pytest.mark.long("the same moments as without updates in the background")
 @pytest.mark.parametrize("where", ["forward", "backward", "step", "on_train_batch_end"])
 @pytest.mark.parametrize("how", some(["raise", "kill"], "raise", why="the next test has the other"))
 @pytest.mark.parametrize("who", [0, 1])
@@ -138,7 +139,7 @@ def test_everybody_ends_where_updates_run_under_forward(who: int, how: str, wher
     check(who, where, how, tmp_path, {"optimizer_overlap": "forward"})
 
 
-@pytest.mark.rest("workers, which keep a killed rank's connections open")
+@pytest.mark.long("workers, which keep a killed rank's connections open")
 @pytest.mark.parametrize("who", [0, 1])
 def test_everybody_ends_where_a_killed_rank_has_workers(who: int, tmp_path: Any) -> None:
     check(who, "forward", "kill", tmp_path, {}, workers=1)
@@ -149,6 +150,7 @@ INTERRUPTS = [
 ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("who", "where"),
     first(
@@ -231,6 +233,7 @@ def train_and_catch() -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_out_of_memory_that_all_ranks_catch_ends_no_run() -> None:
     """No rank is told of it by another one, because user code may go on from it."""
     first, second = in_ranks(2, train_and_catch)

@@ -58,6 +58,7 @@ def writes(plain: bool, precision: Any) -> tuple[Any, list[int]]:
     return seen(outcome), early
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_weights_that_users_write_count(precision: str) -> None:
     ours, plain = in_ranks(RANKS, writes, False, precision), in_ranks(RANKS, writes, True, precision)
@@ -88,6 +89,7 @@ def train(make: Any, mode: Any) -> None:
     fit(fused(make), vectors(8), SuperpipelineStrategy(k=1, optimizer_overlap=mode), devices=RANKS, recorded="losses")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("mode", ["forward", "backward"])
 def test_a_step_that_must_run_as_a_whole_is_refused(mode: str) -> None:
     with pytest.raises(RanksFailed, match=r"one by one, but the optimizer has a parameter of shape \(16,\)"):

@@ -42,6 +42,7 @@ def train(ranks: Number, disk: str | None, epochs: int, resume: str | None, save
     return seen(outcome), 0 if disk is None else strategy.ledger.on_disk
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "ranks", [2, pytest.param((2, 2), marks=pytest.mark.long("each node has a disk of its own"))], ids=str
 )
@@ -74,6 +75,7 @@ def place(disk: str, host_memory: str) -> None:
     fit(Net, vectors(4), on_disk(Path(disk), host_memory=host_memory), devices=2, callbacks=[NoBatch()])
 
 
+@pytest.mark.long("takes a second or more")
 def test_too_little_memory_for_all_processes_is_refused_on_each(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
         in_ranks(2, place, str(tmp_path), "100MiB")
@@ -87,7 +89,7 @@ def cap(host_memory: str) -> None:
     fit(Net, vectors(4), SuperpipelineStrategy(host_memory=host_memory), devices=2)
 
 
-@pytest.mark.rest("as with a disk, in the first tier")
+@pytest.mark.long("as with a disk, in the first tier")
 def test_without_a_disk_too_little_memory_is_refused_on_each() -> None:
     with pytest.raises(RanksFailed) as caught:
         in_ranks(2, cap, "100MiB")
@@ -106,7 +108,7 @@ def break_disk(disk: str, call: str, at: int, overlap: Any) -> None:
         fit(Net, vectors(16), on_disk(Path(disk), optimizer_overlap=overlap), devices=2, recorded="losses")
 
 
-@pytest.mark.rest("the first tier has a disk that fails on one device")
+@pytest.mark.long("the first tier has a disk that fails on one device")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "backward", why="its other modes"))
 @pytest.mark.parametrize(
     ("call", "what"),
@@ -138,6 +140,6 @@ def write_state(disk: str | None) -> Any:
         return seen(fit(Net, vectors(8), strategy, devices=2, callbacks=[Looks()]))
 
 
-@pytest.mark.rest("one device has user code of every kind")
+@pytest.mark.long("one device has user code of every kind")
 def test_state_that_user_code_writes(tmp_path: Path) -> None:
     assert_equal(in_ranks(2, write_state, str(tmp_path)), in_ranks(2, write_state, None), "seen")

@@ -169,12 +169,13 @@ def train(name: str, folder: str, **options: Any) -> None:
 QUICK = ("rank 1 has a batch more", "rank 1 exchanges a layer")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", first(list(CASES), *QUICK, why="two stand for all"))
 def test_ranks_that_part_end_soon(name: str, tmp_path: Any) -> None:
     check(name, tmp_path)
 
 
-@pytest.mark.rest("the same as without updates in the background")
+@pytest.mark.long("the same as without updates in the background")
 @pytest.mark.parametrize("name", ["rank 1 has a batch more", "rank 0 changes a dtype", "rank 1 stops"])
 def test_ranks_that_part_while_updates_run_under_forward(name: str, tmp_path: Any) -> None:
     check(name, tmp_path, optimizer_overlap="forward")

@@ -36,7 +36,7 @@ def train(strategy: dict[str, Any]) -> None:
     fit(Net, vectors(2), SuperpipelineStrategy(**strategy), devices=2)
 
 
-@pytest.mark.rest("starts two ranks")
+@pytest.mark.long("starts two ranks")
 def test_what_is_refused() -> None:
     message = 'optimizer_on="gpu" steps layers of one device'
     with pytest.raises(RanksFailed, match=message) as caught:
@@ -62,6 +62,7 @@ def train_wrapped() -> None:
     fit(Wrapped, vectors(2), SuperpipelineStrategy(), devices=2)
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_optimizer_that_wraps_another_is_refused() -> None:
     """Its state cannot be another one on the ranks that have none: ``AttributeError: property 'state' has no setter``."""
     with pytest.raises(RanksFailed, match="Return the wrapped optimizer from configure_optimizers") as caught:
@@ -146,6 +147,7 @@ def train_differently(how: str) -> None:
     raise AssertionError("it was not refused")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "how", first(list(DIFFERENT), *QUICK, second=list(DIFFERENT)[::3], why="one stands for all that is compared")
 )
@@ -188,7 +190,7 @@ WITHOUT = {
 }
 
 
-@pytest.mark.rest("waits until processes have ended; the first tier has what ranks compare")
+@pytest.mark.long("waits until processes have ended; the first tier has what ranks compare")
 @pytest.mark.parametrize("what", some(WITHOUT, "support", "a map", why="the status is another piece of memory"))
 def test_memory_that_cannot_be_shared(what: str, tmp_path: Any) -> None:
     began = monotonic()
@@ -198,7 +200,7 @@ def test_memory_that_cannot_be_shared(what: str, tmp_path: Any) -> None:
     assert monotonic() - began < 50, "a rank has waited for its patience to end"
 
 
-@pytest.mark.rest("waits for a process in vain")
+@pytest.mark.long("waits for a process in vain")
 def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "LOCAL_RANK": "0", "NODE_RANK": "0"}
     for name, value in where.items():

@@ -82,11 +82,13 @@ def compared(make: Make, precision: Any, **options: Any) -> int:
     return bytes_sent
 
 
+@pytest.mark.long("takes a second or more")
 def test_gradients_of_casts_travel_in_16_bits() -> None:
     wide, mixed = (compared(make_alike, precision) for precision in ("32-true", "bf16-mixed"))
     assert wide / 2 <= mixed <= 0.6 * wide, "biases are no masters"
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_layer_that_comes_wide_on_one_rank_is_sent_wide_by_all() -> None:
     alike, twice = (compared(make, "bf16-mixed") for make in (make_alike, make_twice))
     assert twice == alike + one_block_wider(), "the other layers are sent in 16 bits"
@@ -97,9 +99,11 @@ def one_block_wider() -> int:
     return batches * sum(p.numel() * 2 for name, p in block.named_parameters() if name.endswith("weight"))
 
 
+@pytest.mark.long("takes a second or more")
 def test_gradients_of_16_bits_that_come_in_parts_are_added_in_32() -> None:
     compared(make_thrice, "bf16-mixed")
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_is_added_to_a_sum_is_sent_wide() -> None:
     assert compared(make_alike, "bf16-mixed", accumulate_grad_batches=2) > compared(make_alike, "bf16-mixed")

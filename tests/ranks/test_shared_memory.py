@@ -127,7 +127,7 @@ def test_more_runs_than_the_kernel_returns_at_once() -> None:
     assert memory.own.written() == [(at, at + PAGE) for at in range(0, pages * PAGE, 2 * PAGE)]
 
 
-@pytest.mark.rest("processes that are started for it")
+@pytest.mark.long("processes that are started for it")
 def test_nothing_is_left(memory: SharedMemory) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:test")

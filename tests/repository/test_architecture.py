@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
@@ -72,6 +73,7 @@ def _may_import(here: str, there: str) -> bool:
     return here in CAPABILITIES or there == "SuperpipelineStrategy"
 
 
+@pytest.mark.long("takes a second or more")
 def test_imports_go_down() -> None:
     assert {folder(file) for file in FILES} <= {*CORE, *TOP, *CAPABILITIES, *(f"{each}.__init__" for each in GROUPS)}, (
         "a new folder needs its place in the order"
@@ -126,6 +128,7 @@ def privates_of_lightning(file: str, source: str) -> list[str]:
     ]
 
 
+@pytest.mark.long("takes a second or more")
 def test_one_file_knows_what_is_private_in_lightning() -> None:
     assert {file for file, source in FILES.items() if privates_of_lightning(file, source)} == {COMPAT}
 
@@ -155,12 +158,14 @@ def classes(source: str) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
 
 
+@pytest.mark.long("takes a second or more")
 def test_no_two_classes_have_one_name() -> None:
     """But for what has a second base class in ``pytorch_lightning``, where it is to have the same name."""
     names = [name for file, source in FILES.items() if file != "pytorch_lightning" for name in classes(source)]
     assert sorted(set(names)) == sorted(names)
 
 
+@pytest.mark.long("takes a second or more")
 def test_one_file_touches_the_accelerator() -> None:
     found = {
         file
@@ -181,9 +186,8 @@ PUBLIC_ENOUGH = {
 """Privates of torch that any file may use, with the reason."""
 
 PRIVATES: dict[str, set[str]] = {
-    "core.updates.scaler": {
-        "_unscale_grads_"
-    },  # overridden: a method has to have its name. test_torch_private.py calls it
+    # Overridden: methods have to have their names. test_torch_private.py calls them.
+    "core.updates.scaler": {"_get_scale_async", "_unscale_grads_"},
     "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }
 """Privates of torch that one file may use beside ``torch_compat.private``."""
@@ -253,6 +257,7 @@ def _chain(node: ast.expr) -> list[str]:
     return ["super()" if is_super else "", *names]
 
 
+@pytest.mark.long("takes a second or more")
 def test_one_file_uses_privates_of_torch() -> None:
     found = {file: used for file, source in FILES.items() if (used := torch_privates(source))}
     assert {

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import sp_lightning
 from sp_lightning.core import engine
 
@@ -35,6 +37,7 @@ def numbered_lines() -> dict[int, str]:
     return found
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_numbers_of_the_page_are_those_beside_the_code() -> None:
     rows = re.findall(r"^(\d) +(\w+\.\w+) ", engine.__doc__ or "", re.MULTILINE)
     assert {int(number): name for number, name in rows} == numbered_lines()

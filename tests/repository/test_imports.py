@@ -36,7 +36,7 @@ def said_by(code: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-@pytest.mark.rest("a subprocess that imports torch")
+@pytest.mark.long("a subprocess that imports torch")
 @pytest.mark.parametrize(
     ("trainers", "told"),
     [
@@ -82,7 +82,7 @@ print(available_bytes(Path("nowhere")))
 """
 
 
-@pytest.mark.rest("a process that imports everything")
+@pytest.mark.long("a process that imports everything")
 def test_a_system_that_is_not_linux_is_not_refused_at_the_import(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

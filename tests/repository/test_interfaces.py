@@ -11,6 +11,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 import sp_lightning
 from sp_lightning.core.engine.activations import Activations
 from sp_lightning.core.updates.gpu_bits import StepsLikeGpu
@@ -86,6 +88,7 @@ def public(kind: type) -> Iterator[str]:
             yield name
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_core_calls_each_method_of_its_interfaces() -> None:
     uncalled = {
         f"{kind.__name__}.{name}"
@@ -98,6 +101,7 @@ def test_the_core_calls_each_method_of_its_interfaces() -> None:
         assert any(use.folder == capability for use in uses()[name.partition(".")[2]]), name
 
 
+@pytest.mark.long("takes a second or more")
 def test_each_further_method_is_called_by_its_capability() -> None:
     """If the core renames a method, the capability's former override is never called."""
     uncalled = [

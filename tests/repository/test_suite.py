@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 import sp_lightning
 from tests.support.source import GROUPS, imports
 
@@ -32,6 +34,7 @@ def imported_test_files(source: str) -> list[str]:
     ]
 
 
+@pytest.mark.long("takes a second or more")
 def test_no_helper_is_imported_from_a_test_file() -> None:
     assert {file: wrong for file, source in FILES.items() if (wrong := imported_test_files(source))} == {}
 

@@ -23,6 +23,7 @@ def imported(preparation: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", script], cwd=PROJECT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("package", "found", "needed"),
     [("torch", "2.9.1+cu128", "2.10"), ("lightning", "2.5.6", "2.6"), ("lightning", "2.6.0rc1", "2.6")],
@@ -48,6 +49,7 @@ def test_the_metadata_ask_for_the_same() -> None:
     assert project["dependencies"] == ["torch>=2.10", "lightning>=2.6,!=2.6.2,!=2.6.3"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_extra_of_the_examples_has_all_that_recipes_import() -> None:
     """Without diffusers, a recipe ended with a traceback. ``datasets`` is an extra of its own, which a message names."""
     extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["examples"]

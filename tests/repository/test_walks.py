@@ -7,7 +7,7 @@ import pytest
 from tests.repository import shape, walks
 
 
-@pytest.mark.rest("a training")
+@pytest.mark.long("a training")
 def test_walks_of_a_training_count_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(walks, "BLOCKS", 3)
     found = walks.trace("off", batches=2)
@@ -54,6 +54,7 @@ def test_two_cycles_are_two() -> None:
     assert shape.cycles(graph) == [{"c", "d", "e"}, {"a", "b"}]
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_package_has_no_cycles_beside_the_files_that_name_everything() -> None:
     graph = shape.without_meeting_points(shape.between_files(shape.files(), types=True, inside=True))
     assert "sp_lightning.registry" not in graph

@@ -34,6 +34,7 @@ from tests.support.tiers import first
 from tests.support.trials import RATES, WIDTH, Learner, batches, learn
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_cannot_share_is_told_before_work() -> None:
     def nothing_frozen() -> None:
         learn(1e-3, make=lambda rate: Learner(rate).requires_grad_(True))  # type: ignore[return-value]
@@ -231,6 +232,7 @@ def use(thing: Any, kind: str) -> Any:
     return dict(module.state_dict()), dict(trainer.callback_metrics)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "kind",
     first(THINGS, "Learner", "Parameter", "Tensor", "EarlyStopping", "Counts", why="other things of the same places"),
@@ -264,6 +266,7 @@ class Around(Measures):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_module_within_the_module_of_the_first_trial_keeps_its_trainer() -> None:
     inner = Learner(3e-3)
 
@@ -277,6 +280,7 @@ def test_a_module_within_the_module_of_the_first_trial_keeps_its_trainer() -> No
     assert "A Learner is in two trials of a SharedBase at once: inner." in str(second)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_no_hook_of_a_module_runs_in_a_second_trial() -> None:
     """Nor is it converted to another precision there, or moved at the end: it is refused before anything is done with it."""
 
@@ -342,6 +346,7 @@ def test_what_of_a_loader_has_a_state(kind: str) -> None:
     assert list(map(id, found)) == list(map(id, wanted))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_parameters_of_another_trial_are_refused_in_the_middle() -> None:
     base, theirs = SharedBase(), Learner(1e-3)
 
@@ -373,6 +378,7 @@ class EqualData(Data):
         super().__init__()
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_trials_may_have() -> None:
     """What is only equal is each trial's own; loaders and datasets without a state may be everybody's."""
     common = loaded(shuffle=True)
@@ -387,6 +393,7 @@ def test_what_trials_may_have() -> None:
     assert_equal(SharedBase().map(run, range(3)), [run(at) for at in range(3)], "together and alone")
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_run_outside_of_trials_is_refused_beside_them() -> None:
     """It would draw from their random state. They are what they are alone."""
     alone, step, go_on = [learn(rate) for rate in RATES[:2]], threading.Event(), threading.Event()
@@ -424,6 +431,7 @@ def test_a_trial_is_refused_beside_a_run_outside_of_trials() -> None:
     SharedBase().map(learn, [1e-3])
 
 
+@pytest.mark.long("takes a second or more")
 def test_files_that_are_open() -> None:
     """One for each layer while there is a base, whatever trials there are."""
 

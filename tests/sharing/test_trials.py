@@ -38,6 +38,7 @@ def assert_each_is_itself(count: int, run: Callable[[float], Outcome] = learn) -
     return base
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_trials_are_what_they_are_alone(count: int) -> None:
     base = assert_each_is_itself(count)
@@ -62,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "name", first(list(OPTIONS), "recompute", "bf16-true", "bf16-mixed", why="other paths of the same")
 )
@@ -69,6 +71,7 @@ def test_options(name: str) -> None:
     assert_each_is_itself(3, lambda rate: learn(rate, **OPTIONS[name]))
 
 
+@pytest.mark.long("takes a second or more")
 def test_updates_in_the_background() -> None:
     def run(rate: float) -> Outcome:
         strategy = SuperpipelineStrategy(k=1, optimizer_overlap="forward")
@@ -102,6 +105,7 @@ class InnerAutocasts(OwnAutocast):
         return batch.float().square().mean()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("make", "precision"), [(OwnAutocast, "32-true"), (InnerAutocasts, "bf16-mixed")])
 def test_trials_with_an_autocast_of_their_own(make: type[Learner], precision: Any) -> None:
     """A gradient that comes through one cast is another one than the sum of those that come through two."""
@@ -110,6 +114,7 @@ def test_trials_with_an_autocast_of_their_own(make: type[Learner], precision: An
     assert_same(its, learn(RATES[0], make=make, precision=precision, plain=True))
 
 
+@pytest.mark.long("takes a second or more")
 def test_trials_of_different_lengths_depths_and_validations(tmp_path: Path) -> None:
     """One validates, one saves checkpoints, one is deeper, one ends early, one resumes."""
     learn(RATES[4], max_epochs=1).trainer.save_checkpoint(tmp_path / "resume.ckpt")
@@ -128,6 +133,7 @@ def test_trials_of_different_lengths_depths_and_validations(tmp_path: Path) -> N
     assert_each_is_itself(5, run)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_bars_are_off() -> None:
     """Those of Rich, of which a process can show one."""
     pytest.importorskip("rich")
@@ -150,6 +156,7 @@ class FailsInBackward(Learner):
         return loss
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("kind", [Fails, FailsInBackward])
 def test_one_that_fails_leaves_the_others_alone(kind: type[Learner]) -> None:
     def run(rate: float) -> Outcome:
@@ -182,6 +189,7 @@ class Writes(Learner):
         return super().configure_optimizers()
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_frozen_weight_that_one_trial_writes_is_its_own() -> None:
     assert_each_is_itself(4, lambda rate: learn(rate, make=Writes))
 
@@ -202,6 +210,7 @@ class Swaps(Learner):  # so that the block leaves its memory to the old values, 
             first.data, second.data = second.data, first.data
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_frozen_weights_that_one_trial_swaps_are_swapped_for_it_alone() -> None:
     assert_each_is_itself(2, lambda rate: learn(rate, make=Swaps))
 
@@ -212,6 +221,7 @@ def test_one_trial_alone_brings_nothing_for_others() -> None:
     assert base.fetched_bytes == 0
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("k", [99, 1], ids=["theirs do too", "theirs do not"])
 def test_trials_whose_layers_all_stay_take_turns(k: int) -> None:
     """Nothing comes to the device for them after the first batch."""
@@ -230,6 +240,7 @@ def test_trials_whose_layers_all_stay_take_turns(k: int) -> None:
     assert sum(before != after for before, after in pairwise(seen)) > 2, "one after the other"
 
 
+@pytest.mark.long("takes a second or more")
 def test_there_is_a_turn_for_each_layer_that_comes_and_three_more_in_a_step() -> None:
     """At its beginning, and where forward and backward have nothing left to fetch. Each takes time, so there are no more."""
     before, steps, fetches = TURNS._given, 20, list[int]()
@@ -243,6 +254,7 @@ def test_there_is_a_turn_for_each_layer_that_comes_and_three_more_in_a_step() ->
     assert sum(fetches) < TURNS._given - before <= sum(fetches) + 2 * 3 * steps + 20
 
 
+@pytest.mark.long("takes a second or more")
 def test_how_many_threads_compute_is_each_trial_s_own() -> None:
     """A thread has a number of its own besides the process's, and a trial that begins later may have the thread of another."""
     before, seen = torch.get_num_threads(), dict[float, list[int]]()
@@ -261,10 +273,12 @@ def test_how_many_threads_compute_is_each_trial_s_own() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_layer_that_differs_is_its_own() -> None:
     assert_each_is_itself(3, lambda rate: learn(rate, make=Other))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_prediction() -> None:
     def run(rate: float) -> Any:
         torch.manual_seed(int(1e5 * rate))
@@ -292,6 +306,7 @@ class Writer(pl.LightningModule):
         return self.net.generate(input_ids=batch, max_new_tokens=6, do_sample=True, pad_token_id=0)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_generation_brings_the_weights_once_for_a_token_of_each_trial() -> None:
     fetched = list[int]()
 
@@ -331,6 +346,7 @@ def test_a_trial_begins_with_the_process_as_it_is_when_it_is_called(wrapped: boo
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_base_is_once_in_memory() -> None:
     """Pages of frozen weights are nobody's own."""
     own = list[int]()
@@ -348,6 +364,7 @@ def test_the_base_is_once_in_memory() -> None:
     assert all(0 < each < frozen / 1.5 for each in own[2:])
 
 
+@pytest.mark.long("takes a second or more")
 def test_no_more_than_max_trials_run_at_once() -> None:
     under_way = list[int]()
     base = SharedBase(max_trials=2)
@@ -377,6 +394,7 @@ class Restores(Learner):
             weight.data = self.backup
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_frozen_weight_that_is_put_back_is_what_it_was() -> None:
     assert_each_is_itself(2, lambda rate: learn(rate, make=Restores))
 
@@ -391,12 +409,14 @@ class Ranked(Learner):
             block.down, block.up = wider.down, wider.up
 
 
+@pytest.mark.long("takes a second or more")
 def test_adapters_of_any_rank_share_the_base() -> None:
     base = assert_each_is_itself(3, lambda rate: learn(rate, make=Ranked))
     frozen = sum(p.nbytes for p in Learner(RATES[0]).parameters() if not p.requires_grad)
     assert base.fetched_bytes < 2 * 4 * 2 * frozen, "three trials have fetched the base less than twice"
 
 
+@pytest.mark.long("takes a second or more")
 def test_two_bases_at_once() -> None:
     alone = [learn(rate) for rate in RATES[:4]]
     with ThreadPoolExecutor(2) as pool:
@@ -405,6 +425,7 @@ def test_two_bases_at_once() -> None:
             assert_same(ours, its)
 
 
+@pytest.mark.long("takes a second or more")
 def test_checkpoints_in_one_folder_are_each_trials_own(tmp_path: Path) -> None:
     def run(rate: float) -> tuple[str, dict[str, Any]]:
         outcome = learn(rate, enable_checkpointing=True, default_root_dir=tmp_path, max_epochs=2)
@@ -417,6 +438,7 @@ def test_checkpoints_in_one_folder_are_each_trials_own(tmp_path: Path) -> None:
         assert_equal(torch.load(path)["state_dict"], state, path)
 
 
+@pytest.mark.long("takes a second or more")
 def test_trials_that_begin_and_end_while_others_step() -> None:
     depths = dict(zip(RATES, (2, 7, 3), strict=False))
     options: dict[str, Any] = {"k": 2, "max_epochs": 3, "precision": "bf16-mixed"}
@@ -432,6 +454,7 @@ class Wide(Learner):
         self.net.append(nn.Sequential(nn.Linear(WIDTH, 900), nn.Linear(900, WIDTH)).requires_grad_(False))  # type: ignore[operator]
 
 
+@pytest.mark.long("takes a second or more")
 def test_larger_layers_come_later() -> None:
     base, begun = SharedBase(layers=1), threading.Event()
 
@@ -450,6 +473,7 @@ def test_larger_layers_come_later() -> None:
         assert_same(outcome, learn(rate, make=Wide if rate == RATES[2] else Learner, max_epochs=6))
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_trial_has_several_runs_and_may_unfreeze_all_between_them() -> None:
     def run(rate: float) -> Any:
         torch.manual_seed(int(1e5 * rate))
@@ -484,10 +508,12 @@ class StepsInAThread(Learner):
         return loss
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_thread_of_a_trials_own() -> None:
     assert_each_is_itself(3, lambda rate: learn(rate, make=StepsInAThread))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
 def test_nothing_is_left_of_trials(error: type[BaseException]) -> None:
@@ -509,6 +535,7 @@ def test_nothing_is_left_of_trials(error: type[BaseException]) -> None:
     assert all(now <= then for now, then in zip(left(), before, strict=True))  # of other tests more may be gone
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_interrupt_ends_all_trials() -> None:
     """Ctrl-C reaches the main thread, which waits for them."""
     begun = list[float]()
@@ -526,6 +553,7 @@ def test_an_interrupt_ends_all_trials() -> None:
     assert set(begun) <= set(RATES[:3]), "no further one begins"
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_interrupt_ends_trials_that_have_not_begun() -> None:
     """Ctrl-C comes while the first one makes its model."""
     begun = list[float]()
@@ -548,6 +576,7 @@ def test_an_interrupt_ends_trials_that_have_not_begun() -> None:
     assert TURNS._running is None
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("part", [Trial, SharedLayers], ids=["the trial", "the device's memory"])
 def test_what_fails_at_the_end_of_a_trial_ends_its_turn(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: Any) -> None:

@@ -78,6 +78,7 @@ class Machine:
             assert not thread.is_alive(), "a trial waits for ever"
 
 
+@pytest.mark.long("takes a second or more")
 @given(PROGRAMS, st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_all_programs_end_in_their_own_order(programs: list[list[int | None]], room: int) -> None:
@@ -97,6 +98,7 @@ def test_a_layer_serves_all_trials_before_the_next_comes() -> None:
     assert {layer for _, layer in machine.done[:4]} == {0}
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_who_has_waited_long_comes_before_who_finds_its_layers() -> None:
     """Two trials go round layers that are there, as a validation may; a third needs another one."""
     machine = Machine(room=3)
@@ -391,6 +393,7 @@ def test_trials_that_are_cancelled_end_at_their_next_layer() -> None:
     assert machine.turns._running is None
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("begun", [False, True], ids=["while it begins", "while it waits"])
 def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> None:
     """Ctrl-C comes while another trial computes. Nobody waits for ever, and no two compute at once."""
@@ -426,6 +429,7 @@ def test_a_trial_of_the_main_thread_is_interrupted_in_its_turn(begun: bool) -> N
     machine.all([[1, 2], [2, 1]])
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_log_says_who_does_not_come_to_a_layer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

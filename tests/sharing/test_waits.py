@@ -59,6 +59,7 @@ def one_device(omit: Wait | None = None) -> Iterator[SimDevice]:
         yield device
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_device_has_nothing_of_the_base_once_all_trials_are_over() -> None:
     with one_device() as device:
         base = SharedBase(layers=1)
@@ -68,6 +69,7 @@ def test_the_device_has_nothing_of_the_base_once_all_trials_are_over() -> None:
     assert base.fetched_bytes
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_device_is_told_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts memory for the process, and a trial's peak is that of its own turns."""
     told = list[tuple[int, str]]()
@@ -84,6 +86,7 @@ def test_a_device_is_told_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> N
         assert (then == "end_turn") <= (device == other), "in another one's turn"
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"optimizer_on": "gpu"}], ids=str)
 def test_all_that_a_trial_copies_is_page_locked(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its adapters were not: the host waited for each of their copies, in the trial's turn, and the others with it."""
@@ -145,6 +148,7 @@ def run() -> list[Outcome]:
     return SharedBase(layers=1).map(learn, RATES[:2])
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_late_copies_change_nothing() -> None:
     with one_device() as device:
         ours = run()
@@ -152,6 +156,7 @@ def test_late_copies_change_nothing() -> None:
     assert_all_same(ours, [learn(rate) for rate in RATES[:2]])
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("wait", OF_TRIALS, ids=lambda wait: wait.name)
 def test_every_wait_between_trials_is_needed(wait: Wait) -> None:
     alone = [learn(rate) for rate in RATES[:2]]

@@ -57,6 +57,7 @@ def test_two_watch_and_end_in_any_order() -> None:
     assert (first.told, second.told) == ([[]], [[7], [7]])
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_nobody_is_kept_alive_by_watching() -> None:
     watches = Watches([])
     watch(watches)

@@ -78,6 +78,7 @@ def test_an_engine_whose_end_fails_is_closed_all_the_same(monkeypatch: pytest.Mo
     trainer_for(superpipeline()).fit(module, loader(vectors()))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_engines_are_freed_without_the_garbage_collector() -> None:
     """Autograd holds the hooks of a parameter where the collector does not look: each fit leaked its host store."""
     import weakref
@@ -100,6 +101,7 @@ def test_engines_are_freed_without_the_garbage_collector() -> None:
     assert [each() for each in alive] == [None] * 3
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_step_that_weight_averaging_leaves_without_a_backward_is_over() -> None:
     """For batch statistics it runs an epoch forward only, and then writes the weights: a fetch was still under way."""
 
@@ -190,7 +192,7 @@ def test_weights_may_be_written_as_soon_as_a_step_has_failed(fails_in: str) -> N
     assert_equal(module.state_dict(), before, "weights")
 
 
-@pytest.mark.rest("a dozen short runs")
+@pytest.mark.long("a dozen short runs")
 def test_the_batch_size_finder_restores_what_nothing_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Scaled(Module):
         batch_size = 1

@@ -43,6 +43,7 @@ TRAINING = (
 )
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_log_of_a_default_run_is_one_line(heard: Any) -> None:
     """For each trainer, because a notebook's third trainer said nothing; and one for each other thing that a trainer does."""
     for _ in range(3):
@@ -83,6 +84,7 @@ def test_beside_another_strategy_the_callback_warns_once_and_does_nothing(tmp_pa
     assert not [*tmp_path.glob("*.png")]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_a_run_waited_for_is_said_at_its_end(heard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = SuperpipelineStrategy.stats
     monkeypatch.setattr(SuperpipelineStrategy, "stats", lambda self: replace(counted(self), stall_seconds=3600.0))
@@ -93,6 +95,7 @@ def test_what_a_run_waited_for_is_said_at_its_end(heard: Any, monkeypatch: pytes
     ]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_run_on_an_accelerator_says_what_it_is_compared_with(heard: Any) -> None:
     with simulated(capacity=2**30):
         trainer_for("superpipeline").fit(Module(Stack()), loader(vectors(4)))
@@ -122,6 +125,7 @@ def test_more_layers_than_there_are_is_remarked_on_once(heard: Any) -> None:
     )
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_rest_is_there_for_whom_it_interests(heard: Any) -> None:
     trainer = trainer_for(SuperpipelineStrategy(k=1), callbacks=[SuperpipelineCallback(verbose=True)])
     module = llama(layers=20)
@@ -232,6 +236,7 @@ def test_the_guide_has_a_table_of_all_metrics() -> None:
     assert sorted(table) == sorted(METRICS)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("batches", [tokens(4), vectors(4)], ids=["tokens", "no number of tokens"])
 def test_a_line_comes_every_n_steps_where_it_is_asked_for(batches: Any, heard: Any) -> None:
     module = llama(layers=2) if isinstance(batches[0], dict) else Module(Stack())
@@ -276,6 +281,7 @@ class Notices(Module):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_attached_once_and_only_if_wanted_and_while_it_runs() -> None:
     def count(strategy: SuperpipelineStrategy, *callbacks: pl.Callback) -> int:
         trainer = trainer_for(strategy, callbacks=list(callbacks))

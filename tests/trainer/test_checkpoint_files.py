@@ -150,6 +150,7 @@ def test_a_file_that_is_mapped_may_be_exchanged(tmp_path: Path) -> None:
     assert torch.equal(mapped, CONTENT["state_dict"]["weight"])  # type: ignore[index]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("through", ["callback", "module"])
 def test_what_is_restored_does_not_stay_in_the_file(through: str, tmp_path: Path) -> None:
     """Others may write into a file in place; a run that came from it must not notice."""
@@ -209,6 +210,7 @@ class Keeping(nn.Module):
         self.kept = state["kept"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("kind", [Keeping, partial(Own, 256, 256)])
 def test_nothing_that_is_kept_stays_in_the_file(kind: Any, tmp_path: Path) -> None:
     class With(Module):
@@ -237,6 +239,7 @@ def _saves_often(file: Path, number: int) -> None:
         AtomicCheckpointIO().save_checkpoint({"numbers": torch.full((10_000 * (number + 1),), number)}, file)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_two_writers_of_one_file_leave_one_of_theirs(tmp_path: Path) -> None:
     file = tmp_path / "last.ckpt"
@@ -253,6 +256,7 @@ def test_two_writers_of_one_file_leave_one_of_theirs(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 def test_asynchronous_checkpoints_are_those_of_their_step(overlap: str, tmp_path: Path) -> None:
     class Slow(TorchCheckpointIO):
@@ -304,6 +308,7 @@ def test_options_of_storage_are_refused_as_by_lightning(tmp_path: Path) -> None:
         AtomicCheckpointIO().save_checkpoint(CONTENT, tmp_path / "one.ckpt", storage_options={"a": 1})
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_files_elsewhere_go_lightnings_way(monkeypatch: Any) -> None:
     path = "memory://checkpoints/one.ckpt"
     AtomicCheckpointIO().save_checkpoint(CONTENT, path)

@@ -42,6 +42,7 @@ def resume(name: str, strategy: Any, checkpoint: Path) -> dict[str, Any]:
 NAMES = ["llama-dropout", "gpt2-tied", "resnet50", "lstm", "frozen"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("name", first(NAMES, *NAMES[:2], *NAMES[3:], why="a large model"))
 def test_files_are_equal(name: str, tmp_path: Path) -> None:
     ours = torch.load(save(name, superpipeline(), tmp_path / "ours"), weights_only=True)
@@ -52,6 +53,7 @@ def test_files_are_equal(name: str, tmp_path: Path) -> None:
     assert_equal(ours, plain, "checkpoint")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "name",
     first(

@@ -78,6 +78,7 @@ def run(
     return recorder.losses, state, trainer.predict(compiled, loader(batches))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="seconds of compilation"))
 @pytest.mark.parametrize("net", first([Stack, Text], Stack, why="seconds of compilation"))
 @pytest.mark.parametrize(
@@ -107,6 +108,7 @@ def test_with_inductor() -> None:
     assert_equal(results(superpipeline(k=1)), results("auto"), "inductor")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_compiled_layers_are_layers_and_are_compiled_once() -> None:
     strategy, module = superpipeline(k=1), Module(Stack())
     graphs: list[int] = []
@@ -128,6 +130,7 @@ def test_compiled_layers_are_layers_and_are_compiled_once() -> None:
     assert graphs == [4], "one for all blocks and all batches, with inner and outer's weights and biases"
 
 
+@pytest.mark.long("takes a second or more")
 def test_what_is_compiled_as_a_whole_moves_as_one_and_the_plan_says_so() -> None:
     strategy, module = superpipeline(k=1), inner_module(Module(Stack()), "aot_eager")
     trainer_for(strategy).fit(module, loader(vectors(1)))
@@ -177,6 +180,7 @@ def test_a_graph_without_breaks_meets_the_engine_and_is_told_what_to_do(refused:
     assert_same(fit(lambda: WholeGraph(remedy), vectors(), superpipeline()), plain)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("kind", ["blocks", "blocks, fullgraph"])
 def test_layers_of_torch_s_own_classes_are_whole_graphs(kind: str) -> None:
     """The graph of one began with hooks of ours, which no graph contains."""
@@ -211,6 +215,7 @@ class CompiledOutside(Module):
         self.judge[0](batch)
 
 
+@pytest.mark.long("takes a second or more")
 def test_graphs_of_other_modules_are_whole_and_stay() -> None:
     """Each call of any module passes code of ours: it is followed, and the next run finds the same."""
     graphs = Graphs()
@@ -246,6 +251,7 @@ class InOneGraph(Module):
         return self.run(batch).square().mean()
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_graph_ends_at_a_layer_and_goes_on_in_it() -> None:
     """As at any hook of a user's. Layers of torch's own classes are compiled where those with a hook are."""
     ours, plain = Graphs(), Graphs()
@@ -267,6 +273,7 @@ class BesideResidents(InOneGraph):
         return self.head(self.run(batch)).square().mean()
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_graph_ends_at_a_part_that_stays_on_the_device() -> None:
     """Or ``activations`` would not count for it."""
     graphs = Graphs()

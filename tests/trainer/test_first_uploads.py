@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -45,16 +46,19 @@ def waits(kind: type[Watches] = Watches, **options: Any) -> list[list[Wait]]:
     return found  # type: ignore[no-any-return]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_host_waits_for_no_prefetch() -> None:
     """Before an optimizer's step the host waits for all uploads. Its closure is the batch, and writes nothing before that."""
     assert waits() == [SLOTS] * 4
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_residents_are_uploaded_before_the_prefetches() -> None:
     """The first module call waits for them, and they were last in the queue."""
     assert waits(keep_on_gpu=["net.5"], optimizer_overlap="off") == [RESIDENTS + SLOTS] * 4
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_residents_whose_update_is_under_way_are_uploaded_when_the_step_begins() -> None:
     first, *others = waits(keep_on_gpu=["net.5"], optimizer_overlap="forward")
     assert first == RESIDENTS + SLOTS
@@ -70,6 +74,7 @@ class Alternates(Watches):
         self.net = nn.Sequential(*(each for pair in pairs for each in (nn.Sequential(nn.Linear(16, 16)), pair)))
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_layer_that_is_used_first_is_uploaded_first() -> None:
     """All prefetches of the first ring were issued before those of the second."""
     sizes, plain = list[int](), SimDevice.copy
@@ -109,5 +114,6 @@ class Hooked(Watches):
         return optimizer
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_host_waits_where_a_hook_may_write_weights() -> None:
     assert all(Wait.UPDATE_AFTER_FETCH in each for each in waits(Hooked))

@@ -41,6 +41,7 @@ def train(strategy: Any, file: Path | None = None, make: Any = Backbone, **optio
     return outcome
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("make", [Backbone, lora])
 def test_resumes_bitwise(make: Any, tmp_path: Path) -> None:
     """From a file without frozen weights as from one with them; and under plain Lightning's strategy from the latter."""
@@ -141,6 +142,7 @@ def test_plain_lightning_says_what_is_missing(tmp_path: Path) -> None:
     module.load_state_dict(saved(tmp_path / "a.ckpt")["state_dict"], strict=False)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # ModelCheckpoint, which is resumed into another folder
 def test_averaged_weights(tmp_path: Path) -> None:
     """The callback saves averages of all weights beside the run's own, and puts them into the module at the end."""
@@ -167,6 +169,7 @@ def test_what_an_earlier_fit_changed_is_saved(tmp_path: Path) -> None:
     assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == HEAD | {"net.blocks.2.inner.weight"}
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_half_file_in_a_whole_run(tmp_path: Path) -> None:
     """Plain Lightning loads what the file has: weights that were rounded."""
     batches = [batch.bfloat16() for batch in vectors()]
@@ -192,6 +195,7 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
     assert set(saved(tmp_path / "a.ckpt")["state_dict"]) == HEAD | {"net.stem.weight", "net.stem.bias"}
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("loop", ["validate", "test", "predict"])
 def test_other_loops_keep_what_fit_has_noted(loop: str, tmp_path: Path) -> None:
     """A checkpoint after them is as one that was saved before, and a run resumes from it."""

@@ -88,6 +88,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("variant", first(VARIANTS, "backward", "mixed", why="other options"))
 def test_adapters_train_as_in_plain_lightning(variant: str, file: Path, tmp_path: Path) -> None:
     ours, options = VARIANTS[variant]
@@ -106,6 +107,7 @@ def test_adapters_train_as_in_plain_lightning(variant: str, file: Path, tmp_path
     assert any("are read in place from" in line for line in remarks)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("variant", first(["k=2", "backward", "mixed"], "backward", why="other options"))
 def test_adapters_on_a_device_that_copies_late(variant: str, file: Path, tmp_path: Path) -> None:
     ours, options = VARIANTS[variant]
@@ -116,6 +118,7 @@ def test_adapters_on_a_device_that_copies_late(variant: str, file: Path, tmp_pat
     assert_same(mine, fit(make, tokens(), recorded="losses", **options))
 
 
+@pytest.mark.long("takes a second or more")
 def test_checkpoints_of_torch(file: Path, tmp_path: Path) -> None:
     """Their recompute keeps frozen weights as they are."""
     make = adapters(file, checkpointing=True)
@@ -123,6 +126,7 @@ def test_checkpoints_of_torch(file: Path, tmp_path: Path) -> None:
     assert_same(ours, fit(make, tokens(), recorded="losses", callbacks=[Kinds()]))
 
 
+@pytest.mark.long("takes a second or more")
 def test_an_unchanged_module_from_transformers(tmp_path: Path) -> None:
     """``from_pretrained`` maps the files, if the dtype is theirs."""
     import transformers
@@ -143,6 +147,7 @@ def test_an_unchanged_module_from_transformers(tmp_path: Path) -> None:
     assert kinds.found == [{True}] * 3
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("save_frozen", first([True, False], False, why="with the weights in the file"))
 def test_checkpoints_are_written_and_resumed_without_weights_in_memory(
     save_frozen: bool, file: Path, tmp_path: Path
@@ -212,6 +217,7 @@ class Unfreezes(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net.blocks[epoch], optimizer)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_weight_that_is_unfrozen_comes_to_memory(backbone: Callable[[], Module], tmp_path: Path) -> None:
     class UnfreezesAndLooks(Unfreezes):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -301,6 +307,7 @@ FREE = ("thaws_within_a_step", "gives_a_gradient", "loads_its_own_state", "copie
 """What writes nothing."""
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "moment",
     first(
@@ -328,6 +335,7 @@ def test_user_code_finds_the_weights(touch: str, moment: str, backbone: Callable
     assert (mine.in_memory == []) == (touch in FREE)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_weights_that_are_swapped_between_forward_and_backward(backbone: Callable[[], Module], tmp_path: Path) -> None:
     """The graph's values are those of forward: what the block had to hand out then was the new memory's."""
 
@@ -359,6 +367,7 @@ class _LoadsAnother(Callback):
                 parameter.data = values[name]
 
 
+@pytest.mark.long("takes a second or more")
 def test_another_file_at_the_same_addresses(backbone: Callable[[], Module], tmp_path: Path) -> None:
     torch.manual_seed(99)
     save_file(dict(Stack().state_dict()), tmp_path / "other.safetensors")
@@ -387,11 +396,13 @@ class _TakesADtypeBack(Module):
         return loss
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_dtype_that_was_refused_and_taken_back(tmp_path: Path) -> None:
     """The layer came as zeros from then on: its weight counted as one in memory before the new one was looked at."""
     same_with(Callback, on_a_backbone(tmp_path, _TakesADtypeBack), tmp_path, recorded="losses")
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_weight_in_another_order_is_saved(tmp_path: Path) -> None:
     """With the same memory and the same shape it counted as the file's, and was left out."""
 
@@ -415,10 +426,12 @@ def test_a_weight_in_another_order_is_saved(tmp_path: Path) -> None:
     assert "net.2.0.weight" not in saved
 
 
+@pytest.mark.long("takes a second or more")
 def test_averages(backbone: Callable[[], Module], tmp_path: Path) -> None:
     same_with(lambda: EMAWeightAveraging(decay=0.9), backbone, tmp_path, recorded="losses")
 
 
+@pytest.mark.long("takes a second or more")
 def test_predictions_before_and_after(backbone: Callable[[], Module], tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     for name, strategy in {"ours": in_place(tmp_path), "plain": "auto"}.items():
@@ -433,6 +446,7 @@ def test_predictions_before_and_after(backbone: Callable[[], Module], tmp_path: 
     assert_equal(found["ours"], found["plain"], "found")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("how", ["cut off", "written"])
 def test_a_file_that_is_changed_ends_the_step_with_an_error(
     how: str, backbone: Callable[[], Module], tmp_path: Path
@@ -452,6 +466,7 @@ def test_a_file_that_is_changed_ends_the_step_with_an_error(
     assert caught.value.filename == str(file)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_weights_that_were_written_before_are_in_memory(backbone: Callable[[], Module], tmp_path: Path) -> None:
     """The file has other values."""
 
@@ -468,6 +483,7 @@ def test_weights_that_were_written_before_are_in_memory(backbone: Callable[[], M
     assert kinds.found == [{False}] * 3
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_ledger_counts_what_is_in_memory(backbone: Callable[[], Module], tmp_path: Path) -> None:
     strategy = in_place(tmp_path)
     fit(backbone, vectors(), strategy, recorded="nothing")
@@ -478,6 +494,7 @@ def test_the_ledger_counts_what_is_in_memory(backbone: Callable[[], Module], tmp
     assert total - frozen <= strategy.ledger.weights < total - frozen + 512 * 28
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_tensor_of_the_state_can_be_held(backbone: Callable[[], Module], tmp_path: Path) -> None:
     """It has the file's values as long as it is kept, after the run, too."""
     held: dict[str, Tensor] = {}

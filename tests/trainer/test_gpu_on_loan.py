@@ -62,6 +62,7 @@ def lends(trainer: Any, module: Any, *_: Any) -> None:
     assert streamer.updates.landed_in_a_row == 0
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("way", first(WAYS, "moving layers", "layers that stay", why="other modes of updates"))
 @pytest.mark.parametrize("make", [pytest.param(Stepped, marks=pytest.mark.rest("without residents")), resident])
 def test_a_loan_after_each_batch(way: str, make: Any) -> None:
@@ -80,6 +81,7 @@ def test_a_loan_after_each_batch(way: str, make: Any) -> None:
 class StopError(Exception): ...
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("error", [StopError, KeyboardInterrupt])
 def test_an_error_within_a_loan(error: type[BaseException]) -> None:
     """The loop goes on after the loan: everything has returned."""
@@ -171,6 +173,7 @@ def test_memory_that_tensors_view_stays_and_is_reported() -> None:
             assert staying == 0
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_loan_in_a_loop_of_the_users() -> None:
     net = Stack()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
@@ -189,6 +192,7 @@ def test_a_loan_in_a_loop_of_the_users() -> None:
 # ---------------------------------------------------------------------- another limit
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("limits", [("1MiB", "26KiB"), ("26KiB", "1MiB")])
 def test_another_limit_between_batches(limits: tuple[Any, Any]) -> None:
     """The window follows the limit, up and down, and results do not."""

@@ -339,6 +339,7 @@ def test_a_run_in_a_hook_finds_ordinary_parameters() -> None:
     assert_equal(ours.seen, plain.seen, "inner outputs")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_after_the_run_parameters_are_ordinary() -> None:
     module = Six()
     trainer_for(superpipeline(k=LAYERS, k_prime=1), callbacks=[Acts(lambda *_: None)]).predict(

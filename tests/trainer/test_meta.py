@@ -101,6 +101,7 @@ CASES: dict[str, tuple[Make, Batches]] = {
 # ---------------------------------------------------------------------- a file of weights
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("name", CASES)
 def test_values_from_safetensors(name: str, tmp_path: Path) -> None:
     """The file is that of the network, whose names lack the prefix of the LightningModule's. Nothing is drawn for it."""
@@ -113,6 +114,7 @@ def test_values_from_safetensors(name: str, tmp_path: Path) -> None:
     assert_equal(dict(ours.module.named_buffers()), dict(plain.module.named_buffers()), "buffers")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 def test_what_save_pretrained_writes(precision: str, tmp_path: Path) -> None:
@@ -237,6 +239,7 @@ def checkpoint_of(
     fit(make, batches, strategy, max_steps=count, **options).trainer.save_checkpoint(file)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("name", CASES)
 def test_training_resumes(name: str, tmp_path: Path) -> None:
     """Bitwise as with a module that was built on the CPU, and then has as many random numbers drawn."""
@@ -254,6 +257,7 @@ def test_training_resumes(name: str, tmp_path: Path) -> None:
     assert_equal(dict(ours.module.named_buffers()), dict(plain.module.named_buffers()), "buffers")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("loop", ["validate", "test", "predict"])
 def test_loops_restore_a_checkpoint(loop: str, tmp_path: Path) -> None:
     checkpoint_of(tied_llama, tokens(), tmp_path / "last.ckpt")
@@ -265,6 +269,7 @@ def test_loops_restore_a_checkpoint(loop: str, tmp_path: Path) -> None:
     assert_equal(results[0], results[1], loop)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_checkpoint_comes_over_a_file(tmp_path: Path) -> None:
     """Frozen weights come from the pretrained file, trained ones from the checkpoint that leaves those out."""
 
@@ -485,6 +490,7 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: Any) -> None:
         superpipeline(load_weights_from=3)
 
 
+@pytest.mark.long("takes a second or more")
 def test_more_than_the_host_has(tmp_path: Path, monkeypatch: Any) -> None:
     save_model(Stack(), str(tmp_path / "net.safetensors"))
     monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
@@ -498,6 +504,7 @@ def test_more_than_the_host_has(tmp_path: Path, monkeypatch: Any) -> None:
         )
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_more_than_host_memory_without_a_disk(tmp_path: Path, monkeypatch: Any) -> None:
     save_model(Stack(), str(tmp_path / "net.safetensors"))
     monkeypatch.setattr(host_memory, "resident_bytes", lambda: 2**30)

@@ -66,6 +66,7 @@ def outer(where: str, how: str, strategy: Any, inner: Callable[[], Any]) -> Outc
     return outcome
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", ["off", "forward"])
 @pytest.mark.parametrize("on", first(["gpu", "cpu"], "gpu", why="the device alone refuses steps of others"))
 @pytest.mark.parametrize(

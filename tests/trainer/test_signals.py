@@ -150,6 +150,7 @@ def test_a_handler_saves_in_the_middle_of_backward(name: str, tmp_path: Path, pl
     assert signal.getsignal(signal.SIGUSR1) is saves
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("at", range(4))
 def test_a_handler_reads_weights_before_and_after_the_first_update(at: int, plain: dict[int, Any]) -> None:
     """What it reads lets gradients land, after which the first layer is updated: that handler found a layer half refused."""
@@ -164,6 +165,7 @@ def test_a_handler_reads_weights_before_and_after_the_first_update(at: int, plai
     assert_equal(read, [plain[step][0] for step in range(1, BATCHES + 1)], "weights that handlers have read")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_slurm_requeues_a_job_whose_signal_comes_in_backward(
     tmp_path: Path, plain: dict[int, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +241,7 @@ def test_an_error_after_the_signal_is_no_reason_to_lose_it(plain: dict[int, Any]
     assert seen == [signal.SIGUSR1]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_accumulation_defers_in_the_last_batch_alone(tmp_path: Path) -> None:
     module, trainer = made(OPTIONS["backward"], accumulate_grad_batches=2)
     saves = Saves(trainer, tmp_path)
@@ -255,6 +258,7 @@ def test_accumulation_defers_in_the_last_batch_alone(tmp_path: Path) -> None:
     assert [torch.load(file)["global_step"] for file in saves.files] == [0, 1, 1, 2]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("place", ["while device parameters come", "after the step, before it is counted"])
 def test_a_handler_saves_where_state_is_half_changed(place: str, tmp_path: Path, plain: dict[int, Any]) -> None:
     module, trainer = made(OPTIONS["forward"])
@@ -318,6 +322,7 @@ def at_random_moments(seed: int, name: str, folder: Path, plain: dict[int, Any])
     return len(saves.files)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("name", first(OPTIONS, "backward", "forward", why="their other modes"))
 def test_a_handler_saves_at_random_moments(name: str, tmp_path: Path, plain: dict[int, Any]) -> None:
     assert at_random_moments(0, name, tmp_path, plain)

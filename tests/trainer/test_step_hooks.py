@@ -28,6 +28,7 @@ class RemovesHooks(Callback):
         torch_optimizer._global_optimizer_post_hooks.clear()
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", first(["backward", "forward", "off"], "backward", why="the other modes"))
 def test_other_code_removes_the_hooks_of_all_optimizers(overlap: Any, tmp_path: Path) -> None:
     make = fused(of_a_stack)
@@ -48,6 +49,7 @@ class Clips(Callback):
         trainer.precision_plugin.clip_grad_by_norm = clip
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", first(["forward", "backward", "off"], "forward", why="the other modes"))
 def test_other_code_clips_in_its_own_way(overlap: Any) -> None:
     """A method on the plugin itself is no other than that of a class."""

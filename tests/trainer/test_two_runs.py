@@ -73,6 +73,7 @@ def weights(module: torch.nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("threaded", first([False, True], False, why="the same with one thread for both backwards"))
 @pytest.mark.parametrize("way", WAYS)
 def test_each_of_two_runs_is_what_it_is_alone(way: str, threaded: bool) -> None:
@@ -102,6 +103,7 @@ class Fails(Watched):
         raise KeyError("in backward")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("other", ["ours", "plain"])
 def test_a_backward_that_fails_in_another_run_is_that_run_s_alone(other: str) -> None:
     def make(index: int) -> Any:
@@ -122,6 +124,7 @@ def step() -> None:
     optimizer.step()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_optimizer_that_steps_in_another_thread_is_no_step_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of the trainer's, in its own thread, prepares the engine; that of another model's somewhere else does not."""
 

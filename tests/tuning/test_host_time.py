@@ -25,6 +25,7 @@ def test_a_host_that_measures_badly_takes_no_negative_time(monkeypatch: pytest.M
     assert measure_host_seconds(training=True) == (pytest.approx(1e-5), 0.0)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("training", [True, False])
 def test_as_many_steps_run_with_the_engine_as_without_it(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock counts the steps. Nothing is left of them."""

@@ -100,6 +100,7 @@ def worked(make: Any) -> Work:
         return estimate(find_layers(net), lambda: loss(net))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("make", first([llama, bert, vit], llama, why="other models"))
 def test_a_batch_on_paper_gives_the_engines_events(make: Any, k: int, k_prime: int) -> None:

@@ -80,6 +80,7 @@ def slow_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tuner, "_seconds", lambda self, plan: 1 / plan.k)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("slow_fetches")
 def test_the_window_grows_to_the_budget_and_no_further() -> None:
     batches = rows(*[4] * 6)
@@ -94,7 +95,7 @@ def test_the_window_grows_to_the_budget_and_no_further() -> None:
     assert plan.peak_device_bytes + 2 * LAYER > capacity * 15 // 16, "one layer more would not be sure to fit"
 
 
-@pytest.mark.rest("many batches; the first tier grows a window once")
+@pytest.mark.long("many batches; the first tier grows a window once")
 @pytest.mark.usefixtures("slow_fetches")
 @pytest.mark.parametrize("soft", first([True, False], False, why="the same where nothing but the budget limits"))
 @pytest.mark.parametrize("sizes", [(4, 4, 4, 40, 4, 80, 4), (4, 4, 120, 4, 4), (64, 4, 4, 4, 64, 4)], ids=str)
@@ -109,6 +110,7 @@ def test_batches_of_any_size_stay_within_the_budget(sizes: tuple[int, ...], soft
     assert meter.windows[-1][0] > 3
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("slow_fetches")
 def test_a_window_that_finds_no_room_after_all_leaves_the_one_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may have taken the memory since it was measured."""
@@ -126,6 +128,7 @@ class Sampling(Tower):
         return super().forward(x[:4])
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("slow_fetches")
 def test_a_batch_that_was_feared_for_nothing_leaves_the_window_as_it_was() -> None:
     """Not what the larger window had in use counts as the rest, but what the smaller one has."""
@@ -148,6 +151,7 @@ class Takes(pl.Callback):
             self._devices[-1].capacity = capacity - self._nbytes
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("slow_fetches")
 @pytest.mark.parametrize("budget", [None, 24 * LAYER, "100%"])
 def test_what_others_take_in_the_first_batch_is_not_there_for_the_window(budget: Any) -> None:
@@ -163,6 +167,7 @@ def test_what_others_take_in_the_first_batch_is_not_there_for_the_window(budget:
     assert max(meter.peaks) <= 12 * LAYER
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.usefixtures("slow_fetches")
 def test_a_choice_of_the_window_hides_no_peak() -> None:
     """``torch.cuda.max_memory_allocated()`` is set back whenever a window is chosen; the counters keep what it was."""
@@ -191,6 +196,7 @@ def swelling_rows() -> list[Tensor]:
     return batches
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("slow_fetches")
 def test_a_step_that_runs_out_of_memory_says_what_to_do() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
@@ -236,6 +242,7 @@ class Penalized(Module):
         return super().loss(batch) + 1e-3 * sum(p.norm() for p in self.parameters())
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("slow_fetches")
 def test_masters_that_come_on_demand_are_no_layers_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # by prediction, as it is
@@ -245,6 +252,7 @@ def test_masters_that_come_on_demand_are_no_layers_of_the_prediction(monkeypatch
     assert_same(ours, fit(lambda: Penalized(Tower()), batches, precision="bf16-mixed"))
 
 
+@pytest.mark.long("takes a second or more")
 def test_validation_is_no_part_of_the_batch_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
 
@@ -274,6 +282,7 @@ class SwellsBackward(torch.autograd.Function):
         return gradient + gradient.repeat(200, 1).mean()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("slow_fetches")
 @pytest.mark.parametrize(
     "overlap", first(["off", "forward"], "forward", why="the same error, with no update beside it")
@@ -313,6 +322,7 @@ def test_batches_in_inference_mode(fn: str) -> None:
     assert "With SuperpipelineStrategy(k=1, k_prime=1) there would be" in "\n".join(raised.value.__notes__)
 
 
+@pytest.mark.long("takes a second or more")
 def test_out_of_memory_with_the_smallest_window_or_one_that_was_given() -> None:
     keep = {"k_prime": 1, "activations": "keep"}
     for options, advice in (
@@ -349,11 +359,13 @@ def by_prediction(upload: float, seconds: float) -> Any:
     return lambda plan: Walk(plan, schedule_visits(plan, [seconds] * 40, training=True), rates).predict().seconds
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_where_fetches_hide_behind_compute_the_window_stays_small() -> None:
     plan = choose_window(begun("auto", "auto"), by_prediction(upload=LAYER / 0.5, seconds=1.0))
     assert plan.k <= 2
 
 
+@pytest.mark.long("takes a second or more")
 def test_where_fetches_bind_all_room_is_used() -> None:
     window = begun("auto", "auto", budget=20 * LAYER)
     window.rest = 5 * LAYER
@@ -377,6 +389,7 @@ def test_gradients_that_were_measured_are_not_counted_twice() -> None:
     assert window.needs(large) == (5 + 10 + 1) * LAYER, "one more layer's gradients are on their way with k' = 2"
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_is_given_is_kept() -> None:
     seconds = by_prediction(upload=LAYER / 3.0, seconds=1.0)
     assert choose_window(begun(7, "auto"), seconds).k == 7

@@ -96,6 +96,7 @@ def both(
     return streamed, watches
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("hook", "clipped"),
     first(
@@ -117,6 +118,7 @@ def test_the_mode_that_waits_least_is_taken(hook: str, clipped: str) -> None:
         assert watches.under_way[-1] > 1, "no hook looks at a weight, and nothing waits"
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_look_at_one_weight_waits_for_its_layer_alone() -> None:
     class Looks(Watches):
         def on_train_batch_end(self, trainer: Any, *more: Any) -> None:
@@ -159,6 +161,7 @@ TAKEN: dict[str, Callable[[Any], list[Any]]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     ("what", "clipped", "again"),
     first(
@@ -207,6 +210,7 @@ class ReadsLater(Module):
         return net.head(x).square().mean()  # type: ignore[no-any-return]
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_backward_that_needs_a_layer_again_keeps_updates_out_of_it() -> None:
     streamed, watches = both(ReadsLater, val=None)
     assert set(watches.modes) == {"forward"}
@@ -216,6 +220,7 @@ def test_a_backward_that_needs_a_layer_again_keeps_updates_out_of_it() -> None:
     )
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_one_that_begins_to_need_it_gets_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"had updated layer 'net.head' when, in the same backward"):
         fit(fused(lambda: ReadsLater(3)), vectors() * 2, SuperpipelineStrategy(k=1), recorded="losses")
@@ -231,6 +236,7 @@ class ReadsGradients(Module):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long("takes a second or more")
 def test_gradients_are_there_after_the_step_and_after_the_run() -> None:
     ours, _ = both(lambda: ReadsGradients(Stack()))
     plain = fit(fused(lambda: ReadsGradients(Stack())), vectors() * 2, recorded="losses", val=vectors(2))
@@ -239,12 +245,14 @@ def test_gradients_are_there_after_the_step_and_after_the_run() -> None:
     )
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_look_at_gradients_that_were_freed_is_an_error_that_says_so() -> None:
     strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
     with pytest.raises(RuntimeError, match=r"param.grad was read .* optimizer_overlap=\"backward\" has freed it"):
         trainer_for(strategy).fit(fused(lambda: ReadsGradients(Stack()))(), loader(vectors()))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_gradients_are_kept_where_a_hook_could_look(accumulated: int) -> None:
     strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
@@ -295,6 +303,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Callable[[Any, Any], None], str]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_changes_in_mid_run_is_heeded_from_the_next_batch_on(what: str, hook: str) -> None:
@@ -332,6 +341,7 @@ def test_clipping_that_changes_within_a_step_is_refused(kind: str) -> None:
         fit(fused(lambda: Changing(Stack())), vectors() * 2, SuperpipelineStrategy(k=1), recorded="losses")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("what", ["by norm from now on", "a callback"])
 def test_a_mode_that_was_asked_for_is_refused_by_name_from_then_on(what: str) -> None:
     strategy = SuperpipelineStrategy(k=1, optimizer_overlap="backward")
@@ -374,6 +384,7 @@ class WithAFlag(Module):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_parameter_of_integers_does_not_keep_the_others_from_running_fused() -> None:
     """The mode was "off", and the reason named settings that nobody had made."""
     watch = Watches()

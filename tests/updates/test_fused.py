@@ -145,6 +145,7 @@ def test_fused_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ran) == len(BATCHES)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_what_is_saved_is_the_users_and_resumes_in_mid_epoch(tmp_path: Path) -> None:
     def run(make: Make, strategy: Any, resume: Path | None = None) -> Outcome:
         saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
@@ -315,6 +316,7 @@ class Normed(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_run_on_the_cpu_is_plains_with_no_option_at_all(precision: str) -> None:
     """Whoever tries the strategy on a laptop compares two runs of one script."""
@@ -325,6 +327,7 @@ def test_a_run_on_the_cpu_is_plains_with_no_option_at_all(precision: str) -> Non
     assert_same(ours, plain)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("options", "runs_fused"),
     [

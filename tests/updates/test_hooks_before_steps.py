@@ -89,6 +89,7 @@ class Raw(TwoSteps):
     raw = True
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     "how", ["detached", "data", "written", "taken in the step", "taken in the step and written", "kept"]
 )
@@ -173,6 +174,7 @@ class WritesOnBoth(Module):
         return self.loss(batch)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("options", [{}, {"keep_on_gpu": ["net.head"]}], ids=str)
 def test_a_weight_that_host_and_device_write_is_refused(options: dict[str, Any]) -> None:
     ours = superpipeline(k=1, k_prime=1, **options)

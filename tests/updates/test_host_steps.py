@@ -48,6 +48,7 @@ class Manual(Automatic):
         return loss
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("kind", [Automatic, Manual])
 def test_steps_are_timed_where_the_device_waits_for_them(kind: Any) -> None:
     strategy = superpipeline(k=1)
@@ -81,7 +82,7 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[float, 
     return window["seconds"], capsys.readouterr().out
 
 
-@pytest.mark.rest("a model of real size is counted")
+@pytest.mark.long("a model of real size is counted")
 def test_plan_counts_other_optimizers_than_adamw(capsys: pytest.CaptureFixture[str]) -> None:
     adamw, _ = answer(capsys, "--host-bandwidth", "1e-3")
     sgd, said = answer(capsys, "--host-bandwidth", "1e-3", "--optimizer", "sgd")

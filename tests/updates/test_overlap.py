@@ -49,7 +49,7 @@ class Constructed(Module):
         return torch.optim.AdamW([*self.parameters(), *self.stray], fused=True)
 
 
-@pytest.mark.rest("the registry clips in the first tier")
+@pytest.mark.long("the registry clips in the first tier")
 @pytest.mark.parametrize("init_scale", [2.0**8, 2.0**40])  # the larger one makes steps be skipped
 @pytest.mark.parametrize("clip", [None, 1e-3])
 @pytest.mark.parametrize("case", ["stack", "stray", "unscales by itself"])
@@ -92,6 +92,7 @@ class SharedWithCheckpoint(Module):
         return self.net.head(first(x) if self.outside_last else x).square().mean()
 
 
+@pytest.mark.long("takes a second or more")
 def test_gradients_of_one_layer_from_nested_backwards() -> None:
     options: dict[str, Any] = {"recorded": "losses", "max_epochs": 2}
     for outside_last in (False, True):
@@ -130,6 +131,7 @@ def test_a_gradient_for_a_layer_that_is_updated_already_is_refused() -> None:
             fit(fused(lambda: BackwardLate(called=False)), vectors(), overlapping("backward", k=k), recorded="losses")
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_layer_whose_other_backward_is_to_come_is_not_updated_yet() -> None:
     make = fused(lambda: BackwardLate(called=True))
     plain = fit(make, vectors(), recorded="losses")
@@ -164,6 +166,7 @@ def _gradients_of(module: nn.Module) -> int:
         return sum(each.grad is not None for each in hosts)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3,), (1000003,), (517, 1031), (8, 16, 33, 31)])
 def test_norms_and_fused_steps_do_not_depend_on_the_threads(shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -43,6 +43,7 @@ def chosen(caplog: pytest.LogCaptureFixture, module: pl.LightningModule, **optio
     return found[-1] if found else ""
 
 
+@pytest.mark.long("takes a second or more")
 def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -85,6 +86,7 @@ def test_what_cannot_be_is_refused_before_the_first_step(
         fit(make or (lambda: Module(Stack())), vectors(), overlapping(mode, **extra), recorded="losses", **options)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_unfused_optimizer_is_told_both_ways_and_both_work() -> None:
     """``optimizer_overlap="off"`` was the only one that was named, and the slower one."""
 
@@ -137,6 +139,7 @@ def test_the_thread_leaves_the_number_of_other_threads_and_ends(monkeypatch: pyt
     assert not [each for each in set(threading.enumerate()) - others if each.name.startswith("superpipeline")]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_ledger_follows_what_is_unfrozen() -> None:
     seen: list[int] = []
 

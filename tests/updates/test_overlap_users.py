@@ -111,7 +111,7 @@ class ListOfBetas(Module):
         return optimizer
 
 
-@pytest.mark.rest("the registry has updates in the background in the first tier")
+@pytest.mark.long("the registry has updates in the background in the first tier")
 @pytest.mark.parametrize(
     "what",
     [
@@ -231,6 +231,7 @@ class Late(Module):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("mode", OVERLAP)
 def test_a_first_gradient_that_comes_late(mode: str) -> None:
     """torch's fused SGD fails then: that step runs as the user's optimizer would."""
@@ -280,7 +281,7 @@ class StraysFromOptimizer(Module):
         self.sums += [p.grad.clone() for name, p in self.named_parameters() if "inner" not in name]
 
 
-@pytest.mark.rest("the registry has updates in the background in the first tier")
+@pytest.mark.long("the registry has updates in the background in the first tier")
 @pytest.mark.parametrize("k", first([1, 99], 1, why="the same where all layers stay"))
 @pytest.mark.parametrize("make", [SetsInStep, BackwardBefore, StraysFromOptimizer])
 @pytest.mark.parametrize("mode", OVERLAP)
@@ -443,6 +444,7 @@ class SwitchesAdapters(Module):
         return self.loss(batch) + (float(first_loss.detach()) if self.drops else first_loss)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("lazy", [False, True])
 def test_no_layer_is_updated_before_the_backward_of_all_its_calls(lazy: bool, drops: bool) -> None:
@@ -476,6 +478,7 @@ class HooksLate(Module):
                 p.grad.data.mul_(3)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("make", [ScalesInBackward, HooksLate])
 def test_norms_of_gradients_that_are_written_unseen(make: Any) -> None:
     with mock.patch.object(Device, "later", at_once):
@@ -492,6 +495,7 @@ class OwnStep(Module):
         optimizer.step(closure=optimizer_closure)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(("make", "name"), [(ScalesInBackward, "backward"), (OwnStep, "optimizer_step")])
 def test_code_that_decides_on_gradients_before_the_step_is_refused(make: Any, name: str) -> None:
     build = fused(make if make is ScalesInBackward else lambda: make(Stack()))
@@ -500,11 +504,13 @@ def test_code_that_decides_on_gradients_before_the_step_is_refused(make: Any, na
     both(build)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("mode", OVERLAP)
 def test_gradients_that_nobody_sets_to_none_add_up(mode: str) -> None:
     both(fused(lambda: OwnZeroGrad(Stack())), mode)
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_users_thread_that_reads_weights_waits_too() -> None:
     """Several threads wait for the same updates: none goes on before they are done."""
     errors: list[BaseException] = []
@@ -553,6 +559,7 @@ class Remembers(Module):
         return self.loss(batch) + away
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("mode", OVERLAP)
 def test_parameters_that_are_being_updated_are_keys(mode: str) -> None:
     for lazy in (True, False):
@@ -602,6 +609,7 @@ class Reads(torch.utils.data.Dataset[Tensor]):
         return vectors()[index] + 0 * next(self.module.parameters()).detach().sum()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_workers_that_are_forked_while_updates_are_under_way() -> None:
@@ -616,6 +624,7 @@ def test_workers_that_are_forked_while_updates_are_under_way() -> None:
         trainer_for(overlapping("forward"), max_epochs=2).fit(module, batches)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_early_updates_beside_another_run() -> None:
     """Each run has hooks on all optimizers' steps; those of others are not users'."""
 

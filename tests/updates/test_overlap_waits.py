@@ -75,6 +75,7 @@ class LooksAtTheEnd(Callback):
         self.seen = [parameter.detach().clone() for parameter in pl_module.parameters()]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_an_interrupt_while_an_update_is_submitted_leaves_none_that_goes_on() -> None:
     """It was submitted and not noted, so that what an interrupted run saved was in the midst of an update."""
     make, later, looks = BackgroundUpdates.__init__, Device.later, LooksAtTheEnd()
@@ -98,6 +99,7 @@ def test_an_interrupt_while_an_update_is_submitted_leaves_none_that_goes_on() ->
     assert_equal(list(map(Tensor.detach, module.parameters())), looks.seen, "weights after the interrupt")
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("device", ["cpu", "simulated"])
 def test_whoever_looks_waits(device: str) -> None:
     batches = vectors() * 3
@@ -109,6 +111,7 @@ def test_whoever_looks_waits(device: str) -> None:
     assert_equal(ours.module.seen, plain.module.seen, "seen")
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_what_is_saved_waits_and_resumes_from_and_to_plain_in_mid_epoch(tmp_path: Path) -> None:
     def run(strategy: Any, resume: Path | None = None, folder: str = "a") -> Outcome:
@@ -135,6 +138,7 @@ def test_what_is_saved_waits_and_resumes_from_and_to_plain_in_mid_epoch(tmp_path
             assert_equal(resumed.optimizers, whole["auto"].optimizers, f"from {source} to {target}")
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_learning_rate_that_is_a_tensor_is_that_of_the_step() -> None:
     class WithTensor(Scheduled):
         @property
@@ -225,6 +229,7 @@ def test_after_an_update_that_failed_no_layer_is_fetched() -> None:
     assert forwards == [0]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_backward_that_fails_after_early_updates_is_not_saved(tmp_path: Path) -> None:
     class FailsInBackward(Module):
         def __init__(self) -> None:
@@ -260,6 +265,7 @@ def test_a_backward_that_fails_after_early_updates_is_not_saved(tmp_path: Path) 
     assert f"trainer.fit(model, ckpt_path={saver.best_model_path!r})" in "".join(raised.value.__notes__)
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_weight_that_backward_needs_after_its_update_is_refused_or_right() -> None:
     class Detached(Module):
         """The first block's weight is used once more, detached, below its own layer."""
@@ -292,6 +298,7 @@ class SkipsBackward(Module):
         return None if batch_idx % 2 else loss
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("mode", OVERLAP)
@@ -320,6 +327,7 @@ def test_what_follows_an_update_is_done_once() -> None:
     assert max(map(followed.count, followed)) == 2, "once in each of two steps"
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_validation_waits_first() -> None:
     waiting: list[int] = []
 
@@ -340,6 +348,7 @@ def test_validation_waits_first() -> None:
     assert waiting == [0]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_the_trainer_can_be_copied_inside_a_step() -> None:
     class Copies(Module):
         def on_before_zero_grad(self, optimizer: Any) -> None:

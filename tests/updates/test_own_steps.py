@@ -147,6 +147,7 @@ class InnerOptimizerWithoutBackward(Manual):
         self.zero_grad()
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_optimizer_state_is_found_inside_a_step() -> None:
     class LooksState(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -171,6 +172,7 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "32-true", why="the same in mixed precision"))
 @pytest.mark.parametrize("name", CASES)
@@ -294,6 +296,7 @@ class TrainsItselfByHand(TrainsItself):
         return loss
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in float32"))
 @pytest.mark.parametrize("kind", [TrainsItself, TrainsItselfByHand])
 @pytest.mark.parametrize("own", OWN)
@@ -336,6 +339,7 @@ class TrainsOutside(TrainsItself):
         return super().loss(batch + sum(view.sum() for view in (*views, *again)))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("k", [1, 99])
 def test_an_own_optimizer_steps_weights_that_are_read_without_a_call(k: int) -> None:
     plain = fit(TrainsOutside, vectors())
@@ -376,6 +380,7 @@ class StepsInCalls(TrainsItselfByHand):
         Module.__init__(self, nn.Sequential(*(StepsInItsCall(how) for _ in range(3))))
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("how", ["in place", "in place, view"])
 def test_steps_by_hand_after_a_backward_inside_of_the_layers_call(how: str) -> None:
     plain = fit(lambda: StepsInCalls(how), vectors())

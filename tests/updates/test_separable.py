@@ -69,6 +69,7 @@ def trained(strategy: Any, kind: str, wider: int = 0, **options: Any) -> list[Te
     ]
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="casts come on top"))
 @pytest.mark.parametrize("kind", first(OPTIMIZERS, "AdamW8bit", why="they differ in how they pack their state"))
 def test_their_updates_under_backward_are_plains(kind: str, precision: Any) -> None:
@@ -84,7 +85,7 @@ def test_their_updates_under_backward_are_plains(kind: str, precision: Any) -> N
     assert strategy.ledger.state == sum(part.nbytes for part in state), "the ledger counts the bits"
 
 
-@pytest.mark.rest("torch compiles its step for each shape, which takes seconds")
+@pytest.mark.long("torch compiles its step for each shape, which takes seconds")
 @pytest.mark.parametrize(
     ("where", "precision"), [("host", "32-true"), ("host", "bf16-true"), ("host", "64-true"), ("device", "bf16-mixed")]
 )
@@ -108,13 +109,14 @@ def test_what_compiles_its_step_does_not_step_beside_a_forward() -> None:
             trainer_for(strategy).fit(Layers("AdamW8bit"), loader(batches()))
 
 
-@pytest.mark.rest("those under backward are in the first tier")
+@pytest.mark.long("those under backward are in the first tier")
 def test_their_steps_on_the_device_are_plains() -> None:
     ours, plain = trained(on_device(), "AdamW8bit"), trained("auto", "AdamW8bit")
     assert len(ours) == len(plain)
     assert all(map(torch.equal, ours, plain))
 
 
+@pytest.mark.long("takes a second or more")
 def test_the_comparison_can_fail() -> None:
     plain, other = trained("auto", "Adam8bit"), trained("auto", "AdamW8bit")
     assert not all(map(torch.equal, plain, other))
@@ -134,6 +136,7 @@ def test_what_draws_random_numbers_is_not_taken_apart() -> None:
         trainer.fit(module, loader(batches()))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize(
     "kind", first(["AdamW8bit", "Adam4bit", "AdamWFp8"], "AdamW8bit", why="they differ in how they pack their state")
 )

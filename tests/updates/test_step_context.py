@@ -120,6 +120,7 @@ class InDouble(Stepped):
             return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.long("takes a second or more")
 def test_state_is_made_in_the_dtype_of_the_step() -> None:
     def run(strategy: Any) -> Outcome:
         return fit(InDouble, vectors(), strategy, recorded="losses")
@@ -130,6 +131,7 @@ def test_state_is_made_in_the_dtype_of_the_step() -> None:
     assert {each["step"].dtype for each in ours.optimizers[0]["state"].values()} == {torch.float32}
 
 
+@pytest.mark.long("takes a second or more")
 def test_a_step_that_depends_on_settings_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
     def make() -> InDouble:
         return InDouble(lambda parameters: torch.optim.ASGD(parameters, lr=1e-2))
@@ -209,6 +211,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("compiled")
 def test_what_a_model_draws_while_a_step_is_compiled_is_plains() -> None:
     """torch.compile restores the random state that it has found."""
@@ -251,6 +254,7 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BackgroundUpdates, "submit", late)
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("long_steps")
 def test_a_step_waits_for_what_is_compiled_elsewhere() -> None:
     """Meanwhile torch's optimizers would take themselves for compiled, and compute in tensors what they compute in numbers."""
@@ -266,6 +270,7 @@ def test_a_step_waits_for_what_is_compiled_elsewhere() -> None:
     assert_same(run(on_device(optimizer_overlap="forward")), run("auto"))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("long_steps")
 def test_a_compilation_that_waits_for_a_step_gets_it() -> None:
     def run(strategy: Any) -> Outcome:
@@ -313,6 +318,7 @@ def test_steps_and_compilations_exclude_each_other() -> None:
     assert order == ["step False", "compiled", "step False"]
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_only_updates_that_make_state_on_the_device_are_waited_for() -> None:
     """Updates of torch's optimizers on the host still run beside the next forward."""
     waits = list[int]()

@@ -57,6 +57,7 @@ class Wrapped(Module):
         return self.kind(torch.optim.AdamW(self.parameters(), lr=1e-2))
 
 
+@pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("kind", [Wrapper, WithHooks])
 def test_like_plain_and_from_a_checkpoint(kind: type[Wrapper], tmp_path: Path) -> None:
@@ -73,6 +74,7 @@ def test_like_plain_and_from_a_checkpoint(kind: type[Wrapper], tmp_path: Path) -
             assert_same(ours, theirs)
 
 
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("kind", [Wrapper, WithHooks])
 def test_on_a_device_of_its_own(kind: type[Wrapper]) -> None:
     """Whether its step may run in the background was asked of hooks that it does not have, too."""
