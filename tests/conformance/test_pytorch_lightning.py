@@ -210,7 +210,7 @@ def rewritten(folder: Path) -> None:
         file.write_text(text)
 
 
-@pytest.mark.long("a virtual environment of its own")
+@pytest.mark.hours("a virtual environment of its own")
 @pytest.mark.timeout(1800)
 def test_in_a_venv_of_its_own() -> None:
     """The tests that use Lightning most, and a file about them."""

@@ -511,7 +511,7 @@ def held(check: Callable[[], None], name: str) -> bool:
     return True
 
 
-@pytest.mark.long("each fault at many random moments")
+@pytest.mark.hours("each fault at many random moments")
 @pytest.mark.timeout(3600)
 def test_faults_at_random_moments() -> None:
     """Each at ten moments in each way, and a file about them."""

@@ -232,7 +232,7 @@ def test_an_interrupt_at_other_lines(part: str) -> None:
     assert not [each for way in (WAYS[2], WAYS[6]) for each in at_lines(part, EVERY[part] * 7 // 5, way)]
 
 
-@pytest.mark.long("interrupts at each seventh line")
+@pytest.mark.hours("interrupts at each seventh line")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", PARTS)
 def test_an_interrupt_at_many_lines(part: str) -> None:
@@ -295,7 +295,7 @@ def test_ctrl_c_at_a_random_moment() -> None:
         assert not Interrupts(seed).run()
 
 
-@pytest.mark.long("a thousand runs")
+@pytest.mark.hours("a thousand runs")
 @pytest.mark.timeout(3600)
 def test_ctrl_c_at_a_thousand_random_moments() -> None:
     """And a file about them."""

@@ -135,7 +135,7 @@ def test_a_training_that_is_killed_ends_as_if_nothing_had_happened(way: str, tmp
     assert outcome.ends >= 1
 
 
-@pytest.mark.long("fifty kills")
+@pytest.mark.hours("fifty kills")
 def test_fifty_kills() -> None:
     """And a file about them."""
     logging.disable(logging.INFO)

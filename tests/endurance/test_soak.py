@@ -91,7 +91,7 @@ def test_nothing_grows(tmp_path: Path) -> None:
     assert min(objects[-3:]) <= max(objects[2:5])  # one that leaked at each step would be more than comes and goes
 
 
-@pytest.mark.long("two thousand steps, in four ways")
+@pytest.mark.hours("two thousand steps, in four ways")
 @pytest.mark.timeout(3600)
 def test_two_thousand_steps() -> None:
     """In each way, and a file about them."""

@@ -85,7 +85,7 @@ def test_a_reader_at_random_times_changes_nothing(way: str, simulates: bool, thr
     read_at_random(way, range(2), simulates=simulates, threaded=threaded)
 
 
-@pytest.mark.long("a thousand fits")
+@pytest.mark.hours("a thousand fits")
 @pytest.mark.timeout(7200)
 def test_a_thousand_fits_with_readers(capsys: pytest.CaptureFixture[str]) -> None:
     each = 1000 // len(WAYS) + 1

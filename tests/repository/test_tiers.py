@@ -27,7 +27,7 @@ def marked(*marks: pytest.MarkDecorator) -> pytest.Item:
 
 
 @pytest.mark.parametrize(
-    "mark", [pytest.mark.rest, pytest.mark.long(""), pytest.mark.rest("slow"), pytest.mark.long(3)]
+    "mark", [pytest.mark.rest, pytest.mark.long(""), pytest.mark.rest("slow"), pytest.mark.long(3), pytest.mark.hours]
 )
 def test_a_test_that_leaves_the_first_tier_says_why(mark: pytest.MarkDecorator) -> None:
     with pytest.raises(pytest.UsageError, match="test_x: say why"):

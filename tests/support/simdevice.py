@@ -664,12 +664,14 @@ class Watch(TorchDispatchMode):
 
 
 def _within(tensor: Tensor, ranges: list[tuple[int, int, StorageWeakRef]]) -> bool:
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return False
-    try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # a weight that is away has no memory
-        return False
+    # Without dispatch, for the reason in `SimDevice._check`: the two threads of a test waited for each other's lock forever.
+    with torch.DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return False
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a weight that is away has no memory
+            return False
     for start, end, alive in ranges:  # noqa: SIM110  # a generator takes twice as long, and every operator asks
         if start <= address < end and not alive.expired():
             return True
