@@ -84,6 +84,8 @@ def stream(
         MemoryError: the host has too little memory.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    if isinstance(optimizers, Sequence):
+        optimizers = list(map(unwrapped, optimizers))
     is_list = isinstance(optimizers, Sequence) and all(isinstance(each, Optimizer) for each in optimizers)
     if not isinstance(model, nn.Module) or not is_list or not isinstance(autocast, torch.dtype | None):
         raise TypeError(
@@ -118,7 +120,8 @@ def stream(
         if not steps(each, model):
             raise ValueError(
                 f"{type(each).__name__} has no weight of the streamed module. Expected its own optimizer: "
-                f"torch.optim.{type(each).__name__}(model.parameters())."
+                f"{type(each).__name__}(model.parameters()). If it steps copies of the weights (float32 master weights), leave "
+                "it out: sp_lightning.stream(model)."
             )
     loop = UserLoop(model, optimizers, device, only_steps_write=only_steps_write)
     return StreamedLoop(
@@ -138,6 +141,15 @@ def strategy_with(options: Mapping[str, Any], caller: str) -> SuperpipelineStrat
         return SuperpipelineStrategy(**options)
     except TypeError as error:
         raise TypeError(str(error).replace(SuperpipelineStrategy.__name__, caller)) from None
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Returns the optimizer inside of the wrapper that accelerate's ``prepare`` returns; any other optimizer as it is.
+
+    Other wrappers may write weights after the inner step, so the stream has to know them, not what is inside.
+    """
+    is_wrapper = type(optimizer).__module__ == "accelerate.optimizer"
+    return optimizer.optimizer if is_wrapper else optimizer
 
 
 def steps(optimizer: Optimizer, module: nn.Module) -> bool:

@@ -65,8 +65,7 @@ class StreamedTrainer(_Base):
         """Makes the scheduler as the Trainer does, and begins to stream: model and optimizer are prepared now."""
         scheduler = super().create_scheduler(*args, **kwargs)
         self._end_stream()
-        optimizer: Any = self.optimizer
-        self._streamed = stream(self.model, getattr(optimizer, "optimizer", optimizer), **self._stream_options)
+        self._streamed = stream(self.model, self.optimizer, **self._stream_options)
         return scheduler
 
     def train(self, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 from unittest import mock
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from sp_lightning.core.observe import messages
 from tests.equality.cases import CASES
 from tests.support.loops import Loop, assert_streams, compare
 from tests.support.models import Module, Stack, llama, tokens, vectors
+from tests.support.runs import assert_equal
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
@@ -496,6 +498,61 @@ def test_other_arguments(given: Any) -> None:
 def test_an_optimizer_of_another_model() -> None:
     with pytest.raises(ValueError, match="SGD has no weight of the streamed module"):
         stream(nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters()))
+
+
+@pytest.mark.parametrize("overlap", ["off", "forward"])
+def test_an_optimizer_that_accelerate_has_wrapped(overlap: Any) -> None:
+    def train(streamed: bool) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        inner = torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True)
+        optimizer = accelerate.Accelerator(cpu=True, device_placement=False).prepare(inner)
+        losses = []
+        with stream(net, optimizer, k=1, optimizer_overlap=overlap) if streamed else nullcontext():
+            for x in torch.randn(3, 4, 8):
+                losses.append(net(x).square().mean())
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [loss.item() for loss in losses], dict(net.state_dict())
+
+    assert_equal(train(True), train(False), "a wrapped optimizer")
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """Steps float32 copies of 16-bit weights, as NeMo's, BAdam's and apex's optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.own = list(parameters)
+        super().__init__([nn.Parameter(each.detach().float()) for each in self.own], lr=1e-2)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pairs = list(zip(self.param_groups[0]["params"], self.own, strict=True))
+        for master, own in pairs:
+            master.grad = own.grad.float()
+        super().step()
+        for master, own in pairs:
+            own.data.copy_(master.data)
+            own.grad = None
+
+
+def test_an_optimizer_of_master_weights_is_left_out() -> None:
+    def train(streamed: bool) -> Any:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16()
+        optimizer = MasterAdamW(net.parameters())
+        if streamed:
+            with pytest.raises(ValueError, match=r"master weights\), leave it out: sp_lightning\.stream\(model\)"):
+                stream(net, optimizer)
+        losses = []
+        with stream(net, k=1) if streamed else nullcontext():  # as the error says
+            for x in torch.randn(3, 4, 8).bfloat16():
+                losses.append(net(x).float().square().mean())
+                losses[-1].backward()
+                optimizer.step()
+        return [loss.item() for loss in losses], dict(net.state_dict())
+
+    assert_equal(train(True), train(False), "master weights")
 
 
 class Shifted(nn.Module):
