@@ -55,6 +55,7 @@ class StreamedTrainer(_Base):
         super().__init__(*args, **kwargs)
         self.args._n_gpu = 1  # as the Trainer does itself for models that it must not copy to several GPUs
         self.accelerator.device_placement = False
+        self.add_callback(self._check_that_training_is_streamed())
         if self.args.bf16 or self.args.fp16:
             self._stream_options.setdefault("autocast", torch.bfloat16 if self.args.bf16 else torch.float16)
 
@@ -67,6 +68,22 @@ class StreamedTrainer(_Base):
         self._end_stream()
         self._streamed = stream(self.model, self.optimizer, **self._stream_options)
         return scheduler
+
+    def _check_that_training_is_streamed(self) -> Any:
+        """Returns a callback of transformers that raises a RuntimeError if the user's class has left out the method above."""
+        from transformers import TrainerCallback
+
+        trainer = self
+
+        class Check(TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                if trainer._streamed is None:
+                    raise RuntimeError(
+                        f"{type(trainer).__name__}.create_scheduler does not call super().create_scheduler(…), so the model "
+                        "would not be streamed. Call it, and set self.lr_scheduler afterwards."
+                    )
+
+        return Check()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Trains as the Trainer does. Afterwards the model is an ordinary module on the CPU, also after an error."""

@@ -74,6 +74,38 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(kinds: Any, tmp_path: Path)
     assert_equal(resumed[1:], whole[1:], "resumed")
 
 
+class OwnSchedule(Streamed):
+    """Makes a scheduler without the Trainer's method, in which the stream begins."""
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        self.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(self.optimizer)
+        return self.lr_scheduler
+
+
+class OwnScheduleAfterwards(OwnSchedule):
+    """The remedy of the error."""
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        Streamed.create_scheduler(self, *args, **kwargs)
+        return super().create_scheduler(*args, **kwargs)
+
+
+@pytest.mark.rest("trains one step")
+def test_a_class_that_leaves_the_beginning_of_the_stream_out_is_refused(tmp_path: Path) -> None:
+    def run(kind: Any) -> Any:
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no"
+        )
+        rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(2)]
+        trainer = kind(llama(layers=1).net, arguments, train_dataset=rows, stream={"k": 1})
+        trainer.train()
+        return trainer
+
+    with pytest.raises(RuntimeError, match=r"OwnSchedule.create_scheduler does not call super\(\).create_scheduler"):
+        run(OwnSchedule)
+    assert isinstance(run(OwnScheduleAfterwards).lr_scheduler, torch.optim.lr_scheduler.ConstantLR)
+
+
 @pytest.mark.long("an evaluation within training differs only in its stream")
 def test_an_evaluation_alone(tmp_path: Path) -> None:
     trainer, _ = trained(Streamed, tmp_path, llama, max_steps=1)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sp_lightning.core.plan.options import checked_budget
-from sp_lightning.core.plan.units import enough_gib, exact_bytes, in_gib, parse_bytes
+from sp_lightning.core.plan.units import enough_gib, exact_bytes, in_gib, in_one_unit, parse_bytes
 from sp_lightning.tools.planner.arguments import make_parser
 
 
@@ -67,6 +67,20 @@ def test_sizes_with_two_meanings_are_errors(size: object) -> None:
 )
 def test_figures_that_are_compared_have_one_unit(nbytes: float, text: str) -> None:
     assert in_gib(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "texts"),
+    [
+        ((2**30, 20 * 2**30), ["1.0 GiB", "20.0 GiB"]),
+        ((50 * 2**20, 2**30), ["0.0488 GiB", "1.0 GiB"]),
+        ((125 * 2**10, 2.4 * 2**20), ["0.122 MiB", "2.4 MiB"]),
+        ((0, 2048), ["0 KiB", "2.0 KiB"]),
+        ((7,), ["7.0 B"]),
+    ],
+)
+def test_sizes_in_one_sentence_have_the_unit_of_the_largest(sizes: tuple[float, ...], texts: list[str]) -> None:
+    assert in_one_unit(*sizes) == texts
 
 
 @pytest.mark.parametrize("nbytes", [1, 2**30, 2**30 + 1, 126_455_000_000])

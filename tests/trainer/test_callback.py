@@ -38,7 +38,7 @@ def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 TRAINING = (
-    "Superpipeline: 22 layers, k = 1, k' = 1: weights and gradients take 125.0 KiB of a GPU's memory, "
+    "Superpipeline: 22 layers, k = 1, k' = 1: weights and gradients take 0.122 MiB of a GPU's memory, "
     "plain Lightning 2.4 MiB with optimizer state."
 )
 

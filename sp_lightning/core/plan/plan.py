@@ -24,7 +24,7 @@ from sp_lightning.core.device.layout import ALIGNMENT, Span, aligned, lay_out, t
 from sp_lightning.core.model.found import Found, Layer
 from sp_lightning.core.plan.choices import Count, Share
 from sp_lightning.core.plan.rings import Ring, choose_rings_apart
-from sp_lightning.core.plan.units import in_gib
+from sp_lightning.core.plan.units import in_gib, in_one_unit
 from sp_lightning.core.plan.update_policy import UpdatePolicy
 
 _LONGEST = 12
@@ -341,11 +341,12 @@ class Plan:
             what = "weights, gradients and steps" if self.steps_on_device else "weights and gradients"
             if self.stay:
                 what += f" (with the optimizer state of the {len(self.stay)} that stay)"
-        plain = self._plain(state)
+        plain, note = self._plain_bytes(state)
         whose = "a GPU's" if on_cpu else "GPU"
-        saves = f"take {in_gib(peak)} of {whose} memory"
-        if plain:
-            saves += f", plain Lightning {plain}"
+        ours, *theirs = in_one_unit(peak, *plain)
+        saves = f"take {ours} of {whose} memory"
+        if theirs:
+            saves += f", plain Lightning {theirs[0]}{note}"
         if self.nothing:
             return f"{self._heading()}. {what.capitalize()} {saves}."
         everything = self.host_bytes + self.staying[0] + self.staying[1] * self.training  # as if nothing were streamed
@@ -362,10 +363,15 @@ class Plan:
 
     def _plain(self, state: int | None) -> str:
         """Returns the device memory of plain Lightning as text; empty if it is unknown."""
+        nbytes, note = self._plain_bytes(state)
+        return f"{in_gib(nbytes[0])}{note}" if nbytes else ""
+
+    def _plain_bytes(self, state: int | None) -> tuple[list[int], str]:
+        """Returns the device memory of plain Lightning, in a list that is empty if it is unknown, and what it includes."""
         weights, gradients = self.plain
         if not self.training:
-            return in_gib(weights)
-        return "" if state is None else f"{in_gib(weights + gradients + state)} with optimizer state"
+            return [weights], ""
+        return ([], "") if state is None else ([weights + gradients + state], " with optimizer state")
 
 
 def make_plan(

@@ -22,6 +22,13 @@ def in_gib(nbytes: float) -> str:
     return f"{gib:.1f} GiB" if gib >= 1 else f"{gib:.3g} GiB" if gib >= 0.1 else human_bytes(nbytes)
 
 
+def in_one_unit(*sizes: float) -> list[str]:
+    """Formats numbers of bytes that are compared, all in the unit of the largest: GiB from 0.1 GiB on, and so on."""
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+    name, size = next(((name, size) for name, size in units.items() if max(sizes) >= 0.1 * size), ("B", 1))
+    return [f"{each / size:.1f} {name}" if each >= size else f"{each / size:.3g} {name}" for each in sizes]
+
+
 def number(count: float) -> str:
     """Formats a number of parameters or tokens, in billions or millions."""
     if count >= 1e8:
