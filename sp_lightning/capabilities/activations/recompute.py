@@ -4,8 +4,8 @@ torch's checkpoint restores torch's random state and autocast, and leaves the re
 forward that runs twice has the effects of one run. Before the second run this file restores the state from before the first run,
 and after the second run the present state:
 
-- the module's buffers and attributes (BatchNorm's statistics, spectral norms, counters, lists, tensors that ``functional_call``
-  puts in place of weights);
+- the module's buffers, with their sizes, and attributes (BatchNorm's statistics, spectral norms, counters, lists, tensors that
+  ``functional_call`` puts in place of weights);
 - the forward's arguments that are objects (a cache of keys and values);
 - the random states of Python and NumPy, and context variables;
 - which weights are trained, and which attention kernels are enabled.
@@ -401,7 +401,7 @@ class FirstRun:
                 self.refuse(f"writes a tensor of shape {tuple(tensor.shape)} that it is given")
         before.inputs.clear()  # a weight among them keeps its layer on the device
         for name, copied in list(before.tensors.items()):
-            if copied.kept or copied.tensor._version != copied.version:
+            if copied.kept or copied.tensor._version != copied.version or not copied.is_in_place:
                 continue
             if not copied.trusted and not copied.same_bits:
                 self._volatile.add(name)  # written through .data or NumPy
