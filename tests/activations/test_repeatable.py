@@ -292,6 +292,62 @@ def test_state_that_no_version_shows(block: type[nn.Module]) -> None:
     assert (random.random(), float(np.random.rand())) == after
 
 
+class Grows(Block):
+    """Gives buffers other sizes in place: one when it is first called (observers of torch.ao), one that grows with each call.
+
+    Args:
+        how: how buffers get other sizes.
+        width: the columns of the buffer that grows.
+    """
+
+    def __init__(self, how: str, width: int) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("peak", torch.empty(0))
+        self.register_buffer("table", torch.ones(width, 2).t())  # not contiguous
+        self.rows = [self.table[:1]]  # another tensor over the same memory
+
+    peak: Tensor
+    table: Tensor
+
+    def factor(self, x: Tensor) -> Tensor:
+        now = x.detach().abs().amax(0)
+        table = torch.cat([self.table * 0.9, self.table[-1:] * 1.1])
+        if not self.peak.numel():
+            self._put(self.peak, now)
+        self.peak.copy_(torch.maximum(self.peak, now))
+        self.rows[0].mul_(0.9)
+        self._put(self.table, table)
+        return (1 + self.peak) * self.table[:, :16].sum(0) * self.rows[0][0, :16]
+
+    def _put(self, buffer: Tensor, value: Tensor) -> None:
+        if self.how == "data":
+            buffer.data = value
+        elif self.how == "set":
+            buffer.set_(value)
+        else:
+            buffer.resize_(value.shape).copy_(value)
+
+
+@pytest.mark.parametrize(
+    "width",
+    [
+        pytest.param(16, id="small"),
+        pytest.param(
+            2**18, id="large", marks=pytest.mark.rest("copies of large buffers are dropped if they were not written")
+        ),
+    ],
+)
+@pytest.mark.parametrize("how", ["resize", "data", "set"])
+def test_buffers_that_get_another_size_in_place(how: str, width: int) -> None:
+    """Values were restored into a tensor of another size: torch's own error, without a name."""
+
+    def make() -> Module:
+        return Module(nn.Sequential(*(Grows(how, width) for _ in range(3))))
+
+    assert_same(fit(make, vectors(3), superpipeline(k=1, activations="recompute")), fit(make, vectors(3)))
+
+
 # ---------------------------------------------------------------------- what others do between forward and backward
 
 

@@ -292,6 +292,38 @@ def test_weights_that_are_written_between_are_refused() -> None:
         fit(lambda: WritesBetween(Stack()), vectors(), superpipeline(activations="recompute"))
 
 
+class Masks(Module):
+    """Keeps pruned weights at zero, in a hook that Lightning calls between forward and backward."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            for block in self.net.blocks:  # type: ignore[union-attr]
+                block.inner.bias.mul_(0.5)
+
+
+@pytest.mark.parametrize(
+    ("own", "remedy"),
+    [
+        ("recompute", {"net.blocks.*": "offload", "**": "recompute"}),
+        (
+            {"net.blocks.2": "keep", "net.head": "offload", "net.blocks.*": "recompute", "**": "recompute"},
+            {"net.blocks.0": "offload", "net.blocks.1": "offload", "net.blocks.3": "offload", "net.blocks.4": "offload",
+             "net.blocks.2": "keep", "net.head": "offload", "**": "recompute"},
+        ),
+    ],
+    ids=["one mode", "patterns"],
+)  # fmt: skip
+def test_the_remedy_names_all_written_units_and_keeps_the_users_patterns(own: Any, remedy: dict[str, str]) -> None:
+    """One run for each unit was necessary."""
+    with pytest.raises(Unrepeatable, match=r"Also changed: net\.blocks\.0, net\.blocks\.1, ") as raised:
+        fit(lambda: Masks(Stack()), vectors(), superpipeline(k=1, activations=own))
+    named = re.search(r"activations=(\{.*?\})", str(raised.value))
+    assert named is not None
+    assert list(json.loads(named[1]).items()) == list(remedy.items())  # the first pattern that matches decides
+    ours = fit(lambda: Masks(Stack()), vectors(), superpipeline(k=1, activations=json.loads(named[1])))
+    assert_same(ours, fit(lambda: Masks(Stack()), vectors()))
+
+
 class Table(nn.Embedding):
     """Looks up rows. Only torch's own class is known to need no second forward."""
 
@@ -601,7 +633,7 @@ class Marked(nn.Linear):
 @pytest.mark.parametrize(
     ("marked", "blocks", "modes"),
     [
-        (range(12), "(12): 'net.*'", '{"net.*": "offload"}'),
+        (range(12), "(12): 'net.*'", 'activations="offload")'),
         (range(9), "(9): 'net.0', 'net.1', ", '"net.8": "offload", "**": "recompute"}'),
     ],
     ids=["all", "not all"],
@@ -611,6 +643,7 @@ def test_many_blocks_are_a_pattern_if_it_matches_no_others(
 ) -> None:
     monkeypatch.setitem(once_only._KNOWN, ("tests", "Marked"), "a Marked")
     units = {f"net.{at}": Marked(1, 1) if at in marked else nn.Linear(1, 1) for at in range(12)}
-    said = once_only.explained("a Marked", units)
+    root = nn.ModuleDict({"net": nn.ModuleList(units.values())})
+    said = once_only.Remedies(root, units, "recompute").explained("a Marked")
     assert blocks in said
     assert modes in said

@@ -70,6 +70,43 @@ def test_autocast_uploads_casts() -> None:
     assert_streams(lambda: Module(Stack()), vectors(4), LOOPS["bfloat16"], k=1, autocast=torch.bfloat16)
 
 
+class UsesTwice(nn.Module):
+    """Weights that a forward uses several times: learned prompts, a shared layer, a matrix, also where autocast does not cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(3, 16))
+        self.keys, self.values = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        keys, values = self.keys(self.prompt), self.values(self.prompt)
+        x = x + torch.tanh(self.keys(x) + self.keys(2 * x)) + (torch.softmax(x.to(keys.dtype) @ keys.t(), -1) @ values)
+        x = x + (x @ self.prompt.t()) @ self.prompt + self.prompt.mean(0) * self.prompt[0]
+        return torch.tanh(x.float())
+
+
+class Checkpointed(nn.Module):
+    """Runs a module in the user's own checkpoint; ``reentrant=None``: without one."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool | None) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.reentrant is None:
+            return self.inner(x)
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["called", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("mode", ["keep", "recompute", "offload"])
+def test_autocasts_cache_keeps_one_cast_of_a_weight(mode: Any, reentrant: bool | None) -> None:
+    """The gradients of its uses were added in float32 in a forward that runs again; plain adds them in bfloat16."""
+    make = lambda: Module(nn.Sequential(*(Checkpointed(UsesTwice(), reentrant) for _ in range(3))))  # noqa: E731
+    for options in ({}, {"autocast": torch.bfloat16}):
+        assert_streams(make, vectors(2), LOOPS["bfloat16"], k=1, k_prime=1, activations=mode, **options)
+
+
 BY_KIND = (
     "llama-checkpoint-reentrant", "gpt2-tied", "vit", "lstm", "reused", "conditional", "frozen", "clamped-in-forward", "teacher",
     "penalty-on-parameters", "autograd-grad", "sparse-embedding", "tied-apart", "experts/mixture", "rows/looked-up",

@@ -56,7 +56,7 @@ def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) 
             log.debug("Superpipeline: activations: %s.", summary(modes))
             if setup.found.grouping_advice:
                 say_once(log, f"Superpipeline: {setup.found.grouping_advice}")
-        return UnitModes(setup, modes)
+        return UnitModes(setup, modes, choice)
 
     return ActivationPlan(
         make if changed or automatic else KeepAll, "recompute" in modes.values(), evicts=automatic, automatic=automatic
@@ -69,6 +69,7 @@ class UnitModes:
     Args:
         setup: the parts of the engine.
         modes: the mode of each unit.
+        choice: the user's ``activations=``, for errors.
 
     Attributes:
         calls: the unit calls of the last step's forward. If it ran several forwards, those of the forward that saved the most.
@@ -79,7 +80,7 @@ class UnitModes:
         evicted: the names of the layers in whose calls headroom has offloaded activations.
     """
 
-    def __init__(self, setup: ActivationSetup, modes: Modes) -> None:
+    def __init__(self, setup: ActivationSetup, modes: Modes, choice: ActivationChoice) -> None:
         self._log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
         self._module = setup.module
         self._units = setup.found.units
@@ -87,7 +88,7 @@ class UnitModes:
         self._rows = setup.rows
         self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
         self.offload = Offload(setup.device, self.ring, setup.device_storages, setup.log)
-        self.recompute = Recompute(setup)
+        self.recompute = Recompute(setup, choice)
         self.headroom: Headroom | None = None
         self.evicted: set[str] = set()
         self._evicts = False  # True after the eviction was logged
@@ -154,6 +155,7 @@ class UnitModes:
         if not self.idle:
             self._expected, self._counts = self._counts or self._expected, []
             self._forward, self._in_backward = [], False
+            self.recompute.begin()
             self.install()
 
     def install(self) -> None:

@@ -1,11 +1,16 @@
-"""Forwards of other packages that are known not to run twice, with the reason and the option that works with them."""
+"""Forwards that cannot run twice: those of other packages that are known, and the option that works with any of them."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from torch import nn
+
+from sp_lightning.capabilities.activations.policy import resolve
+from sp_lightning.core.plan.choices import ActivationChoice, Mode
 
 _KNOWN = {
     ("bitsandbytes", "Linear8bitLt"): "bitsandbytes' Linear8bitLt moves its 8-bit weights in its first forward",
@@ -24,23 +29,46 @@ def known_cause(module: nn.Module) -> str | None:
     return next((cause for kind, cause in _KNOWN.items() if kind in kinds), None)
 
 
-def explained(cause: str, units: Mapping[str, nn.Module]) -> str:
-    """Returns a message with the cause, the units that it concerns, and the option that works with all of them.
+class Remedies(NamedTuple):
+    """Makes the text that names an ``activations=`` without the units that cannot run twice.
 
-    Args:
-        cause: as :func:`known_cause` returns it.
+    Attributes:
+        module: the root.
         units: all units by name.
+        choice: the user's ``activations=``.
     """
-    concerned = [unit for unit, module in units.items() if known_cause(module) == cause]
-    patterns = _patterns(concerned, units)
-    listed = concerned if len(concerned) <= _SHOWN else patterns
-    # A pattern that decides nothing raises an error, so "**" is left out if no unit remains for it.
-    others = [] if len(concerned) == len(units) else ['"**": "recompute"']
-    modes = ", ".join([*(f'"{pattern}": "offload"' for pattern in patterns), *others])
-    return (
-        f'{cause}; activations="recompute" runs a forward twice. Blocks concerned ({len(concerned)}): '
-        f"{', '.join(map(repr, listed))}. Use SuperpipelineStrategy(activations={{{modes}}})."
-    )
+
+    module: nn.Module
+    units: Mapping[str, nn.Module]
+    choice: ActivationChoice
+
+    def without(self, concerned: Collection[str]) -> str:
+        """Returns the value of an ``activations=`` that offloads these units, and has the user's own patterns for the others."""
+        modes: dict[str, Mode] = dict.fromkeys(_patterns(concerned, self.units), "offload")
+        for pattern, mode in ({"**": self.choice} if isinstance(self.choice, str) else self.choice).items():
+            if pattern in modes:
+                continue
+            try:
+                resolve({**modes, pattern: mode}, self.module, self.units)
+            except ValueError:  # no unit remains for it, and a pattern that decides nothing raises an error
+                continue
+            modes[pattern] = mode
+        if isinstance(self.choice, str) and "recompute" not in resolve(modes, self.module, self.units).values():
+            return '"offload"'
+        return json.dumps(modes)
+
+    def explained(self, cause: str) -> str:
+        """Returns a message with a cause, the units that it concerns, and the option that works with all of them.
+
+        Args:
+            cause: as :func:`known_cause` returns it.
+        """
+        concerned = [unit for unit, module in self.units.items() if known_cause(module) == cause]
+        listed = concerned if len(concerned) <= _SHOWN else _patterns(concerned, self.units)
+        return (
+            f'{cause}; activations="recompute" runs a forward twice. Blocks concerned ({len(concerned)}): '
+            f"{', '.join(map(repr, listed))}. Use SuperpipelineStrategy(activations={self.without(concerned)})."
+        )
 
 
 def _patterns(concerned: Collection[str], units: Iterable[str]) -> list[str]:

@@ -4,8 +4,8 @@ torch's checkpoint restores torch's random state and autocast, and leaves the re
 forward that runs twice has the effects of one run. Before the second run this file restores the state from before the first run,
 and after the second run the present state:
 
-- the module's buffers and attributes (BatchNorm's statistics, spectral norms, counters, lists, tensors that ``functional_call``
-  puts in place of weights);
+- the module's buffers, with their sizes, and attributes (BatchNorm's statistics, spectral norms, counters, lists, tensors that
+  ``functional_call`` puts in place of weights);
 - the forward's arguments that are objects (a cache of keys and values);
 - the random states of Python and NumPy, and context variables;
 - which weights are trained, and which attention kernels are enabled.
@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,14 @@ from sp_lightning.capabilities.activations.fingerprints import (
     deterministic,
     differences,
 )
-from sp_lightning.capabilities.activations.once_only import explained, known_cause
+from sp_lightning.capabilities.activations.once_only import Remedies, known_cause
+from sp_lightning.capabilities.activations.policy import some
 from sp_lightning.capabilities.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.core.device.accelerator import generator_states, set_generator_states
 from sp_lightning.core.device.device import profiled
 from sp_lightning.core.engine.activations import ActivationSetup
 from sp_lightning.core.engine.saved_objects import plain_has_no_hooks
+from sp_lightning.core.plan.choices import ActivationChoice
 from sp_lightning.core.torch_compat.modes import no_transforms
 from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.core.torch_compat.private import (
@@ -59,10 +61,6 @@ from sp_lightning.core.torch_compat.private import (
 
 _MODIFIED = "modified by an inplace operation"
 """Part of torch's error about a saved tensor that was written. The engine raises the same error."""
-_OF_ALL = (
-    'This is under activations="recompute". Keep or offload what all layers save: '
-    'SuperpipelineStrategy(activations="offload").'
-)
 
 
 class Unrepeatable(RuntimeError):
@@ -74,15 +72,17 @@ class Recompute:
 
     Args:
         setup: the parts of the engine.
+        choice: the user's ``activations=``.
 
     Attributes:
         differences: the results of comparisons of two runs.
     """
 
-    def __init__(self, setup: ActivationSetup) -> None:
+    def __init__(self, setup: ActivationSetup, choice: ActivationChoice) -> None:
         self._setup = setup
         self._layer_at = setup.layer_at
-        self._units = setup.found.units
+        self._remedies = Remedies(setup.module, setup.found.units, choice)
+        self._of_step: WeakSet[FirstRun] = WeakSet()  # the first runs of this step whose graphs are alive
         self.differences = Differences(setup.device, pin=setup.pin)
         # torch's checkpoint restores the random state of its arguments' devices. Other arguments may all be on the host.
         self._anchor = setup.device.empty(0)
@@ -119,7 +119,9 @@ class Recompute:
         position = {identity: number for number, identity in enumerate(once)}
         positions = [position[id(leaf)] for leaf in leaves]
         plain = plain_has_no_hooks()
-        first = FirstRun(unit, module, list(once.values()), self._volatile[unit], self._layer_at, self._units)
+        first = FirstRun(
+            unit, module, list(once.values()), self._volatile[unit], self._layer_at, self._remedies, self._of_step
+        )
 
         def run(anchor: Tensor, *once: Any) -> Any:
             nonlocal given
@@ -152,6 +154,7 @@ class Recompute:
         with first.running(), first.saved.noting(first.unpacked, plain=plain):
             output = forward(*args, **kwargs)
         first.ended()
+        self._of_step.add(first)
         return output
 
     def _forget_unpacked(self, next_run: FirstRun | None) -> None:
@@ -264,6 +267,10 @@ class Recompute:
 
         return done
 
+    def begin(self) -> None:
+        """Called when a training step begins. A graph of an earlier step may be alive, but its backward is over in general."""
+        self._of_step.clear()
+
     def backward_ended(self) -> None:
         """Called at the end of a backward. Drops its differences."""
         self.differences.clear()
@@ -324,7 +331,8 @@ class FirstRun:
         given: the forward's arguments.
         volatile: the names of tensors that the unit has written without a change of their version. :meth:`ended` adds names.
         layer_at: finds weights on the device.
-        units: the units by name, for errors.
+        remedies: makes the texts about ``activations=``, for errors.
+        of_step: the first runs of the step, for errors.
 
     Attributes:
         unit: the module's name.
@@ -341,11 +349,13 @@ class FirstRun:
         given: Sequence[Any],
         volatile: set[str],
         layer_at: LayerAt,
-        units: Mapping[str, nn.Module],
+        remedies: Remedies,
+        of_step: Set[FirstRun],
     ) -> None:
         self.unit = unit
         self._module = module
-        self._units = units
+        self._remedies = remedies
+        self._of_step = of_step
         self.before = Snapshot(module, given)
         self.saved = SavedRun(layer_at)
         self._volatile = volatile
@@ -391,7 +401,7 @@ class FirstRun:
                 self.refuse(f"writes a tensor of shape {tuple(tensor.shape)} that it is given")
         before.inputs.clear()  # a weight among them keeps its layer on the device
         for name, copied in list(before.tensors.items()):
-            if copied.kept or copied.tensor._version != copied.version:
+            if copied.kept or copied.tensor._version != copied.version or not copied.is_in_place:
                 continue
             if not copied.trusted and not copied.same_bits:
                 self._volatile.add(name)  # written through .data or NumPy
@@ -405,17 +415,7 @@ class FirstRun:
         Raises:
             Unrepeatable: a weight or another tensor was written, or a weight or module was exchanged.
         """
-        changed = [(weight.name, _MODIFIED) for weight in self.before.weights if weight.is_written]
-        changed += [
-            (name, "exchanged") for name, place, key, held in self.before.held if host_of(place.get(key)) is not held
-        ]
-        # Another call of the unit may have written a tensor without a change of its version.
-        changed += [
-            (name, _MODIFIED)
-            for name, tensor, version in self._unchanged
-            if tensor._version != version or name in self._volatile
-        ]
-        for name, how in changed:
+        for name, how in self._changed():
             # If all trained weights were written between two backwards, an optimizer has probably stepped those of all layers.
             # Between forward and backward, a hook may have written the only weights of a small unit.
             trained = [weight.is_written for weight in self.before.weights if weight.is_trained()]
@@ -426,11 +426,34 @@ class FirstRun:
                 if again
                 else "by a hook (on_before_zero_grad) or an optimizer, perhaps"
             )
+            # Backward begins with the last unit. Without the others, the user would need a run for each unit.
+            changed = {first.unit for first in self._of_step if not first.updated_early and any(first._changed())}
+            concerned = [unit for unit in self._remedies.units if unit == self.unit or unit in changed]
+            others = [unit for unit in concerned if unit != self.unit]
             raise Unrepeatable(
                 f"{name!r} of {self.unit!r} has been {how} between "
-                f"{'two backwards of one graph' if again else 'forward and backward'}{f' ({by})' * every}. Each backward was to "
-                f"compute the forward again. {_OF_ALL if every and again else self._remedy}"
+                f"{'two backwards of one graph' if again else 'forward and backward'}{f' ({by})' * every}. "
+                f"{f'Also changed: {some(others)}. ' if others else ''}Each backward was to "
+                f"compute the forward again. {self._remedy(concerned)}"
             )
+
+    @property
+    def updated_early(self) -> bool:
+        """True if the running backward has updated weights of the unit: it has passed the unit."""
+        return any(weight.group.layer.owner.updated_early for weight in self.before.weights)
+
+    def _changed(self) -> Iterator[tuple[str, str]]:
+        """Yields the names of state that has changed since the first run and cannot be restored, each with the change."""
+        for weight in self.before.weights:
+            if weight.is_written:
+                yield weight.name, _MODIFIED
+        for name, place, key, held in self.before.held:
+            if host_of(place.get(key)) is not held:
+                yield name, "exchanged"
+        # Another call of the unit may have written a tensor without a change of its version.
+        for name, tensor, version in self._unchanged:
+            if tensor._version != version or name in self._volatile:
+                yield name, _MODIFIED
 
     @contextmanager
     def restored(self, done: Callable[[], str | None]) -> Iterator[None]:
@@ -488,7 +511,7 @@ class FirstRun:
             if self._again == before and _MODIFIED in str(error):
                 raise Unrepeatable(
                     f"A tensor that {self.unit!r} was given has been written since its forward, which backward was to compute "
-                    f"again. Write x = x + layer(x) in place of x += layer(x). {self._remedy}"
+                    f"again. Write x = x + layer(x) in place of x += layer(x). {self._remedy()}"
                 ) from error
             raise
 
@@ -496,11 +519,11 @@ class FirstRun:
         """Returns the error for a second run that has saved other values."""
         found = f"The forward of {self.unit!r} computed other values in backward than in forward"
         if (cause := known_cause(self._module)) is not None:
-            return Unrepeatable(f"{found}. Perhaps {explained(cause, self._units)}")
+            return Unrepeatable(f"{found}. Perhaps {self._remedies.explained(cause)}")
         return Unrepeatable(
             f"{found}. It depends on what has changed in "
             "between (a hook, a patched function or class, a context, a global variable: parametrize.cached() has one), or on a "
-            f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy}"
+            f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy()}"
         )
 
     def refuse(self, done: str | None, cause: str | None = None) -> None:
@@ -515,17 +538,25 @@ class FirstRun:
         """
         if done is not None and cause is not None:
             raise Unrepeatable(
-                f"The forward of {self.unit!r} {done}, and cannot be run again: {explained(cause, self._units)}"
+                f"The forward of {self.unit!r} {done}, and cannot be run again: {self._remedies.explained(cause)}"
             )
         if done is not None:
-            raise Unrepeatable(f"The forward of {self.unit!r} {done}, and cannot be run again. {self._remedy}")
+            raise Unrepeatable(f"The forward of {self.unit!r} {done}, and cannot be run again. {self._remedy()}")
 
-    @property
-    def _remedy(self) -> str:
+    def _remedy(self, concerned: Collection[str] = ()) -> str:
+        """Returns the end of an error: the option that runs forwards of these units once; without names, those of this unit."""
+        modes = self._remedies.without(concerned or (self.unit,))
+        saved = (
+            "what all layers save"
+            if modes == '"offload"'
+            else "what they save"
+            if len(concerned) > 1
+            else "what it saves"
+        )
+        every = "" if modes == '"offload"' else ', or, for all layers, activations="offload"'
         return (
-            'This is under activations="recompute". Keep or offload what it saves: '
-            f'SuperpipelineStrategy(activations={{"{self.unit}": "offload", "**": "recompute"}}), or, for all layers, '
-            'activations="offload".'
+            f'This is under activations="recompute". Keep or offload {saved}: '
+            f"SuperpipelineStrategy(activations={modes}){every}."
         )
 
 

@@ -19,9 +19,16 @@ from torch import Tensor, nn
 from torch.backends import cuda as attention
 
 from sp_lightning.core.device.layout import flat_bytes
+from sp_lightning.core.layers.device_parameter import same_place
 from sp_lightning.core.model.found import join_names
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.core.torch_compat.private import COMPILED_CALL, RNN_WEIGHTS, NormBase, overlaps_itself
+from sp_lightning.core.torch_compat.private import (
+    COMPILED_CALL,
+    RNN_WEIGHTS,
+    NormBase,
+    is_traceable_wrapper_subclass,
+    overlaps_itself,
+)
 
 TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
 """Forwards of modules from these packages change only buffers, and tensors that hooks set as attributes."""
@@ -71,6 +78,7 @@ class TensorCopy(NamedTuple):
 
     Attributes:
         tensor: the tensor itself.
+        place: another tensor with its memory, shape and strides from before the forward (:func:`_place_of`).
         before: the copy.
         version: the tensor's version when it was copied, which counts in-place writes.
         kept: True if the copy is kept even if the first run does not write the tensor.
@@ -78,6 +86,7 @@ class TensorCopy(NamedTuple):
     """
 
     tensor: Tensor
+    place: Tensor | None
     before: Tensor
     version: int
     kept: bool
@@ -91,8 +100,13 @@ class TensorCopy(NamedTuple):
 
     @property
     def state(self) -> State:
-        """The tensor's value, as a state."""
-        return State(partial(_clone, self.tensor), partial(_write, self.tensor), self.before)
+        """The tensor's place in memory and its value, as a state."""
+        return State(partial(_read, self.tensor), partial(_write, self.tensor), (self.place, self.before))
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the tensor has the memory, shape and strides from before the forward. ``.data = …`` changes no version."""
+        return self.place is None or same_place(self.tensor, self.place)
 
 
 class WeightState(NamedTuple):
@@ -243,7 +257,7 @@ class Snapshot:
         """
         if name not in self.tensors and _can_be_copied(tensor):
             kept = uncounted or tensor.nbytes <= _SMALL
-            self.tensors[name] = TensorCopy(tensor, _clone(tensor), tensor._version, kept, trusted)
+            self.tensors[name] = TensorCopy(tensor, *_read(tensor), tensor._version, kept, trusted)
 
 
 def put(states: Iterable[State], values: Iterable[Any]) -> None:
@@ -402,11 +416,21 @@ def _can_be_copied(tensor: Tensor) -> bool:
     return not overlaps_itself(tensor)  # the values of an expanded tensor are in its base
 
 
-def _clone(tensor: Tensor) -> Tensor:
+def _read(tensor: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Returns the place of a tensor, and a copy of its values."""
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
-        return tensor.detach().clone()
+        return _place_of(tensor), tensor.detach().clone()
 
 
-def _write(tensor: Tensor, value: Tensor) -> None:
+def _place_of(tensor: Tensor) -> Tensor | None:
+    """Returns another tensor with a tensor's memory, shape and strides; None for a tensor that consists of other tensors."""
+    return None if is_traceable_wrapper_subclass(tensor) else tensor.detach()
+
+
+def _write(tensor: Tensor, value: tuple[Tensor | None, Tensor]) -> None:
+    """Sets a tensor to a result of :func:`_read`. ``resize_`` or ``.data = …`` may have changed its place since."""
+    place, values = value
     with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
-        tensor.copy_(value)
+        if place is not None and not same_place(tensor, place):
+            tensor.data = place
+        tensor.copy_(values)

@@ -235,6 +235,7 @@ class Streamer:
             step=self._step,
             backward=self._backward,
             fast_paths=[each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)],
+            hooks=saved_tensors.hooks,
         )
         self._calls = Calls(
             lock=self._lock,

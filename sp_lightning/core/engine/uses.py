@@ -10,8 +10,8 @@ A wrong guess of the prefetch costs a fetch and never a result.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,7 @@ class Uses:
         lock: the engine's lock.
         threads: the threads that belong to the run.
         fast_paths: the modules of torch that leave a fast path in evaluation if uses of their weights are noticed.
+        hooks: makes the context of the engine's saved-tensor hooks.
         calls: the calls of modules that are running.
     """
 
@@ -59,6 +60,7 @@ class Uses:
     step: Step
     backward: Backward
     fast_paths: Sequence[nn.Module]
+    hooks: Callable[[], AbstractContextManager[None]]
 
     def __post_init__(self) -> None:
         self.gradient_arrived = self.backward.gradient_arrived  # called for each gradient

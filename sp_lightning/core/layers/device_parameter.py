@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from sp_lightning.core.layers.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast
 from sp_lightning.core.layers.write_guard import guard_of
@@ -36,6 +37,8 @@ from sp_lightning.core.torch_compat.private import (
     DYNAMO_MARKS,
     compiles_here,
     count_function_modes,
+    top_saved_tensors_hooks,
+    transforms_active,
     tree_leaves,
     tree_map_only,
 )
@@ -240,8 +243,12 @@ class OffloadedParameter(DeviceParameter):
             # Attached parameters have the class of views, and the function gets them. There are three exceptions: with rows, and
             # with several threads, they keep the class of stand-ins; and without saved-tensor hooks (``saves_raw``), autograd
             # would save the parameters themselves. The function then gets aliases, which are plain tensors over the slot.
-            by_rows = any(each._of.by_rows for each in away)
-            if by_rows or away[0]._of.shared or away[0]._of.engine.saves_raw():
+            noticed = away[0]._of.shared or any(each._of.by_rows for each in away)
+            raw = away[0]._of.engine.saves_raw()
+            if raw and not noticed and (hooks := _hooks_for_leaves(away[0]._of.engine)) is not None:
+                with hooks:
+                    return func(*args, **kwargs)
+            if noticed or raw:
                 with away[0]._of.engine.lock:  # another thread may detach the layer when this thread is late
                     away[0]._of.engine.threads.refuse_late()
                     args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
@@ -390,6 +397,25 @@ def _alias(parameter: DeviceParameter) -> Tensor:
     with Untouched(), no_dispatch_modes():
         wanted = torch.is_grad_enabled() and tensor_requires_grad.__get__(parameter)
         return parameter.view_as(parameter) if wanted else parameter.detach()
+
+
+def _hooks_for_leaves(engine: Any) -> AbstractContextManager[None] | None:
+    """Returns a context in which a function may get device parameters themselves; None if aliases have the same results.
+
+    Autocast's cache keeps only casts of leaves, and the gradients of all uses of such a cast are added in the lower precision.
+    An alias is not a leaf, so each use would have a cast of its own. In the context, aliases are saved in place of parameters.
+    """
+    kind = engine.device.device.type
+    if not (torch.is_autocast_enabled(kind) and torch.is_autocast_cache_enabled()) or transforms_active():
+        return None
+    if (outer := top_saved_tensors_hooks()) is None:
+        hooks: AbstractContextManager[None] = engine.hooks()
+        return hooks
+
+    def pack(tensor: Tensor) -> Any:
+        return outer[0](_alias(tensor) if isinstance(tensor, DeviceParameter) else tensor)
+
+    return saved_tensors_hooks(pack, outer[1])
 
 
 def gradient_edge(parameter: DeviceParameter) -> GradientEdge:

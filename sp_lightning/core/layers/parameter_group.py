@@ -69,6 +69,9 @@ class EngineCallbacks(Protocol):
     def saves_raw(self) -> bool:
         """Returns True if autograd would now save tensors as they are: the engine's saved-tensor hooks are not active."""
 
+    def hooks(self) -> AbstractContextManager[None]:
+        """A context with the engine's saved-tensor hooks."""
+
     def gradient_arrived(self, layer: Any, index: int, parameter: Tensor) -> None:
         """Called after autograd has set the gradient of a device parameter."""
 
