@@ -285,7 +285,7 @@ def generator_states() -> list[Tensor]:
 
 
 def set_generator_states(states: Sequence[Tensor]) -> None:
-    """Restores states that :func:`generator_states` returned. GPUs that had none yet get the state with which they would begin."""
+    """Restores states that :func:`generator_states` returned. GPUs that had none yet get the state with which they begin."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state_all(states[1:])
