@@ -196,7 +196,7 @@ def now() -> Agenda:
         Tests("everyday", ("test_compiled_blocks.py", "test_everyday.py"), 60),
         Tests("quantised", ("test_models.py::test_torchao", "test_models.py::test_bitsandbytes"), 40, QUANTISERS),
         Tests("all", tuple(others), 240),
-        Module("first_light", (), 60),
+        Module("first_light", (), 90),
         Contest(small, DIAL, 32),
         Contest(train("vision", "giant", 64), DIAL, 40),
         Contest(train("vlm", "7B", 8192, "bf16-true", steps=6), DIAL, 45),

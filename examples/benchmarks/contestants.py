@@ -23,6 +23,11 @@ DEEPSPEED = 23 / 4
 EXACT_PINNING = {"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:1"}
 
 
+def unfused(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW as users write it."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
 @dataclass(frozen=True)
 class Contestant:
     """Plain Lightning, everything on the device; and what others differ in.
@@ -55,7 +60,8 @@ class Contestant:
 
     def module(self, net: nn.Module, workload: Workload) -> Task:
         """The LightningModule around the network."""
-        return Task(net)
+        # Lightning refuses to clip a fused optimizer in mixed precision.
+        return Task(net) if self.clips is None else Task(net, unfused)
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         """Trainer arguments beyond those that all contestants share, except for clipping."""
@@ -109,7 +115,7 @@ class Superpipeline(Contestant):
 
     def module(self, net: nn.Module, workload: Workload) -> Task:
         if self.variant == "default":  # as users write it
-            return Task(net, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
+            return Task(net, unfused)
         return super().module(net, workload)
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
@@ -135,7 +141,7 @@ class Ordinary(Contestant):
     task: type[Task] = Task
 
     def module(self, net: nn.Module, workload: Workload) -> Task:
-        return self.task(net, lambda parameters: torch.optim.AdamW(parameters, lr=1e-4))
+        return self.task(net, unfused)
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         return {"strategy": "superpipeline"}

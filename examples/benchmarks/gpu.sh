@@ -4,14 +4,14 @@
 #                                                    # goes on. It writes rows.jsonl, report.md and now.txt, of at most 1 MiB
 #     bash examples/benchmarks/gpu.sh now --dry-run  # its order and expected seconds; fails if the first call would be too long
 #     bash examples/benchmarks/gpu.sh ranks          # on a machine with several GPUs: 1, 2, 4 and 8 of them; has not run yet
-#     bash examples/benchmarks/gpu.sh --pretend      # on a CPU, with tiny sizes, in a folder that is removed: whether it works
+#     bash examples/benchmarks/gpu.sh now --pretend  # on a CPU, with tiny sizes, in a folder that is removed: whether it works
 # Variables: OUT (folder for results), PYTHON, MINUTES (of the list), COMMIT (where git is not at hand).
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 list=${1:-now} minutes=${MINUTES:-9}
 out=${OUT:-runs/benchmarks}
 python=${PYTHON:-python3}
-if [ "$list" = --pretend ]; then # its figures are of nothing, so they are not kept, and the machine may be busy
+if [ "$list" = --pretend ] || [ "$list ${2:-}" = "now --pretend" ]; then # its figures are of nothing, so they are not kept, and the machine may be busy
     list=pretend minutes=30
     out=$(mktemp -d)
     trap 'rm -rf "$out"' EXIT

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.core.device.accelerator import Accelerator
+from sp_lightning.core.device.accelerator import Accelerator, generator_states, set_generator_states
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 
@@ -296,3 +296,62 @@ def test_a_stream_may_be_entered_within_itself() -> None:
             device.copy([target], [torch.ones(2)], Stream.UPLOAD)
         assert outer.stream_id == inner.stream_id == device._stream(Stream.UPLOAD).stream_id
     assert target.tolist() == [1, 1]
+
+
+# ---------------------------------------------------------------------- random generators
+
+
+class Generators:
+    """Random generators of two GPUs, on a machine that may have none. Reading them starts CUDA, as torch's function does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started = False
+        self.states = [torch.tensor([0]), torch.tensor([0])]
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.started)
+        for name in ("get_rng_state_all", "set_rng_state_all", "manual_seed_all"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def get_rng_state_all(self) -> list[Tensor]:
+        self.started = True
+        return list(self.states)
+
+    def set_rng_state_all(self, states: list[Tensor]) -> None:
+        self.states[: len(states)] = states
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.states = [torch.tensor([seed])] * 2
+
+
+@pytest.fixture
+def generators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Generators]:
+    with torch.random.fork_rng(devices=[]):
+        yield Generators(monkeypatch)
+
+
+def test_random_states_do_not_start_cuda(generators: Generators) -> None:
+    """A run on the CPU made a context on a GPU."""
+    states = generator_states()
+    set_generator_states(states)
+    assert len(states) == 1
+    assert not generators.started
+
+
+def test_random_states_of_gpus_come_back(generators: Generators) -> None:
+    generators.started, generators.states = True, [torch.tensor([3]), torch.tensor([4])]
+    states = generator_states()
+    generators.states = [torch.tensor([5]), torch.tensor([6])]
+    set_generator_states(states)
+    assert generators.states == [3, 4]
+
+
+def test_states_from_before_cuda_started_give_gpus_their_first_state(generators: Generators) -> None:
+    """They would keep the state that other runs have left, and dropout would draw other values."""
+    torch.manual_seed(7)
+    torch.rand(3)
+    states = generator_states()
+    generators.started, generators.states = True, [torch.tensor([5]), torch.tensor([6])]
+    torch.manual_seed(9)
+    set_generator_states(states)
+    assert generators.states == [7, 7]
+    assert torch.equal(generator_states()[0], states[0])

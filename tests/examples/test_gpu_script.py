@@ -40,6 +40,8 @@ def on_a_machine(tmp_path: Path) -> Callable[..., tuple[int, list[str]]]:
 @pytest.mark.parametrize(("arguments", "asked"), [
     (["now"], "-m examples.benchmarks --list now --minutes 9 --out"),
     (["now", "--dry-run"], "-m examples.benchmarks --list now --dry-run --out"),
+    (["now", "--pretend"], "-m examples.benchmarks --list pretend --minutes 30 --out"),
+    (["--pretend"], "-m examples.benchmarks --list pretend --minutes 30 --out"),
     (["ranks"], "-m examples.benchmarks --list ranks --minutes 9 --out"),
 ])  # fmt: skip
 def test_a_list_is_run_in_nine_minutes_and_ends_as_it_does(arguments: list[str], asked: str, on_a_machine: Any) -> None:

@@ -276,18 +276,21 @@ def _step_stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
-_has_cuda = functools.cache(torch.cuda.is_available)  # is_available asks the driver each time
-
-
 def generator_states() -> list[Tensor]:
-    """Returns the states of torch's random generators: of the CPU, and of all GPUs once CUDA is initialised."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if _has_cuda() else [])]
+    """Returns the states of torch's random generators: of the CPU, and of all GPUs once CUDA is initialised.
+
+    Reading a GPU's state would initialise CUDA, in runs on the CPU as well.
+    """
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
 def set_generator_states(states: Sequence[Tensor]) -> None:
-    """Restores states that :func:`generator_states` returned."""
+    """Restores states that :func:`generator_states` returned. GPUs that had none yet get the state with which they begin."""
     torch.set_rng_state(states[0])
-    torch.cuda.set_rng_state_all(states[1:])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
+    elif torch.cuda.is_initialized():  # since then; it begins with the seed of torch.manual_seed, which is the CPU's
+        torch.cuda.manual_seed_all(torch.initial_seed())
 
 
 def device_found() -> torch.device:
