@@ -445,9 +445,12 @@ class SimDevice(Device):
             self._issued[stream] += 1
 
     def _look_for_freed(self) -> None:
-        """Raises a Race if memory was freed before its pool, which may use it at once, waits for the streams that use it."""
+        """Raises a Race if memory was freed before its pool, which may use it at once, waits for the streams that use it.
+
+        A thread of the host that has waited for these streams may free it, too: their work is over.
+        """
         for key, (alive, pool, uses) in list(self._used.items()):
-            ordered = [self.clocks[each] for each in (pool, HOST, *([self._runs] if pool is HOST else []))]
+            ordered = [self.clocks[each] for each in (pool, HOST, self._runs)]
             late = [use for agent, use in uses.items() if all(clock.get(agent, 0) < use.at for clock in ordered)]
             if not late or alive.expired():
                 del self._used[key]
