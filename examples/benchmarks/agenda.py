@@ -249,7 +249,7 @@ def pretended() -> Agenda:
         Tests("tests", ("test_fork.py",), 200),
         Module("beside_plan", ("--tokens", "64", "--seconds", "0.1"), 200),
         Module("limits", ("--seconds", "0.4", "--rates", "{out}/rates.json"), 200),
-        Contest(workload, ("deepspeed", "fsdp2", "superpipeline-2:1"), 200),
+        Contest(workload, ("deepspeed", "superpipeline-2:1"), 200),
         Module("foresight", ("--tokens", "64", "--windows", "1:1", "2:1", "--seconds", "0.1"), 200),
     ]
 

@@ -294,7 +294,7 @@ def test_a_list_runs_through_on_a_cpu() -> None:
 
 
 CONTESTS = [item for item in agenda.now() if isinstance(item, agenda.Contest)]
-# Numbers of threads differ in a number alone. To compile takes longest. FSDP2 starts a process group, so it is in the list above.
+# Numbers of threads differ in a number alone. To compile takes longest. FSDP2 would start a process group here.
 LEFT_OUT = re.compile(r"fsdp|.*(threads|compiled)")
 OTHERS = {name: item.workload for item in reversed(CONTESTS) for name in item.contestants if not LEFT_OUT.match(name)}
 
