@@ -168,10 +168,10 @@ def first_call() -> Agenda:
     ]
     everyday = ("plain", "default", "default-clipped", "default-hooked", "stay")
     return [
-        Module("gpu_bits", ("--seconds", "25", "--rounds", "8"), 45, folders=("capabilities/kernels",)),
-        Tests("AdamW", tuple(exact), 45),
         Contest(train("llm", "1.5B", 16384), everyday, 32),
         Contest(train("llm", "8B", 16384, "bf16-true", steps=6), everyday, 42),
+        Module("gpu_bits", ("--seconds", "25", "--rounds", "8"), 45, folders=("capabilities/kernels",)),
+        Tests("AdamW", tuple(exact), 45),
     ]
 
 
@@ -193,13 +193,14 @@ def now() -> Agenda:
 
     return [
         *first_call(),
+        Contest(small, DIAL, 32),
+        Contest(train("vision", "giant", 64), DIAL, 40),
+        Contest(train("vlm", "7B", 8192, "bf16-true", steps=6), DIAL, 45),
+        Contest(Workload("predict", "llm", "7B", "bf16-true", 8192, 4096, steps=12), (*DIAL, *PREDICTION[2:]), 40),
         Tests("everyday", ("test_compiled_blocks.py", "test_everyday.py"), 60),
         Tests("quantised", ("test_models.py::test_torchao", "test_models.py::test_bitsandbytes"), 40, QUANTISERS),
         Tests("all", tuple(others), 240),
         Module("first_light", (), 90),
-        Contest(small, DIAL, 32),
-        Contest(train("vision", "giant", 64), DIAL, 40),
-        Contest(train("vlm", "7B", 8192, "bf16-true", steps=6), DIAL, 45),
         Contest(small, tuple(f"superpipeline-{k}:1-backward" for k in (1, 2, 4, 99)), 32),
         Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "capabilities/tuning")),
         Contest(small, ("plain", "plain-clipped", "stay-clipped"), 32),
@@ -216,7 +217,6 @@ def now() -> Agenda:
         Contest(small, ("plain", "fsdp2", "deepspeed", "deepspeed-2", "torchao"), 45),
         Contest(train("llm", "8B", 8192, "bf16-true", steps=6), ("default",), 60, device_gib=24),
         Contest(in_16_bits, ("default",), 100, device_gib=24),
-        Contest(Workload("predict", "llm", "7B", "bf16-true", 8192, 4096, steps=12), PREDICTION, 40),
         Contest(Workload("train", "vision", "huge", "bf16-mixed", 96), ACTIVATIONS, 45),
         Contest(Workload("train", "llm", "1.5B", "bf16-mixed", 16384, 16384), ACTIVATIONS, 45),
         Contest(published("8B"), ("superpipeline-2:1-auto",), 120, device_gib=24),

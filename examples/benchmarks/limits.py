@@ -19,7 +19,7 @@ from torch import Tensor
 
 from examples.benchmarks import cli, experiments, rows
 from examples.benchmarks.experiments import median_seconds
-from sp_lightning.core.device.accelerator import device_for, device_found
+from sp_lightning.core.device.accelerator import device_for, present_device
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.tools.planner.rates import ADAMW_BYTES, DTYPES, adamw_seconds, copied_bytes, matrix_flops
@@ -32,7 +32,7 @@ CEILINGS = 9
 def measure(seconds: float) -> rows.Row:
     """All ceilings in about so many seconds; rates per second, None where there is no accelerator."""
     share = seconds / CEILINGS
-    device, host = device_for(device_found()), Device(torch.device("cpu"))
+    device, host = device_for(present_device()), Device(torch.device("cpu"))
     size = _buffer_bytes(share)
     return {
         "kind": "limits",

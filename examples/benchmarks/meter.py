@@ -123,11 +123,19 @@ def deltas(counters: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: after[name] - before[name] for name in names} for before, after in zip(counters, counters[1:])]  # noqa: B905
 
 
+def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient; None where the backward has freed it, which is an error to read."""
+    try:
+        return parameter.grad
+    except RuntimeError:
+        return None
+
+
 def registered_bytes(module: nn.Module) -> int:
     """Bytes of pinned host memory under parameters and gradients, by torch or by this package; torch counts its own only."""
     found = {}
     for parameter in module.parameters():
-        for tensor in (parameter, parameter.grad):
+        for tensor in (parameter, _gradient(parameter)):
             # a DTensor has no memory to ask for, and what lies under it came from torch's allocator
             if (
                 tensor is not None

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.core.device.accelerator import Accelerator, generator_states, set_generator_states
+from sp_lightning.core.device.accelerator import Accelerator, generator_states, present_device, set_generator_states
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 
@@ -296,6 +296,13 @@ def test_a_stream_may_be_entered_within_itself() -> None:
             device.copy([target], [torch.ones(2)], Stream.UPLOAD)
         assert outer.stream_id == inner.stream_id == device._stream(Stream.UPLOAD).stream_id
     assert target.tolist() == [1, 1]
+
+
+def test_the_present_device_has_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, it is unequal to the device of each tensor on it."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert present_device() == torch.device("cuda", 1)
 
 
 # ---------------------------------------------------------------------- random generators

@@ -30,8 +30,9 @@ _CONTEXT = 2**30
 
 
 def present_device() -> torch.device:
-    """Returns the accelerator of this machine; the CPU if there is none."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    """Returns the current accelerator of this machine, with its index; the CPU if there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 class Accelerator(Device):
@@ -291,11 +292,6 @@ def set_generator_states(states: Sequence[Tensor]) -> None:
         torch.cuda.set_rng_state_all(states[1:])
     elif torch.cuda.is_initialized():  # since then; it begins with the seed of torch.manual_seed, which is the CPU's
         torch.cuda.manual_seed_all(torch.initial_seed())
-
-
-def device_found() -> torch.device:
-    """Returns the accelerator that torch finds; the CPU if it finds none."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def name_of(device: Device) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sp_lightning.core.device.accelerator import device_for, device_found
+from sp_lightning.core.device.accelerator import device_for, present_device
 from sp_lightning.core.observe.machine import machine_of, today
 from sp_lightning.tools.planner.arguments import Question, number_of
 from sp_lightning.tools.planner.rates import DTYPES, OF_DEVICE, measure_rates
@@ -28,7 +28,7 @@ def run_rates(given: Namespace) -> str:
     Raises:
         ValueError, OSError: the accelerator or the folder does not exist, or the folder is not writable.
     """
-    accelerator = device_found()
+    accelerator = present_device()
     if given.accelerator not in (None, "cpu", accelerator.type):
         raise ValueError(
             f"--accelerator {given.accelerator}: torch finds {accelerator.type}. Leave it out, or use cpu."
