@@ -115,7 +115,7 @@ def test_a_config_of_lightning_s_command_line(
         status, printed = run(capsys, "--config", str(config), "--k-prime", "2")
     assert status == 0, printed
     assert printed["layers"] == 5
-    unused = "logger, max_epochs, transfer, ckpt_path, SuperpipelineCallback, ModelCheckpoint."
+    unused = "logger, max_epochs, ckpt_path, SuperpipelineCallback, ModelCheckpoint."
     assert printed["notes"][0].endswith(f"files and devices: {unused}")
     assert {(each["k"], each["k_prime"], each["activations"]) for each in made} == {(2, 2, "recompute")}
     assert list(tmp_path.iterdir()) == [config]

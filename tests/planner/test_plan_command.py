@@ -7,9 +7,9 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sp_lightning.__main__ import main
 from sp_lightning.capabilities.activations import offload
+from sp_lightning.capabilities.tuning.choices import SAME
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
 from tests.support.runs import fit, superpipeline
@@ -28,13 +29,15 @@ SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 
 
 @pytest.mark.long("a model of many billions of parameters")
-def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    start = time.perf_counter()
-    found = plan(
-        capsys, str(SHAPES / "llama-3-70b.json"), "--precision", "bf16-true", "--gpu-memory", "24GiB",
-        "--host-memory", "560GiB", "--gradient-checkpointing", "--k", "1", "2",
-    )  # fmt: skip
-    assert time.perf_counter() - start < 120
+def test_of_seventy_billion_parameters_equal_blocks_run_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """So it takes seconds."""
+    block: Any = transformers.models.llama.modeling_llama.LlamaDecoderLayer
+    with mock.patch.object(block, "forward", autospec=True, side_effect=block.forward) as forward:
+        found = plan(
+            capsys, str(SHAPES / "llama-3-70b.json"), "--precision", "bf16-true", "--gpu-memory", "24GiB",
+            "--host-memory", "560GiB", "--gradient-checkpointing", "--k", "1", "2",
+        )  # fmt: skip
+    assert forward.call_count == 3, "of 80 blocks the first two and the last one"
     assert found["parameters"] == 70_553_706_496
     assert len(found["layers"]) == 81
     assert found["tables"] == [{"name": "model.embed_tokens", "bytes": 128256 * 8192 * 2}]
@@ -42,8 +45,12 @@ def test_seventy_billion_parameters_in_seconds(capsys: pytest.CaptureFixture[str
     assert found["host_bytes"] == pytest.approx(8 * 70.55e9, rel=0.02)
     # 6 N T, and 2 N T for the recompute of the blocks; attention comes on top, embeddings need none.
     assert 0.9 < found["flops"] / (8 * 70.55e9 * 2048) < 1.1
-    assert found["best"] == {"k": 1, "k_prime": 1, "gpu_layers": 0}
-    assert found["verdict"].startswith("It fits: SuperpipelineStrategy(k=1")
+    enough = SAME * min(window["seconds"] for window in found["windows"])
+    fast = [window for window in found["windows"] if window["seconds"] <= enough]
+    smallest = min(fast, key=lambda window: window["device_bytes"])
+    assert all(window["fits"] for window in found["windows"])
+    assert found["best"] == {key: smallest[key] for key in ("k", "k_prime", "gpu_layers")}
+    assert found["verdict"].startswith(f"It fits: SuperpipelineStrategy(k={smallest['k']}")
 
 
 @pytest.mark.long("takes a second or more")

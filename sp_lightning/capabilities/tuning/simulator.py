@@ -357,6 +357,10 @@ class Walk:
         self._step_begun = self.device.host
         if self._overlap == "backward":
             self._complete += [(self._step_begun, layer) for layer in self._layers if layer.own_slot is not None]
+        for layer in self._layers:
+            # Only rows of a table are moved, so no call of the batch drains it. But the update is that of the whole table.
+            if layer.kind is LayerKind.TABLE and layer.planned.gradient_bytes:
+                self._apply(layer)
         self._update_by_next_use()
         if self._overlap != "backward":
             for layer in self._order():
