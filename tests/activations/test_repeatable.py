@@ -324,7 +324,7 @@ class Grows(Block):
         if self.how == "data":
             buffer.data = value
         elif self.how == "set":
-            buffer.set_(value)
+            buffer.set_(value)  # type: ignore[call-overload]
         else:
             buffer.resize_(value.shape).copy_(value)
 

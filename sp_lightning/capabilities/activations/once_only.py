@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from sp_lightning.capabilities.activations.policy import resolve
-from sp_lightning.core.plan.choices import ActivationChoice, Mode
+from sp_lightning.core.plan.choices import ActivationChoice, Mode, Modes
 
 _KNOWN = {
     ("bitsandbytes", "Linear8bitLt"): "bitsandbytes' Linear8bitLt moves its 8-bit weights in its first forward",
@@ -45,7 +45,8 @@ class Remedies(NamedTuple):
     def without(self, concerned: Collection[str]) -> str:
         """Returns the value of an ``activations=`` that offloads these units, and has the user's own patterns for the others."""
         modes: dict[str, Mode] = dict.fromkeys(_patterns(concerned, self.units), "offload")
-        for pattern, mode in ({"**": self.choice} if isinstance(self.choice, str) else self.choice).items():
+        own: Modes = {"**": "recompute"} if isinstance(self.choice, str) else self.choice
+        for pattern, mode in own.items():
             if pattern in modes:
                 continue
             try:
