@@ -58,7 +58,11 @@ def both_on_one_node(name: str, p: Tensor, seen: Seen) -> Any:
 
 
 def on_tensor(name: str, p: Tensor, seen: Seen) -> Any:
-    p.register_hook(lambda gradient: (note(seen, name, gradient), gradient * 0.5)[1])
+    def hook(gradient: Tensor) -> Tensor:
+        note(seen, name, gradient)
+        return gradient * 0.5
+
+    p.register_hook(hook)
 
 
 def after_accumulation(name: str, p: Any, seen: Seen) -> Any:

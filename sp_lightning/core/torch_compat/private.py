@@ -450,7 +450,7 @@ def node_hooks(leaf: Tensor) -> NodeHooks | None:
     The node exists as long as a graph or user code holds it, and it counts as a user of the leaf. So a leaf without other users
     than Python has none, and nothing else is asked: nearly always.
     """
-    if torch._C.TensorBase._use_count(leaf) < 2:
+    if torch._C.TensorBase._use_count(leaf) < 2:  # type: ignore[attr-defined]
         return None
     with torch.DisableTorchFunctionSubclass():
         if not leaf.requires_grad or not leaf.is_leaf:
