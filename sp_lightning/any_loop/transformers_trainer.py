@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sp_lightning.any_loop.stream import StreamedLoop, stream
+from sp_lightning.any_loop.stream import StreamedLoop, stream, unwrapped
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -64,6 +64,10 @@ class StreamedTrainer(_Base):
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the scheduler as the Trainer does, and begins to stream: model and optimizer are prepared now."""
+        # As accelerate does where it places the optimizer itself: the groups become other dictionaries. An optimizer that steps
+        # inner ones, with the same groups, no longer shares them, so a schedule does not reach the inner ones.
+        optimizer = unwrapped(self.optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
         scheduler = super().create_scheduler(*args, **kwargs)
         self._end_stream()
         self._streamed = stream(self.model, self.optimizer, **self._stream_options)

@@ -74,6 +74,42 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(kinds: Any, tmp_path: Path)
     assert_equal(resumed[1:], whole[1:], "resumed")
 
 
+class Both(torch.optim.Optimizer):
+    """Steps two inner optimizers, and shares their groups."""
+
+    def __init__(self, *inner: torch.optim.Optimizer) -> None:
+        super().__init__([group for each in inner for group in each.param_groups], {})
+        self.inner, self.param_groups = inner, [group for each in inner for group in each.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for each in self.inner:
+            each.step()
+
+
+@pytest.mark.rest("two trainings")
+def test_a_schedule_reaches_inner_optimizers_as_on_the_plain_trainer(tmp_path: Path) -> None:
+    """accelerate loads the optimizer's own state into it, so that it no longer shares its groups with the inner ones."""
+
+    def losses(kind: Any) -> list[Any]:
+        transformers.set_seed(5)
+        model = llama(layers=2).net
+        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
+        optimizer = Both(torch.optim.SGD(matrices, lr=0.1), torch.optim.Adam(vectors, lr=1e-2))
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), use_cpu=True, max_steps=4, logging_steps=1, report_to="none", disable_tqdm=True,
+            per_device_train_batch_size=1, save_strategy="no", dataloader_pin_memory=False,
+        )  # fmt: skip
+        rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(4)]
+        more = {"stream": {"k": 1}} if kind is Streamed else {}
+        trainer = kind(model, arguments, train_dataset=rows, optimizers=(optimizer, None), **more)
+        trainer.train()
+        return [
+            (each.get("loss"), each.get("grad_norm"), each.get("learning_rate")) for each in trainer.state.log_history
+        ]
+
+    assert losses(Streamed) == losses(transformers.Trainer)
+
+
 class OwnSchedule(Streamed):
     """Makes a scheduler without the Trainer's method, in which the stream begins."""
 
