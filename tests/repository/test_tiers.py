@@ -59,27 +59,27 @@ def test_most_parameters_may_be_in_the_third_tier() -> None:
 
 
 def test_each_test_is_in_one_part_and_parts_are_of_one_size() -> None:
-    names = [f"tests/test_a.py::test_b[{number}]" for number in range(2000)]
+    names = [f"tests/test_a.py::test_b[{number}]" for number in range(4000)]
     sizes = Counter(part_of(name) for name in names)
     assert sorted(sizes) == list(range(PARTS))
     assert max(sizes.values()) < 2 * min(sizes.values())
 
 
 def test_a_part_has_its_tests_of_the_third_tier_and_all_others() -> None:
-    items = [mock.Mock(nodeid=f"test_a.py::test_b[{number}]") for number in range(40)]
+    items = [mock.Mock(nodeid=f"test_a.py::test_b[{number}]") for number in range(80)]
     for number, item in enumerate(items):
         item.get_closest_marker = {"long": number % 2}.get
     kept, config = list(items), mock.Mock()
     keep_one_part(config, kept, 7)
     assert kept == [item for number, item in enumerate(items) if number % 2 == 0 or part_of(item.nodeid) == 7]
-    assert 20 < len(kept) < 40
+    assert 40 < len(kept) < 80
     (left_out,) = config.hook.pytest_deselected.call_args.kwargs.values()
-    assert len(left_out) == 40 - len(kept)
+    assert len(left_out) == 80 - len(kept)
 
 
-@pytest.mark.parametrize("text", ["20", "-1", "first", ""])
+@pytest.mark.parametrize("text", ["40", "-1", "first", ""])
 def test_a_part_that_does_not_exist_is_refused(text: str) -> None:
-    with pytest.raises(pytest.UsageError, match=f"got '{text}'. Expected a number from 0 to 19"):
+    with pytest.raises(pytest.UsageError, match=f"got '{text}'. Expected a number from 0 to 39"):
         parts.number(text)
 
 

@@ -1,4 +1,4 @@
-"""The third tier in parts: each run of the gate takes one, and twenty runs take all (``.ci/part``)."""
+"""The third tier in parts: each run of the gate takes one, and forty runs take all (``.ci/part``)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import zlib
 
 import pytest
 
-PARTS = 20
+PARTS = 40
 
 
 def part_of(nodeid: str) -> int:
-    """The part of a test, from 0 to 19. It depends on the test's name alone, so that other tests may come and go."""
+    """The part of a test, from 0 to 39. It depends on the test's name alone, so that other tests may come and go."""
     return zlib.crc32(nodeid.encode()) % PARTS
 
 
