@@ -146,7 +146,7 @@ def strategy_with(options: Mapping[str, Any], caller: str) -> SuperpipelineStrat
 def unwrapped(optimizer: Any) -> Any:
     """Returns the optimizer inside of the wrapper that accelerate's ``prepare`` returns; any other optimizer as it is.
 
-    Other wrappers may write weights after the inner step, so the stream has to know them, not what is inside.
+    Other wrappers may write weights after the step of the optimizer inside, so the stream needs the wrapper itself.
     """
     is_wrapper = type(optimizer).__module__ == "accelerate.optimizer"
     return optimizer.optimizer if is_wrapper else optimizer

@@ -49,9 +49,8 @@ class Clipping:
         """Clips by the norm of all gradients together. Computes norms that are not known yet."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
         measured, self._measured = self._measured, {}
-        if any(
-            map(has_accumulation_hooks, parameters)
-        ):  # a hook may have written a gradient after its norm was measured
+        # A hook may have written a gradient after its norm was measured.
+        if any(map(has_accumulation_hooks, parameters)):
             measured = {}
         if self._on_gpu:
             total = get_total_norm(self._norms_on_device(parameters))

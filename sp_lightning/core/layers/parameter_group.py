@@ -227,7 +227,7 @@ class ParameterGroup:
         if hooks and type(gradient) is CastGradient:  # hooks get the plain float32 tensor of plain Lightning
             gradient = gradient.wide()
         for hook in list(hooks.values()) if hooks else ():
-            if any(node.variable is host for node in counted_nodes(hook)):
+            if any(getattr(node, "variable", None) is host for node in counted_nodes(hook)):
                 raise RuntimeError(WAITS_FOR_NODE.format(name=self.spans[index].name))
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced

@@ -59,8 +59,9 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
     for name, parameter in module.named_parameters():
         if has_accumulation_hooks(parameter):
             raise ValueError(
-                f"{name!r} has a hook that runs after its gradient was accumulated (register_post_accumulate_grad_hook); with "
-                f"several devices gradients are summed after that. {_ONE}, or use the hook on_before_optimizer_step."
+                f"{name!r} has a hook that runs after its gradient was accumulated (register_post_accumulate_grad_hook, or a "
+                f"hook on its node); with several devices gradients are summed after that. {_ONE}, or use the hook "
+                "on_before_optimizer_step."
             )
 
 
