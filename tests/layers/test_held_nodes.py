@@ -154,7 +154,7 @@ class HoldsInStep(Holds):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.held = [all_of_several(name, p, self.seen) for name, p in self.named_parameters()]
-        head = self.net.head.weight
+        head = self.get_parameter("net.head.weight")
         both = register_multi_grad_hook(
             [loss, head], lambda gradients: note(self.seen, "net.head.weight", gradients[1])
         )
