@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.optim import Optimizer
 
     from sp_lightning.core.device.device import Device
     from sp_lightning.core.device.host_kernels import HostKernels
@@ -38,11 +39,10 @@ if TYPE_CHECKING:
     from sp_lightning.core.engine.tuner import BaseTuner
     from sp_lightning.core.model.found import Found
     from sp_lightning.core.model.rows import RowFinder
-    from sp_lightning.core.plan.choices import ActivationChoice, OptimizerOn, Share
+    from sp_lightning.core.plan.choices import ActivationChoice, Place, Share
     from sp_lightning.core.plan.host_memory import HostBudget
     from sp_lightning.core.plan.window import Window
     from sp_lightning.core.updates.gpu_bits import GpuBits
-    from sp_lightning.trainer.step_place import StepPlace
 
 CAPABILITIES = {
     "capabilities.activations": "offloads or recomputes activations, and cuts a loss into chunks",
@@ -231,10 +231,11 @@ def checkpoint_writer() -> Callable[[Any, IO[bytes]], None]:
 # ---------------------------------------------------------------------- GPU steps
 
 
-def layer_stepper(optimizer_on: OptimizerOn, gpu_layers: Share) -> MakeStepper | None:
+def layer_stepper(optimizer_on: Place, gpu_layers: Share) -> MakeStepper | None:
     """Returns the function that makes the stepper of layers on the GPU; None if all layers step on the CPU.
 
-    Without ``gpu_steps``, ``optimizer_on="gpu"`` and a number of ``gpu_layers`` are errors. ``"auto"`` falls back to the CPU.
+    Without ``gpu_steps``, ``optimizer_on="gpu"`` and a number of ``gpu_layers`` are errors. With ``"auto"``
+    (fallback), no layer stays, and one line is logged.
     """
     if (optimizer_on, gpu_layers) == ("cpu", 0):
         return None
@@ -250,15 +251,25 @@ def layer_stepper(optimizer_on: OptimizerOn, gpu_layers: Share) -> MakeStepper |
     return make_stepper
 
 
-def step_place() -> type[StepPlace]:
-    """Returns the class that decides where optimizers step. Without ``gpu_steps`` (fallback), they step on the CPU."""
-    if is_installed("capabilities.gpu_steps"):
-        from sp_lightning.capabilities.gpu_steps.step_place import MeasuredPlace
+def against_gpu(optimizers: Sequence[Optimizer]) -> str:
+    """Returns why optimizers cannot step on the GPU; empty if they can. Without ``gpu_steps`` (fallback), they cannot."""
+    if not is_installed("capabilities.gpu_steps"):
+        return "sp_lightning/capabilities/gpu_steps is not installed"
+    from sp_lightning.capabilities.gpu_steps.alone import against_gpu
 
-        return MeasuredPlace
-    from sp_lightning.trainer.step_place import StepPlace
+    return against_gpu(optimizers)
 
-    return StepPlace
+
+def is_declared(optimizer: Optimizer) -> bool:
+    """Returns True if only a declaration in its class shows that an optimizer steps each parameter by itself.
+
+    Without ``gpu_steps`` (fallback), no step needs a declaration.
+    """
+    if not is_installed("capabilities.gpu_steps"):
+        return False
+    from sp_lightning.capabilities.gpu_steps.alone import is_declared
+
+    return is_declared(optimizer)
 
 
 # ---------------------------------------------------------------------- tuning

@@ -101,7 +101,7 @@ The strategy and its run:
 
 Optimizer steps:
 
-- ``update_facts`` collects the facts for ``plan.update_policy``; ``step_place`` is the interface of steps on the GPU.
+- ``update_facts`` collects the facts for ``plan.update_policy``.
 - ``optimizer_steps`` runs the steps of the trainer's optimizers, in the background if possible; ``step_hooks`` are hooks on the
   steps of all optimizers.
 - ``user_hooks`` finds the points at which user code could write weights.

@@ -213,7 +213,7 @@ class SuperpipelineCallback(Callback):
         if over := over_plan(stats, plan):
             log.info(over)
         if waited:
-            log.info(" ".join(filter(None, [waited, self._strategy._step_advice()])))
+            log.info(" ".join(filter(None, [waited, self._strategy._step_advice(seconds)])))
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._running:

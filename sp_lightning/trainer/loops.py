@@ -185,9 +185,9 @@ class ReadableStrategy(HostStrategy):
         """Returns sentences for the user about this run, which are logged with the plan."""
         return self._remarks if self._run is None else self._run.remarks()
 
-    def _step_advice(self) -> str:
-        """Returns options with which the present run's optimizer steps would be faster, in sentences; empty if there are none."""
-        return "" if self._run is None else self._run.steps.advice()
+    def _step_advice(self, seconds: float) -> str:
+        """Returns options with which optimizer steps could be faster, in sentences, after a run of some seconds; may be empty."""
+        return "" if self._run is None else self._run.steps.advice(seconds)
 
     @property
     def _device_memory(self) -> tuple[int, int] | None:

@@ -18,13 +18,11 @@ from sp_lightning import registry
 from sp_lightning.core.engine.layerwise import LayerwiseStep
 from sp_lightning.core.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.core.engine.streamer import Streamer
-from sp_lightning.core.observe.messages import degrading
 from sp_lightning.core.plan.choices import Overlap
 from sp_lightning.core.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.core.plan.update_policy import (
     EarlyUpdates,
     Paging,
-    Place,
     UpdateFacts,
     UpdatePolicy,
     against_gpu_bits,
@@ -36,7 +34,6 @@ from sp_lightning.core.plan.update_policy import (
 )
 from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.core.updates.fused import has_fused_step, is_separable, runs_fused
-from sp_lightning.registry import step_place
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.update_facts import (
@@ -84,12 +81,10 @@ class OptimizerSteps:
         self._logged = ""  # the mode that was logged last
         self._bits = registry.gpu_bits(None)
         self._none_stay = ""  # the reason why gpu_layers="auto" keeps no layer on the device
-        self._place = step_place()(lambda: run.engine.device, self._count_as)  # chooses for optimizer_on="auto"
         self._step_hooks = StepHooks(
             lambda: run.streamer,
             run.module,
             self._may_fuse_whole_step,
-            self._leave_gpu,
             getattr(run.trainer, "refuse_other", None),
         )
         self._tried = False  # True after the trial (see the docstring of the class)
@@ -194,7 +189,6 @@ class OptimizerSteps:
         """Collects the facts on which the policy depends, as they are now."""
         run = self._run
         of_run = UpdateFacts(
-            place="gpu" if run.steps_on_device else "cpu",
             stay=bool(run.engine.plan.stay),
             on_cpu=run.engine.device.computes_on_host,
             ranks=not run.group.alone,
@@ -202,50 +196,18 @@ class OptimizerSteps:
             tried=self._tried,
             needed=self._needed,
         )
-        return collect(of_run, self._trainer, self._options, self._real_optimizers, self._place)
+        return collect(of_run, self._trainer, self._options, self._real_optimizers)
 
     def _decide(self, facts: UpdateFacts) -> None:
-        """Decides where and when optimizers step. :meth:`_apply_policy` then applies the decision.
-
-        With ``optimizer_on="auto"``, the first call chooses the place, by measured rates of the machine. Until then the plan has
-        room for steps on the GPU, if device memory suffices. If the CPU is chosen, the plan has none for steps.
-        """
-        run = self._run
+        """Decides when optimizers step. :meth:`_apply_policy` then applies the decision."""
         if facts.stay and facts.against_gpu and facts.gpu_layers == "auto":
             self._log.warning(
                 'Superpipeline: no layer stays on the GPU any more (gpu_layers="auto"): %s.', facts.against_gpu
             )
-            run.let_none_stay()
+            self._run.let_none_stay()
             facts = replace(facts, stay=False)
-        moves = self._place.moves(self._real_optimizers, facts)  # from the GPU to the CPU
-        if self.policy is None and facts.optimizer_on == "auto" and facts.place == "gpu" and not moves:
-            moves = True
-            with degrading(self._log, 'Allocating memory for optimizer_on="auto"', "Optimizers step on the CPU"):
-                run.engine.updates.stepper.reserve(run.engine.plan)
-                moves = False
-        if moves:
-            if self.policy is not None:
-                self._say_moved(facts.against_gpu)
-            run.step_on_host()
-            facts = replace(facts, place="cpu")
         self._facts = facts
         self.policy = decide(facts)
-
-    def _leave_gpu(self, why: str) -> bool:
-        """Makes the CPU step all layers from now on, if ``optimizer_on="auto"`` has chosen the GPU. Otherwise returns False.
-
-        The policy of updates is decided again before the next batch.
-        """
-        if self._options.optimizer_on != "auto":
-            return False
-        self._say_moved(why)
-        self._place.why = why
-        self._run.finish_updates()
-        self._run.step_on_host()
-        return True
-
-    def _say_moved(self, why: str) -> None:
-        self._log.warning('Superpipeline: optimizers step on the CPU from now on (optimizer_on="auto"): %s.', why)
 
     def _apply_policy(self) -> None:
         """Completes the policy, makes the objects that run the steps, and sets whether layers may stay on the GPU.
@@ -324,9 +286,8 @@ class OptimizerSteps:
         facts, optimizers = self._facts, self._real_optimizers
         steps_there = facts.place == "gpu" or facts.stay
         exchanged = steps_there and [each.identity for each in facts.optimizers] != list(map(id, optimizers))
-        moved = facts.place == "gpu" and not self._run.steps_on_device  # by `_leave_gpu`
         early = self.overlap == "backward" and self._layerwise
-        if not (exchanged or moved or (early and batch_facts(self._trainer) != facts.batch)):
+        if not (exchanged or (early and batch_facts(self._trainer) != facts.batch)):
             return
         self._run.finish_updates()  # the facts depend on the optimizer's class, which is another one while updates run
         self.decide_again()
@@ -361,17 +322,19 @@ class OptimizerSteps:
             return f"Optimizer steps overlap with the next forward pass; {policy.why}."
         return f"Optimizer steps do not overlap with the model; {policy.why}."
 
-    def advice(self) -> str:
-        """Returns options with which steps would be faster, in sentences; empty if there are none. Waits for all updates.
+    def advice(self, seconds: float) -> str:
+        """Returns options with which steps could be faster, in sentences; empty if there are none. Waits for all updates.
 
         The sentences are logged after training.
+
+        Args:
+            seconds: the duration of the run.
         """
         if self._run.engine.device.computes_on_host or not self._real_optimizers or self.policy is None:
             return ""
         self._run.finish_updates()  # the advice depends on the optimizer's class, which is another one while updates run
-        place = self._place.better(self._real_optimizers, self._facts) if self._run.group.alone else ""
         backward = self._advise_backward() if self.overlap == "forward" else ""
-        return " ".join(filter(None, [place, backward or self._advise_staying()]))
+        return " ".join(filter(None, [backward or self._advise_staying(), self._advise_gpu(seconds)]))
 
     def _advise_backward(self) -> str:
         """Returns a sentence if the run mostly stalled on updates that could also run during backward; else empty."""
@@ -379,7 +342,7 @@ class OptimizerSteps:
         if 2 * stats.update_stall_seconds < stats.waited_seconds:
             return ""
         try:
-            choose_overlap(replace(self._facts, overlap="backward"), self._facts.place)
+            choose_overlap(replace(self._facts, overlap="backward"))
         except ValueError:  # updates cannot run in backward
             return ""
         return (
@@ -396,6 +359,20 @@ class OptimizerSteps:
             return ""
         layers = len(self._run.engine.plan.layers)
         return f'Try gpu_layers="auto": {count} of {layers} layers fit on the GPU with their optimizer state, and step there.'
+
+    def _advise_gpu(self, seconds: float) -> str:
+        """Returns a sentence if at least half of the run was spent on updates that the GPU could run; else empty."""
+        facts, stats = self._facts, self._run.engine.stats()
+        on_updates = stats.update_stall_seconds + stats.step_seconds
+        if facts.place == "gpu" or facts.ranks or facts.against_gpu or facts.fused_optimizer is True:
+            return ""
+        if 2 * on_updates < seconds or not self._run.may_step_on_gpu():
+            return ""
+        try:
+            choose_overlap(replace(facts, place="gpu"))
+        except ValueError:  # the GPU cannot update in the mode that the user chose
+            return ""
+        return 'Try optimizer_on="gpu": the GPU then runs the optimizer steps, and results have its last bits.'
 
     def engine_rebuilt(self) -> None:
         """Makes the steps by layers for the new engine. Called after the engine was built again.
@@ -441,20 +418,9 @@ class OptimizerSteps:
 
     def _count(self) -> Ledger:
         """Returns host memory and traffic of the run, with the decided place and mode, and with the files on a disk."""
-        trainer = self._trainer
-        ledger = self._count_as(self._facts.place, self.overlap)
-        fused = all(runs_fused(o, g, fuse=self._may_fuse(o)) for o in trainer.optimizers for g in o.param_groups)
-        placement = self._run.placement
-        return self.state.count(placement.count(replace(ledger, fused=fused)), placement)
-
-    def _count_as(self, place: Place, overlap: Overlap) -> Ledger:
-        """Returns host memory and traffic for steps in a place and a mode, which may differ from the decided ones.
-
-        :attr:`_place` calls this for both places, to compare them.
-        """
-        trainer = self._trainer
-        on_device = place == "gpu"
-        paging = Paging(gradients=self._run.placement.pages_gradients)
+        trainer, overlap, placement = self._trainer, self.overlap, self._run.placement
+        on_device = self._facts.place == "gpu"
+        paging = Paging(gradients=placement.pages_gradients)
         pieces = overlap != "off" and not on_device and not any(map(is_separable, trainer.optimizers))
         steps = Steps(
             early=overlap == "backward" and (self._frees or on_device),
@@ -465,7 +431,9 @@ class OptimizerSteps:
             narrow=(pieces or on_device) and may_stay_narrow(self._facts, paging),
             on_device=on_device,
         )
-        return make_ledger(self._run.engine.plan, trainer.optimizers, steps)
+        ledger = make_ledger(self._run.engine.plan, trainer.optimizers, steps)
+        fused = all(runs_fused(o, g, fuse=self._may_fuse(o)) for o in trainer.optimizers for g in o.param_groups)
+        return self.state.count(placement.count(replace(ledger, fused=fused)), placement)
 
     @contextmanager
     def _still(self) -> Generator[None, None, None]:
@@ -486,7 +454,6 @@ class OptimizerSteps:
         """Returns sentences for the user about the steps, which are logged with the plan."""
         fusing = "" if self._differs_unasked else self._describe_fusing()  # then it is a warning
         remarks = [fusing, *self.bits(), self.state.remark, self._describe_schedule()]
-        remarks.append(self._place.remark(self._facts.place))
         if self._options.gpu_layers == "auto" and self._none_stay:
             remarks.append(f'No layer stays on the GPU (gpu_layers="auto"): {self._none_stay}.')
         return [remark for remark in remarks if remark]

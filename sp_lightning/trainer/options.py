@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from sp_lightning import registry
 from sp_lightning.core.model.patterns import LayerChoice
 from sp_lightning.core.plan import options as checks
-from sp_lightning.core.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share
+from sp_lightning.core.plan.choices import ActivationChoice, Count, Fused, Overlap, Place, Share
 from sp_lightning.core.plan.host_memory import MACHINE, HostBudget
 from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.trainer.compat import is_a
@@ -42,7 +42,7 @@ class Options:
     pin_memory: bool = field(metadata=_by(checks.checked_switch, "pin_memory"))
     fused_optimizer: Fused = field(metadata=_by(checks.checked_fused))
     optimizer_overlap: Overlap = field(metadata=_by(checks.checked_choice, "optimizer_overlap", get_args(Overlap)))
-    optimizer_on: OptimizerOn = field(metadata=_by(checks.checked_choice, "optimizer_on", get_args(OptimizerOn)))
+    optimizer_on: Place = field(metadata=_by(checks.checked_choice, "optimizer_on", get_args(Place)))
     gpu_layers: Share = field(metadata=_by(checks.checked_share, "gpu_layers"))
     save_frozen: bool = field(metadata=_by(checks.checked_switch, "save_frozen"))
     load_weights_from: Path | None = field(

@@ -142,7 +142,6 @@ class Run:
         self._scope = current()
         budget = self._scope.begin(self, options, device)
         self._make_stepper = layer_stepper(options.optimizer_on, options.gpu_layers)
-        steps_on_gpu = self._make_stepper is not None
         self._window = Window(
             options.k,
             options.k_prime,
@@ -150,8 +149,8 @@ class Run:
             ranks=group.size,
             nodes=group.nodes,
             training=trains,
-            optimizer_on=options.optimizer_on if steps_on_gpu else "cpu",
-            stay=options.gpu_layers if steps_on_gpu else 0,
+            steps_on_device=options.optimizer_on == "gpu",
+            stay=0 if self._make_stepper is None else options.gpu_layers,
         )
         self._threads = OwnThreads()
         self._overlapping: list[OverlappingPair] = []  # pairs of frozen weights that share memory, and must stay frozen
@@ -272,11 +271,6 @@ class Run:
     # ------------------------------------------------------------------ the engine
 
     @property
-    def steps_on_device(self) -> bool:
-        """True if all layers step on the GPU. ``optimizer_on="auto"`` may change this to False at the end of set-up."""
-        return self._window.steps_on_device
-
-    @property
     def shares_base(self) -> bool:
         """True if the run is a trial of a SharedBase."""
         return self._scope.shares_base
@@ -306,11 +300,9 @@ class Run:
             return 0
         return len(window.filled_with_staying(plan).stay)
 
-    def step_on_host(self) -> None:
-        """Makes the CPU step all layers, and plans no GPU memory for steps. Called if ``optimizer_on="auto"`` chooses the CPU."""
-        self._window.steps_on_device = False
-        self.engine.updating.step_on_host()
-        self.engine.recount(self._window.again(self.engine.plan, self.engine.found))
+    def may_step_on_gpu(self) -> bool:
+        """Returns True if GPU memory has room for optimizer steps, for the advice to set ``optimizer_on`` after training."""
+        return self._window.fits(replace(self.engine.plan, steps_on_device=True))
 
     def renew(self) -> None:
         """Adapts the engine to changes of the module by user code since the last batch. Called before each batch.

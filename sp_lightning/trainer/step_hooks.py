@@ -62,7 +62,6 @@ class StepHooks:
         engine: returns the engine of the run, which may be built anew; None once the run is over.
         module: the run's module.
         fuse: returns True for an optimizer whose groups run fused if the user has set neither ``fused`` nor ``foreach``.
-        leave_gpu: makes the CPU step all layers from now on, for a reason, if ``"auto"`` has chosen the GPU; else returns False.
         refuse_other: raises an error for an optimizer that must not step the run's weights; None if each optimizer may.
 
     Attributes:
@@ -75,13 +74,11 @@ class StepHooks:
         engine: Callable[[], Streamer | None],
         module: nn.Module,
         fuse: Callable[[Optimizer], bool],
-        leave_gpu: Callable[[str], bool],
         refuse_other: Callable[[Optimizer], None] | None = None,
     ) -> None:
         self._engine_or_none = engine
         self._module = module
         self._fuse = fuse
-        self._leave_gpu = leave_gpu
         self._refuse_other = refuse_other
         self.deferring: tuple[Optimizer, LayerwiseStep] | None = None
         self._begun = 0.0  # the time at which the running step began, or continued after its closure
@@ -207,8 +204,6 @@ class StepHooks:
     def _refuse_without_gpu(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Checks, if all layers step on the GPU, that the GPU can run a step that is about to begin.
 
-        With ``optimizer_on="auto"``, the CPU steps all layers from now on if the optimizer is not the trainer's.
-
         Raises:
             RuntimeError: the GPU cannot run the step: the optimizer is not the trainer's, the step has unknown arguments, or it
                 calls another step.
@@ -224,8 +219,6 @@ class StepHooks:
             ours = any(layer_of(p) is not None for group in optimizer.param_groups for p in group["params"])
             # Another run, inside of this one, may train the same weights, and may step them on the GPU itself.
             if ours and not any(each.steps_on_device(optimizer) for each in _of_process.runs):
-                if self._leave_gpu(f"{name}, which {module}.configure_optimizers has not returned, steps weights"):
-                    return
                 what = (
                     f"{name} is not what {module}.configure_optimizers has returned, and would step its weights on the CPU; "
                     f"one class can do both ({_ONE_CLASS_PAGE})"

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.model.patterns import LayerChoice
 from sp_lightning.core.model.without_values import named_tensors
-from sp_lightning.core.plan.choices import ActivationChoice, Count, Fused, OptimizerOn, Overlap, Share
+from sp_lightning.core.plan.choices import ActivationChoice, Count, Fused, Overlap, Place, Share
 from sp_lightning.core.plan.options import by_name
 from sp_lightning.core.torch_compat.patched import scope
 from sp_lightning.trainer.callback import SuperpipelineCallback
@@ -138,7 +138,7 @@ class StreamingStrategy(LoopStrategy):
         pin_memory: bool = True,
         fused_optimizer: Fused = "auto",
         optimizer_overlap: Overlap = "auto",
-        optimizer_on: OptimizerOn = "cpu",
+        optimizer_on: Place = "cpu",
         gpu_layers: Share = 0,
         save_frozen: bool = True,
         load_weights_from: str | Path | None = None,

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, 
 from torch import nn
 from torch.optim import Optimizer
 
+from sp_lightning import registry
 from sp_lightning.core.plan.update_policy import BatchFacts, OptimizerFacts, UpdateFacts
 from sp_lightning.core.torch_compat.private import (
     global_step_hooks,
@@ -33,29 +34,25 @@ from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.core.updates.step_context import compiles
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
 from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.step_place import StepPlace
 from sp_lightning.trainer.user_hooks import hooks_of_users
 
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 """The methods of a precision plugin that clip."""
 
 
-def collect(
-    of_run: UpdateFacts, trainer: Any, options: Options, optimizers: Sequence[Optimizer], places: StepPlace
-) -> UpdateFacts:
+def collect(of_run: UpdateFacts, trainer: Any, options: Options, optimizers: Sequence[Optimizer]) -> UpdateFacts:
     """Collects the current facts. No update may be running, because an optimizer has another class while its updates run.
 
     Args:
-        of_run: the facts of the run, already set: ``place`` to ``shares_base``, ``tried`` and ``needed``.
+        of_run: the facts of the run, already set: ``stay`` to ``shares_base``, ``tried`` and ``needed``.
         trainer: the trainer, with module, callbacks and precision plugin.
         options: the user's options.
         optimizers: the optimizers that step, as their users configured them.
-        places: returns the reasons why optimizers cannot step on the GPU.
     """
     facts = replace(
         of_run,
         overlap=options.optimizer_overlap,
-        optimizer_on=options.optimizer_on,
+        place=options.optimizer_on,
         gpu_layers=options.gpu_layers,
         fused_optimizer=options.fused_optimizer,
         disk=options.disk is not None,
@@ -73,7 +70,7 @@ def collect(
                 writes_gradients=writes_gradients(each),
                 # An optimizer with a fused step draws no random numbers. It creates tensors only in its first step, which ends
                 # before the next forward in any case (`LayerwiseStep._makes_state`).
-                ends_first=not has_fused_step(each) and bool(_against_background_on_gpu(trainer, [each], places)),
+                ends_first=not has_fused_step(each) and bool(_against_background_on_gpu(trainer, [each])),
             )
             for each in optimizers
         ),
@@ -82,8 +79,8 @@ def collect(
         against_layers=against_layers,
         instead=instead,
         against_forward=_against_beside_forward(optimizers),
-        against_gpu=places.against(optimizers) or _against_steps_on_gpu(trainer, optimizers),
-        against_gpu_background=_against_background_on_gpu(trainer, optimizers, places),
+        against_gpu=registry.against_gpu(optimizers) or _against_steps_on_gpu(trainer, optimizers),
+        against_gpu_background=_against_background_on_gpu(trainer, optimizers),
         accumulation_hooks=after,
         step_hooks=_has_step_hooks(optimizers),
         unread_before_step=not read_before_step and scaler_of(trainer) is None,
@@ -219,11 +216,11 @@ def _against_steps_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
     return ""
 
 
-def _against_background_on_gpu(trainer: Any, optimizers: Sequence[Optimizer], places: StepPlace) -> str:
+def _against_background_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) -> str:
     """Returns why steps on the GPU cannot run in the background; empty if they can."""
     plugin = trainer.precision_plugin
     if not is_exactly(plugin, (Precision, MixedPrecision)):
         return f"with {type(plugin).__name__}, tensors that an optimizer creates in the background would have another dtype"
-    if declared := [type(each).__name__ for each in optimizers if places.is_declared(each)]:
+    if declared := [type(each).__name__ for each in optimizers if registry.is_declared(each)]:
         return f"{' and '.join(declared)} may draw random numbers, which Superpipeline cannot detect"
     return ""

@@ -113,15 +113,6 @@ class Row:
     device: Callable[[], AbstractContextManager[Any]] = GPU
 
 
-def _on_gpu(strategy: Any, stepping: Any, facts: Any) -> tuple[bool, str]:
-    """Takes the place of the measured choice: the GPU, if it can step."""
-    return not facts.against_gpu, facts.against_gpu or "the test says so"
-
-
-def _steps_there() -> AbstractContextManager[Any]:
-    return mock.patch("sp_lightning.capabilities.gpu_steps.step_place.MeasuredPlace._choose", _on_gpu)
-
-
 def _refuses_locks() -> AbstractContextManager[Any]:
     return mock.patch.object(SimDevice, "pin", return_value=False)
 
@@ -213,12 +204,6 @@ class NeedsHeadAgain(Stepped):
         return super().loss(batch)
 
 
-class StepsAnother(Stepped):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            torch.optim.SGD(self.parameters(), lr=0.1).step()
-
-
 def _compiled(block: type[torch.nn.Module], **options: Any) -> Callable[[], Module]:
     def make() -> Module:
         torch._dynamo.reset()
@@ -251,13 +236,12 @@ class UnseenRouter(stacked.Router):
     stack = Unseen
 
 
-ACTIVATIONS, STAY, THERE = "`activations`", '`gpu_layers="auto"`', '`optimizer_on="auto"`'
+ACTIVATIONS, STAY = "`activations`", '`gpu_layers="auto"`'
 WINDOW, BITS, LOCKS = "`k`, `k_prime`", "[the GPU's bits](updates.md#the-gpus-bits)", "`pin_memory`"
 CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.1}
 OVERLAP, CASTS, EXPERTS = "`optimizer_overlap`", "casts in compiled blocks", "rows of experts"
 BEFORE, AFTER = "before", "after"
 STAYS: dict[str, Any] = {"options": {"gpu_layers": "auto"}}
-PLACED: dict[str, Any] = {"options": {"optimizer_on": "auto"}}
 MIXED: dict[str, Any] = {"trainer": {"precision": "bf16-mixed"}, "device": nullcontext, "of_gpu": False}
 EXCHANGES: dict[str, Any] = {"make": partial(Exchanges, ADAMW), "trainer": {"max_epochs": 2}}
 EXPERT = {"make": lambda: Module(stacked.Routers()), "device": nullcontext, "of_gpu": False}
@@ -302,29 +286,6 @@ ROWS = [
         OVERLAP, "a backward that needs an updated layer again", AFTER, list,
         'Use SuperpipelineStrategy(optimizer_overlap="forward")', raises=True,
         make=partial(NeedsHeadAgain, ADAMW),
-    ),
-    Row(
-        THERE, "the measurement of the GPU", BEFORE,
-        lambda: [failing("sp_lightning.capabilities.gpu_steps.step_place", "measure", LAUNCH)],
-        "The measurement of the GPU failed", **PLACED,
-    ),
-    Row(
-        THERE, "GPU memory for steps, at set-up", BEFORE,
-        lambda: [_steps_there(), failing(THERE_STEP, "reserve", OUT)],
-        'Allocating memory for optimizer_on="auto" failed', **PLACED,
-    ),
-    Row(
-        THERE, NEW_OPTIMIZER, BEFORE, lambda: [_steps_there()],
-        'optimizers step on the CPU from now on (optimizer_on="auto"): Own is not known', of_gpu=False, **PLACED, **EXCHANGES,
-    ),
-    Row(
-        THERE, "another optimizer steps the weights", BEFORE, lambda: [_steps_there()],
-        "SGD, which StepsAnother.configure_optimizers has not returned, steps weights", of_gpu=False,
-        make=partial(StepsAnother, ADAMW), **PLACED,
-    ),
-    Row(
-        THERE, "GPU memory in a step", AFTER, lambda: [_steps_there(), failing(THERE_STEP, "_bring", OUT, _nth(10))],
-        TORN, raises=True, **PLACED,
     ),
     Row(
         STAY, "GPU memory for optimizer state", BEFORE, lambda: [failing(THERE_STEP, "reserve", OUT)],

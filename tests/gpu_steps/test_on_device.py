@@ -570,6 +570,19 @@ def test_what_would_not_be_plains_is_refused(
         trainer_for(on_device(), plugins=[plugin()]).fit(make(), loader(vectors()))
 
 
+class Exchanges(Stepped):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.optimizers = [Unknown(self.parameters(), lr=0.1)]
+
+
+def test_an_exchange_for_an_optimizer_that_the_gpu_cannot_step_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match='optimizer_on="gpu" cannot be used: Unknown is not known to step each parameter'
+    ):
+        trainer_for(on_device()).fit(Exchanges(), loader(vectors()))
+
+
 class LookedUp(Stepped):
     """An embedding with sparse gradients, and an optimizer that takes them."""
 

@@ -16,7 +16,6 @@ from sp_lightning.core.plan.update_policy import (
     UpdatePolicy,
     against_gpu_bits,
     against_staying,
-    choose_overlap,
     complete,
     decide,
 )
@@ -67,9 +66,8 @@ def policy(on_disk: Paging = MEMORY, /, like_gpu: Any = (), **facts: Any) -> Upd
         ({"overlap": "forward", "against_background": "they compete"}, "forward", NO, ""),
         # An impossible place is an error only if the user has named it.
         ({"against_gpu": "LBFGS", "tried": True}, "backward", KEEPS, ""),
-        ({"against_gpu": "LBFGS", "optimizer_on": "auto", "tried": True}, "backward", KEEPS, ""),
         # On the GPU, other things count.
-        ({"place": "gpu", "optimizer_on": "gpu", "tried": True}, "backward", FREES, ""),
+        ({"place": "gpu", "tried": True}, "backward", FREES, ""),
         ({"place": "gpu", "against_layers": "not fused", "tried": True}, "backward", FREES, ""),
         ({"place": "gpu", "against_gpu_background": "declared"}, "off", NO, "declared"),
         ({"place": "gpu", "read_after_step": True}, "forward", NO, "on the GPU, gradients are freed"),
@@ -93,19 +91,13 @@ def test_when_layers_are_updated(facts: dict[str, Any], overlap: str, early: Ear
         ({"overlap": "backward", "batch": NORM}, r'all gradients before the first update. Use .*overlap="forward"'),
         ({"overlap": "backward", "place": "gpu", "batch": VALUE}, r'optimizer_on="gpu", optimizer_overlap="forward"'),
         ({"overlap": "forward", "place": "gpu", "against_gpu_background": "declared"}, r'"gpu", optimizer_overlap="off"'),
-        ({"optimizer_on": "gpu", "place": "gpu", "against_gpu": "LBFGS"}, 'optimizer_on="gpu" cannot be used: LBFGS'),
+        ({"place": "gpu", "against_gpu": "LBFGS"}, 'optimizer_on="gpu" cannot be used: LBFGS'),
         ({"gpu_layers": 3, "stay": True, "against_gpu": "LBFGS"}, "gpu_layers=3 steps layers on the GPU, .*: LBFGS"),
     ],
 )  # fmt: skip
 def test_what_is_asked_for_and_not_possible(facts: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decide(UpdateFacts(**facts))
-
-
-def test_another_place_can_be_asked_for() -> None:
-    facts = UpdateFacts(against_layers="not fused", place="cpu")
-    assert choose_overlap(facts, "cpu") == ("off", "not fused")
-    assert choose_overlap(facts, "gpu") == ("backward", "")
 
 
 OFF: dict[str, Any] = {"overlap": "off"}

@@ -23,6 +23,7 @@ PACKAGE = Path(sp_lightning.__file__).parent
 
 FOR_CAPABILITIES = {
     "HostBlock.show": "capabilities.gpu_steps",
+    "LayerStepper.reserve": "capabilities.tuning",
     "RowFinder.routed_share": "tools.planner",
     "BackgroundUpdates.land_layers_of": "capabilities.gpu_steps",
 }
@@ -122,7 +123,6 @@ def test_interfaces_are_found() -> None:
         "Placement",
         "RowFinder",
         "LayerStepper",
-        "StepPlace",
         "Group",
         "RunScope",
         "BaseTuner",

@@ -40,7 +40,7 @@ def test_defaults_of_options_are_those_of_the_signature() -> None:
 def test_choices_of_options_are_those_of_the_signature() -> None:
     hints = get_type_hints(SuperpipelineStrategy.__init__)
     choices = {name: set(_choices(hints[name])) for name in _options()}
-    assert choices["optimizer_on"] == {"cpu", "gpu", "auto"}
+    assert choices["optimizer_on"] == {"cpu", "gpu"}
     for name, (default, text) in _options().items():
         missing = [each for each in choices[name] if f'`"{each}"`' not in f"`{default}` {text}"]
         assert missing == [], name

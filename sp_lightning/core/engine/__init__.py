@@ -12,9 +12,8 @@ parameter*). A device parameter without memory is a *stand-in*.
 - A frozen :class:`~sp_lightning.core.plan.plan.Plan` decides *what* is copied, and which ring of slots a layer uses. A
   ``plan.window.Window`` chooses its k and k', and ``capabilities.tuning`` changes them between batches.
 - :func:`sp_lightning.core.plan.update_policy.decide` decides *when* optimizers step.
-- Four parts decide *where* they step, in this order: the option ``optimizer_on``; ``plan.window.Window``, because the GPU must
-  have room for steps; ``trainer.step_place.StepPlace``, which chooses for ``"auto"``; and ``decide``, which raises an error if
-  the GPU was asked for and cannot step.
+- The option ``optimizer_on`` decides *where* they step. ``Window`` raises an error if the GPU has no room for steps, and
+  ``decide`` if it cannot step these optimizers.
 
 - An automatic choice that fails does not end a run: ``observe.messages.degrading`` logs one line, and the next mode with the same
   results follows. A table in ``examples/guide/limits.md`` has each case. ``tests/endurance/test_automatic_choices.py`` tests it.

@@ -67,10 +67,6 @@ class Updating:
         """Steps layers on the GPU."""
         return self.updates.stepper
 
-    def step_on_host(self) -> None:
-        """Makes the CPU step all layers, except those that stay on the GPU. Called before the first step."""
-        self.stepper.steps_all = self.gradients.keep_for_step = False
-
     def staying(self, layer: StreamedLayer) -> bool:
         """Prepares the next step of a layer that stays on the GPU. Returns True if the step may write the layer's slot.
 

@@ -11,7 +11,7 @@ Mode = Literal["keep", "recompute", "offload"]
 Modes = Mapping[str, Mode]
 ActivationChoice = Mode | Literal["auto"] | Modes
 Overlap = Literal["auto", "off", "forward", "backward"]
-OptimizerOn = Literal["cpu", "gpu", "auto"]
+Place = Literal["cpu", "gpu"]
 Fused = bool | Literal["auto"]
 Packing = Literal["nvfp4", "mxfp4"]
 """The format of stacked experts in 4 bits."""

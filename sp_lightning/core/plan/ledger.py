@@ -88,17 +88,6 @@ class Ledger:
         return self.nbytes - self.staying
 
     @property
-    def sent(self) -> tuple[int, int]:
-        """Bytes that a step uploads to the device, and bytes that it offloads."""
-        moved = [each for each in self.passes if each.what in _TRANSFERS]
-        return sum(each.read for each in moved), sum(each.written for each in moved)
-
-    @property
-    def traffic(self) -> int:
-        """Bytes read and written by all passes of a step."""
-        return sum(each.read + each.written for each in self.passes)
-
-    @property
     def update_bytes(self) -> int:
         """Bytes that the CPU reads and writes in a step: all passes except transfers."""
         return sum(each.read + each.written for each in self.passes if each.what not in _TRANSFERS)

@@ -29,7 +29,7 @@ _INSTEAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "activations": {
         "recompute": ("checkpoint", "checkpointing", True), "keep": ("none", None, False), "offload": ("cpu", "host"),
     },
-    "optimizer_on": {"cpu": ("host",), "gpu": ("device", "cuda")},
+    "optimizer_on": {"cpu": ("host", "auto"), "gpu": ("device", "cuda")},
     "optimizer_overlap": {"auto": (True,), "off": (False, None, "none")},
 }  # fmt: skip
 """By option and choice, values that mean the same to users of other libraries."""

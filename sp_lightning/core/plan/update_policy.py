@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sp_lightning.core.plan.choices import Fused, OptimizerOn, Overlap, Share
+from sp_lightning.core.plan.choices import Fused, Overlap, Place, Share
 
-Place = Literal["cpu", "gpu"]
 Unit = Literal["whole", "primary", "layers"]
 Clip = Literal["whole", "at once", "in update"]
 
@@ -100,9 +99,8 @@ class UpdateFacts:
     """The facts for :func:`decide` and :func:`complete`. Each reason is a clause of a sentence; empty if there is no reason.
 
     Attributes:
-        overlap, optimizer_on, gpu_layers, fused_optimizer: the options.
+        overlap, place, gpu_layers, fused_optimizer: the options. ``place`` is ``optimizer_on``.
         disk: True if ``disk=`` is given.
-        place: where optimizers step.
         stay: True if layers stay on the GPU.
         on_cpu: True if the model computes on the CPU.
         ranks: True if several devices train.
@@ -126,11 +124,10 @@ class UpdateFacts:
     """
 
     overlap: Overlap = "auto"
-    optimizer_on: OptimizerOn = "cpu"
+    place: Place = "cpu"
     gpu_layers: Share = 0
     fused_optimizer: Fused = "auto"
     disk: bool = False
-    place: Place = "cpu"
     stay: bool = False
     on_cpu: bool = False
     ranks: bool = False
@@ -263,7 +260,7 @@ class UpdatePolicy:
 
 
 def decide(facts: UpdateFacts) -> UpdatePolicy:
-    """Decides when optimizers step. ``facts.place`` says where they step. Checks that this is possible.
+    """Decides when optimizers step. Checks that they can step so, and where the user wants it.
 
     Raises:
         ValueError: the user chose a place or a mode that is not possible.
@@ -273,9 +270,9 @@ def decide(facts: UpdateFacts) -> UpdatePolicy:
             f"gpu_layers={facts.gpu_layers} steps layers on the GPU, which is not possible: {facts.against_gpu}. Leave it out: "
             "then the CPU steps all layers."
         )
-    if facts.optimizer_on == "gpu" and facts.against_gpu:
+    if facts.place == "gpu" and facts.against_gpu:
         raise ValueError(f'optimizer_on="gpu" cannot be used: {facts.against_gpu}. Leave it out: then the CPU steps.')
-    overlap, why = choose_overlap(facts, facts.place)
+    overlap, why = choose_overlap(facts)
     early = EarlyUpdates.NO
     if overlap == "backward":
         early, why = _choose_early(facts)
@@ -284,14 +281,10 @@ def decide(facts: UpdateFacts) -> UpdatePolicy:
     return UpdatePolicy(facts.place, overlap, early, why, fused=fused)
 
 
-def choose_overlap(facts: UpdateFacts, place: Place) -> tuple[Overlap, str]:
+def choose_overlap(facts: UpdateFacts) -> tuple[Overlap, str]:
     """Returns the phase that updates overlap with, and, for ``"auto"``, why it is not a faster phase.
 
     If this returns ``"backward"`` for ``"auto"``, the uses of layers that the first step records may still be against it.
-
-    Args:
-        facts: the facts.
-        place: where optimizers would step, which may differ from :attr:`UpdateFacts.place`.
 
     Raises:
         ValueError: the user chose a mode that is not possible.
@@ -301,17 +294,17 @@ def choose_overlap(facts: UpdateFacts, place: Place) -> tuple[Overlap, str]:
         return "off", ""
     if not facts.optimizers:
         return "off", "there is no optimizer"
-    if place == "gpu":
+    if facts.place == "gpu":
         never, better = facts.against_gpu_background, ""
     else:
         never, better = facts.against_layers, facts.instead
     if asked == "auto":
         if why := facts.against_background or never or facts.against_forward:
             return "off", why
-        why = _against_backward(facts, place)
+        why = _against_backward(facts)
         return ("forward" if why else "backward"), why
-    if why := never or (_against_backward(facts, place) if asked == "backward" else facts.against_forward):
-        on_gpu = 'optimizer_on="gpu", ' if place == "gpu" else ""
+    if why := never or (_against_backward(facts) if asked == "backward" else facts.against_forward):
+        on_gpu = 'optimizer_on="gpu", ' if facts.place == "gpu" else ""
         other = "off" if never or facts.against_forward else "forward"
         raise ValueError(
             f'optimizer_overlap="{asked}" cannot be used: {why}. '
@@ -401,13 +394,13 @@ def against_staying(facts: UpdateFacts, *, like_gpu: bool) -> str:
     return "steps on the CPU differ from the GPU's in the last bits, so results would depend on it"
 
 
-def _against_backward(facts: UpdateFacts, place: Place) -> str:
+def _against_backward(facts: UpdateFacts) -> str:
     """Returns why updates cannot begin in backward; empty if they can."""
     if facts.accumulation_hooks:
         return "parameters have post-accumulate hooks, which may write gradients of other parameters"
     if facts.step_hooks:
         return "the optimizer has step hooks, which run after backward"
-    return facts.batch.against_early_updates(place)
+    return facts.batch.against_early_updates(facts.place)
 
 
 def _choose_early(facts: UpdateFacts) -> tuple[EarlyUpdates, str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.model.found import Found
-from sp_lightning.core.plan.choices import Count, OptimizerOn, Share
+from sp_lightning.core.plan.choices import Count, Share
 from sp_lightning.core.plan.plan import Plan, make_plan
 from sp_lightning.core.plan.units import as_option, enough_bytes, human_bytes
 
@@ -43,14 +43,13 @@ class Window:
             memory, less a margin if k or k' is "auto".
         ranks, nodes: the number of devices of a node, and of nodes, that sum their gradients.
         training: True if the batches are trained.
-        optimizer_on: where optimizers step. With ``"auto"``, plans have room for steps on the device if the budget allows it.
+        steps_on_device: True if optimizers step on the device, so that plans have room for steps.
         stay: the number of layers that stay on the device with their optimizer state, or their share of all layers. With
             ``"auto"``, as many layers as fit after the memory use of everything else was measured.
 
     Attributes:
         k, k_prime: as given.
         budget: as given. Takes effect with :meth:`begin`.
-        steps_on_device: True if plans have room for optimizer steps on the device.
         may_stay: True if results do not depend on how many layers stay, so that ``"auto"`` may choose their number.
     """
 
@@ -63,7 +62,7 @@ class Window:
         ranks: int = 1,
         nodes: int = 1,
         training: bool = True,
-        optimizer_on: OptimizerOn = "cpu",
+        steps_on_device: bool = False,
         stay: Share = 0,
     ) -> None:
         self.k = k
@@ -72,8 +71,7 @@ class Window:
         self._margin = _MARGIN if "auto" in (k, k_prime) else 0  # only chosen windows fill the memory
         self._training = training
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
-        self.steps_on_device = optimizer_on != "cpu" and training and ranks * nodes == 1
-        self._may_step_on_cpu = optimizer_on == "auto"
+        self._steps_on_device = steps_on_device and training and ranks * nodes == 1
         self._stay: int | float = 0 if stay == "auto" or not training or ranks * nodes > 1 else stay
         self._chooses_stay = stay == "auto" and training and ranks * nodes == 1
         self._most_stay: int | None = None  # the most layers that may stay; None if there is no such limit
@@ -100,8 +98,6 @@ class Window:
     def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
         """Returns the plan for the first batches: the smallest window. Sets the budget by the device's free memory.
 
-        With ``optimizer_on="auto"``, this also decides whether plans have room for steps on the device.
-
         Args:
             found: the model's layers.
             device: the device, before anything is allocated on it.
@@ -124,9 +120,6 @@ class Window:
             )
         smallest = _WITHOUT_LIMIT if self.room is None else (1, 1)
         plan = self.plan(*smallest)
-        if self._may_step_on_cpu and (device.computes_on_host or self._is_too_large(plan)):
-            self.steps_on_device = False
-            plan = self.plan(*smallest)
         if self.room is not None and self._is_too_large(plan):
             raise ValueError(self._too_large(plan, self.room, device, find))
         return plan
@@ -220,7 +213,7 @@ class Window:
             stay = self._stay if isinstance(self._stay, int) else round(self._stay * len(found.layers))
             stay = stay if self._most_stay is None else min(stay, self._most_stay)
         plan = make_plan(found, k=k, k_prime=k_prime, stay=stay, **self._options)
-        return replace(plan, steps_on_device=self.steps_on_device)
+        return replace(plan, steps_on_device=self._steps_on_device)
 
     def plan(self, k: int, k_prime: int) -> Plan:
         """Returns the plan with this window. If the user gave a number for ``k`` or ``k_prime``, that number is used instead."""

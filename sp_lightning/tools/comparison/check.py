@@ -122,10 +122,6 @@ class _Checking:
         """
         settings, options, unused = self._subject.described()
         options |= self._given
-        if options.get("optimizer_on") == "auto":
-            raise ValueError(
-                'optimizer_on="auto" cannot be checked: a check compares one place. Use optimizer_on="cpu" or "gpu".'
-            )
         if unused and not self.found.notes:  # in a second call, for the CPU, the note is there already
             self.found.notes.append(
                 f"Not used, because a check has its own length, files and devices: {', '.join(unused)}."

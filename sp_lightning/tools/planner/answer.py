@@ -11,10 +11,10 @@ from typing import Any
 
 from sp_lightning.capabilities.tuning.choices import SAME
 from sp_lightning.capabilities.tuning.visits import Prediction
-from sp_lightning.core.plan.choices import Modes
+from sp_lightning.core.plan.choices import Modes, Place
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.updates.step_context import compiles
-from sp_lightning.tools.planner.arguments import AskedOverlap, Place, Question, contradictions
+from sp_lightning.tools.planner.arguments import AskedOverlap, Question, contradictions
 from sp_lightning.tools.planner.estimate import Estimate
 from sp_lightning.tools.planner.host import HostMemory, beside, on_device
 

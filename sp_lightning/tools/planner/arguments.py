@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from sp_lightning.core.plan.choices import Mode, Packing, Share
+from sp_lightning.core.plan.choices import Mode, Packing, Place, Share
 from sp_lightning.core.plan.choices import Overlap as AskedOverlap
 from sp_lightning.core.plan.units import exact_bytes, parse_bytes
 from sp_lightning.registry import check_command, is_installed
@@ -47,7 +47,6 @@ PRECISIONS = {
 """By Lightning's name of a precision: torch's names of the dtypes of parameters and of autocast (None: no autocast)."""
 MODES: tuple[Mode, ...] = get_args(Mode)
 Overlap = Literal["off", "forward", "backward"]
-Place = Literal["cpu", "gpu"]
 OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 PLACES: tuple[Place, ...] = get_args(Place)
 """The values of ``optimizer_overlap`` and ``optimizer_on``, without ``auto``."""

@@ -1,0 +1,161 @@
+"""After a run that has waited for optimizer steps, the log names options with which they could be faster."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from examples.benchmarks.clocked_steps import LAYERS, STEPS, WIDTH, Clocked, Trained
+from sp_lightning import SuperpipelineStrategy, registry
+from sp_lightning.capabilities.tuning.visits import Rates
+from sp_lightning.core.device.device import Stream, Wait
+from tests.support.models import vectors
+from tests.support.on_device import Stepped, adamw
+from tests.support.runs import assert_same, fit
+from tests.support.simdevice import SimDevice, simulated
+
+SECONDS = 10.0
+
+
+class Asks(Stepped):
+    """Asks for the advice at the end of a run of :data:`SECONDS`."""
+
+    said: str
+
+    def on_train_end(self) -> None:
+        self.said = self.trainer.strategy._step_advice(SECONDS)  # type: ignore[attr-defined]
+
+
+def advice(waited: float, make: Any = adamw, precision: Any = "32-true", clip: Any = None, **options: Any) -> str:
+    """The advice after a run on a simulated device that has waited so many seconds for updates in the background."""
+
+    def stalled(device: Any, *why: Wait) -> float:
+        return waited if Wait.FETCH_AFTER_UPDATE in why else 0.5 if Wait.USE_AFTER_FETCH in why else 0.0
+
+    module = Asks(make)
+    with mock.patch.object(SimDevice, "stall_seconds", stalled), simulated():
+        strategy = SuperpipelineStrategy(**{"k": 1, "optimizer_overlap": "backward", **options})
+        fit(lambda: module, vectors(), strategy, recorded="nothing", precision=precision, gradient_clip_val=clip)
+    return module.said
+
+
+@pytest.mark.long("takes a second or more")
+@pytest.mark.parametrize(
+    ("options", "waited", "said"), [({}, 1.0, True), ({}, 0.1, False), ({"clip": 1.0}, 1.0, False)]
+)
+def test_a_run_that_waits_for_updates_is_told_of_backward_where_that_is_possible(
+    options: dict[str, Any], waited: float, said: bool
+) -> None:
+    """On an H100 a step took 0.71 s in place of 0.89."""
+    sentence = 'Try optimizer_overlap="backward": updates then overlap with the backward pass, too (p.grad is None after a step).'
+    assert advice(waited, optimizer_overlap="forward", **options) == (sentence if said else "")
+    if said:
+        assert advice(waited) == ""
+
+
+ON_GPU = 'Try optimizer_on="gpu": the GPU then runs the optimizer steps, and results have its last bits.'
+
+
+class Unknown(torch.optim.AdamW):
+    pass
+
+
+def unknown(parameters: Any) -> Optimizer:
+    return Unknown(parameters, lr=1e-2)
+
+
+@pytest.mark.long("takes a second or more")
+@pytest.mark.parametrize(
+    ("waited", "options", "said"),
+    [
+        (5.1, {}, True),
+        (4.9, {}, False),
+        (9.0, {"optimizer_on": "gpu"}, False),
+        (9.0, {"optimizer_overlap": "off", "make": unknown}, False),
+        (9.0, {"fused_optimizer": True}, False),
+        (9.0, {"gpu_memory": "40KiB"}, False),
+        (9.0, {"optimizer_overlap": "forward", "precision": "bf16-true"}, False),
+    ],
+    ids=["half", "less", "there already", "cannot step there", "fused", "no room", "mode"],
+)
+def test_a_run_that_waits_for_updates_half_of_its_time_is_told_of_the_gpu(
+    waited: float, options: dict[str, Any], said: bool
+) -> None:
+    assert (ON_GPU in advice(waited, **options)) is said
+
+
+class StepsOnCpu(Clocked):
+    """The CPU steps the layers, and its time counts on the clocks.
+
+    Args:
+        stepping: how long it takes for a layer.
+    """
+
+    computes_on_host = False
+
+    def __init__(self, stepping: float) -> None:
+        super().__init__(Rates(1e9, 1e9, 1e9, 1e9, visit_seconds=0.0), 1.0, stepping)
+
+    def access(self, memory: Any, by: Stream | None, *, write: bool) -> None:
+        if by is Stream.UPDATE:
+            self.host += self._stepping * write  # each update declares once that it writes the weights
+        else:
+            super().access(memory, by, write=write)
+
+    def finish(self, work: Any, why: Wait) -> None:
+        stalled, begun = self._stalled[why], self.host
+        super().finish(work, why)
+        self._stalled[why] = stalled + self.host - begun
+
+
+class AsksOnClocks(Trained):
+    seconds: float
+    said: str
+
+    def on_train_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        strategy._run.finish_updates()
+        self.seconds = max(*self.clocks.now.values(), self.clocks.host)
+        self.said = strategy._step_advice(self.seconds)
+
+
+@pytest.mark.long("takes a second or more")
+@pytest.mark.parametrize(("stepping", "said"), [(0.1, False), (0.8, False), (6.0, True)])
+def test_on_clocks_the_gpu_is_named_if_the_cpu_is_slow(stepping: float, said: bool) -> None:
+    """Forward and backward take a second each for a layer, and updates overlap with the forward."""
+    device = StepsOnCpu(stepping)
+    module, strategy = AsksOnClocks(device), SuperpipelineStrategy(k=2, k_prime=1, optimizer_overlap="forward")
+    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, barebones=True)
+    with mock.patch("sp_lightning.trainer.run.device_for", return_value=device):
+        trainer.fit(module, DataLoader(torch.ones(STEPS, 2, WIDTH), batch_size=None))  # type: ignore[arg-type]
+    assert module.seconds > STEPS * LAYERS * stepping, "updates count on the clocks"
+    assert (ON_GPU in module.said) is said
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_the_former_choice_is_an_error_that_names_what_to_write_now() -> None:
+    message = re.escape('optimizer_on must be one of "cpu", "gpu", found \'auto\'. Use optimizer_on="cpu".')
+    with pytest.raises(ValueError, match=message):
+        SuperpipelineStrategy(optimizer_on="auto")  # type: ignore[arg-type]
+
+
+@pytest.mark.long("takes a second or more")
+def test_without_the_folder_no_layer_stays_and_no_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = registry.is_installed
+    monkeypatch.setattr(
+        registry, "is_installed", lambda folder: folder != "capabilities.gpu_steps" and installed(folder)
+    )
+    strategy = SuperpipelineStrategy(k=1, gpu_layers="auto")
+    with simulated():
+        ours = fit(Stepped, vectors(), strategy, recorded="losses")
+        assert_same(ours, fit(Stepped, vectors(), SuperpipelineStrategy(k=1), recorded="losses"))
+    missing = "sp_lightning/capabilities/gpu_steps is not installed"
+    assert f'No layer stays on the GPU (gpu_layers="auto"): {missing}.' in strategy.remarks()
+    assert advice(9.0) == ""
