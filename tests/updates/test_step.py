@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -81,8 +82,18 @@ def test_a_fused_optimizer_does_not_read_a_scale_that_is_on_its_way() -> None:
 
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 @pytest.mark.parametrize("fused", [True, None])
-def test_the_cpu_does_not_read_a_learning_rate_that_is_on_its_way(fused: bool | None, overlap: str) -> None:
+def test_the_cpu_does_not_read_a_learning_rate_that_is_on_its_way(
+    fused: bool | None, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's fused steps copy it to the CPU without blocking."""
+    adam: Any = import_module("torch.optim.adam")
+    real, rates = adam._fused_adam, set[type]()
+
+    def noting(*args: Any, lr: Any, **kwargs: Any) -> None:
+        rates.add(type(lr))  # updates in the background read an OnTheWay as a plain tensor
+        real(*args, lr=lr, **kwargs)
+
+    monkeypatch.setattr(adam, "_fused_adam", noting)
 
     class Learns(Module):
         def configure_optimizers(self) -> Any:
@@ -96,6 +107,7 @@ def test_the_cpu_does_not_read_a_learning_rate_that_is_on_its_way(fused: bool | 
     assert_equal(ours.state, plain.state, "weights")
     (group,) = ours.trainer.optimizers[0].param_groups
     assert group["lr"] is ours.trainer.lightning_module.rate, "the user's tensor is back"
+    assert rates == {Tensor}, "a copy on the CPU, for which a call has waited"
 
 
 FINITE = [1.0, -3.0, 65504.0, -65504.0, 2.0**-24, -0.0, 0.0, 0.1]
