@@ -17,6 +17,9 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 import sp_lightning
+from sp_lightning.core.layers import gradients
+from sp_lightning.core.torch_compat import private
+from sp_lightning.core.torch_compat.private import node_hooks
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, fit, superpipeline
 
@@ -121,6 +124,26 @@ def test_hooks_run_as_on_plain_lightning(name: str, options: dict[str, Any]) -> 
     assert_equal(ours.losses, plain.losses, "losses")
     assert_equal(by_name(ours.module), by_name(plain.module), "what hooks have seen")
     assert_equal(ours.state, plain.state, "weights")
+
+
+def test_the_hooks_on_a_node_are_read_once_for_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, found = list[int](), list[int]()
+
+    def noting(leaf: Tensor) -> Any:
+        read.append(id(leaf))
+        return node_hooks(leaf)
+
+    class Counts(Holds):
+        def on_before_backward(self, loss: Tensor) -> None:
+            read.clear()
+
+        def on_after_backward(self) -> None:
+            found.extend(map(read.count, map(id, self.parameters())))
+
+    monkeypatch.setattr(private, "node_hooks", noting)
+    monkeypatch.setattr(gradients, "node_hooks", noting)
+    fit(lambda: Counts(after), vectors(), superpipeline(k=1), recorded="losses")
+    assert set(found) == {1}
 
 
 @pytest.mark.parametrize("name", ROWS)

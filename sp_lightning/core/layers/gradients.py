@@ -35,6 +35,7 @@ from sp_lightning.core.layers.narrow_gradient import (
 from sp_lightning.core.store.block_memory import BlockMemory, Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.private import (
+    NodeHooks,
     accumulation_hooks,
     has_accumulation_hooks,
     node_hooks,
@@ -516,13 +517,14 @@ class Gradients(GradientSink):
                 else:
                     gradient = own.zero_().index_copy_(0, sparse_indices(gradient)[0], sparse_values(gradient))
         narrow = own is gradient and gradient.dtype is not parameter.dtype
-        if first and own is gradient and not has_accumulation_hooks(parameter):  # nearly always
+        on_node = node_hooks(parameter)
+        if first and own is gradient and on_node is None and not accumulation_hooks(parameter):  # nearly always
             if narrow:
                 keep_narrow(parameter, gradient, self._note_read)
             else:
                 parameter.grad = gradient  # (9)
         else:
-            accumulate(parameter, gradient, own=own is gradient and not narrow)
+            accumulate(parameter, gradient, on_node, own=own is gradient and not narrow)
         return id(parameter)
 
 
@@ -547,7 +549,7 @@ _requires_grad: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _memory: Callable[[_OnHost], Tensor] = itemgetter(1)
 
 
-def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
+def accumulate(parameter: nn.Parameter, gradient: Tensor, on_node: NodeHooks | None, *, own: bool) -> None:
     """Accumulates a gradient into the host's parameter, like autograd's ``AccumulateGrad``.
 
     The first gradient becomes ``param.grad``, and later ones are added in place. Then the user's hooks for accumulated gradients
@@ -557,9 +559,9 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor, *, own: bool) -> None:
     Args:
         parameter: the user's parameter.
         gradient: a tensor on the host with the parameter's shape, and its dtype or a lower one.
+        on_node: the hooks on the parameter's own node; None if there are none.
         own: True if ``gradient`` itself may become ``param.grad``. Otherwise a copy becomes ``param.grad``.
     """
-    on_node = node_hooks(parameter)
     if on_node is not None:
         gradient, own = _before_accumulation(on_node.before, gradient.to(parameter.dtype), own)
     if parameter.grad is None and own:
