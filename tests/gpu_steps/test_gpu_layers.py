@@ -22,6 +22,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.capabilities.gpu_steps.staying import StayingLayers
 from sp_lightning.core.device.device import Wait
 from sp_lightning.core.device.layout import PAGE
+from sp_lightning.core.engine.clipping import Clipping
 from sp_lightning.core.observe.stats import Stats
 from tests.support.emulated_gpu import gpu_device
 from tests.support.like_gpu import BATCHES, ON_GPU, OPTIMIZERS, plain, said
@@ -78,6 +79,38 @@ def test_what_moves_falls_with_each_layer_that_stays() -> None:
     assert moved == sorted(moved, reverse=True)
     assert len(set(moved)) == 4
     assert moved[-1] == 0
+
+
+@pytest.mark.long("takes a second or more")
+def test_the_host_waits_twice_for_clipping_however_many_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all norms together, and for the coefficient."""
+    waits, per_step = [0], list[int]()
+    copy, clip = Tensor.cpu, Clipping.by_norm
+
+    def counted(tensor: Tensor) -> Tensor:
+        waits[-1] += 1
+        return copy(tensor)
+
+    def clips(*arguments: Any) -> None:
+        waits.append(0)
+        clip(*arguments)
+        per_step.append(waits.pop())
+
+    monkeypatch.setattr(Tensor, "cpu", counted)
+    monkeypatch.setattr(Clipping, "by_norm", clips)
+
+    def run(strategy: Any) -> Outcome:
+        def make() -> Stepped:
+            return Stepped(lambda ps: torch.optim.AdamW(ps, fused=True))
+
+        return fit(make, vectors(4), strategy, recorded="losses", gradient_clip_val=0.05)
+
+    plain = run("auto")
+    for share in (1, 4):
+        with simulated():
+            ours = run(SuperpipelineStrategy(k=1, gpu_layers=share, optimizer_overlap="forward"))
+        assert per_step[-1] == 2
+        assert_same(ours, plain)
 
 
 class PartlyFrozen(Module):

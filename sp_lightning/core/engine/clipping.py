@@ -57,9 +57,14 @@ class Clipping:
         elif parameters and all(self._norms.replaces_torch(unwidened(stored(each))) for each in parameters):
             total = self._norms.total(self._all_norms(parameters, measured))
         else:
-            of_host = Norms()
+            of_host, from_gpu = Norms(), self._norms_from_gpu(parameters)
             # get_total_norm computes the norm of each tensor. A norm in place of a gradient is unchanged, because it is a scalar.
-            total = of_host.total([self._norm_or_gradient(measured, each, of_host) for each in parameters])
+            total = of_host.total(
+                [
+                    from_gpu[each] if each in from_gpu else self._norm_or_gradient(measured, each, of_host)
+                    for each in parameters
+                ]
+            )
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_gpu:
             self._engine.stepper.synchronize_norms()
@@ -101,18 +106,23 @@ class Clipping:
         norms |= zip(unknown, found.of([*unknown.values()]), strict=True)
         return [norms[parameter] for parameter in parameters]
 
-    def _norm_on_gpu(self, gradient: Tensor) -> Tensor | None:
+    def _norm_on_gpu(self, gradient: Tensor | None) -> Tensor | None:
         """Returns the norm of a gradient that waits on the GPU for a layer's step; None if it is on the host."""
-        if getattr(gradient, "computed", None) is None:  # an attribute of narrow gradients
+        if gradient is None or getattr(gradient, "computed", None) is None:  # an attribute of narrow gradients
             return None
         return self._engine.stepper.norms([gradient])[0]
 
+    def _norms_from_gpu(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Returns the norms of all gradients that wait on the GPU, copied to the host together: the host waits for each copy."""
+        norms = {p: norm for p in parameters if (norm := self._norm_on_gpu(stored(p))) is not None}
+        # With norms of two dtypes, `stack` widens some of them, and `to` restores them.
+        on_host = torch.stack([*norms.values()]).cpu() if norms else ()
+        return {p: each.to(norm.dtype) for (p, norm), each in zip(norms.items(), on_host, strict=True)}
+
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
-        """Returns the gradient, or its norm: if the norm is known, or the gradient is narrow, on the GPU, or may leave memory."""
+        """Returns a gradient on the host, or its norm: if the norm is known, or the gradient is narrow or may leave memory."""
         gradient = stored(parameter)
         assert gradient is not None
-        if (gpu_norm := self._norm_on_gpu(gradient)) is not None:
-            return gpu_norm.cpu()
         if (norm := _known_norm(measured, parameter, gradient)) is not None:
             return norm
         stays_readable = unwidened(gradient) is gradient and not self._in_memory(parameter)
