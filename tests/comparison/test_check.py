@@ -232,12 +232,20 @@ def test_callbacks_of_the_module_s_own_write_no_files(temporary: Path) -> None:
 
 
 @pytest.mark.long("takes a second or more")
-def test_where_nothing_was_returned_nothing_is_called_equal() -> None:
-    report = check(planted.Everything, None)
-    lines = [line for line in str(report).splitlines() if " equal" in line or line.endswith(" none to compare")]
-    said = {line.split()[0]: line.split()[-1] for line in lines}
-    assert [what for what, result in said.items() if result == "compare"] == ["validation"]
-    assert {"losses", "scheduler", "weights", "predictions"} <= set(said)
+def test_steps_that_return_nothing_have_run_and_are_not_called_equal() -> None:
+    """The validation had run, and the report said "none to compare"."""
+    report = str(check(planted.Everything, None))
+    assert re.search("^validation +0  ran, returned nothing to compare$", report, re.MULTILINE)
+    assert re.search("^losses +2  equal$", report, re.MULTILINE)
+    assert report.count("nothing to compare") == 1
+
+
+@pytest.mark.long("takes a second or more")
+def test_what_a_validation_logs_is_compared() -> None:
+    report = check(planted.OtherValidation)
+    assert set(findings(report)) == {"logged values", "continued"}
+    assert "val_loss, after training: values differ" in findings(report)["logged values"]
+    assert "have nothing for these" not in str(report), "steps that return an empty dictionary have run"
 
 
 @pytest.mark.rest("takes tenths of a second")

@@ -84,6 +84,19 @@ class OtherOutput(Module):
             self.net.blocks[2].register_forward_hook(lambda block, arguments, output: output * (1 + 2**-20))
 
 
+class OtherValidation(Module):
+    """Logs another value in validation under the strategy. Its validation steps return an empty dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch) + is_streamed(self))
+        return {}
+
+    val_dataloader = staticmethod(batches)
+
+
 class TooLarge(Module):
     """Needs more memory than there is, under plain Lightning."""
 

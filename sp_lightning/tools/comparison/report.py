@@ -64,7 +64,7 @@ class Report:
         width = max(map(len, self.rows))
         lines = [self.reference, "", f"{'what':<{width}} {'tensors':>8}  result"]
         for what, row in self.rows.items():
-            equal = "none to compare"
+            equal = "ran, returned nothing to compare"
             if row.tensors:
                 equal = "equal"
             elif row.values:

@@ -106,7 +106,8 @@ class Recorder(Callback):
     def _keep(self, trainer: pl.Trainer, phase: str, kind: str, outputs: Any) -> None:
         moment = f"{phase} batch {self._phases[phase]}"
         self._phases[phase] += 1
-        self.record.add(kind, moment, outputs)
+        # A step that returns an empty structure has run: it has a row. A training step that returns nothing trains nothing.
+        self.record.add(kind, moment, outputs if kind == "losses" or [*flatten(outputs)] else None)
         self.record.add("logged values", moment, trainer.callback_metrics)
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
