@@ -371,7 +371,8 @@ class StreamedLoop:
         phase = "train" if training else "predict"
         if not run.steps.running:  # otherwise `_step` has called it, before the closure
             self._batch_starts(phase, (forward.args, forward.keywords))
-        output = run.step(phase, forward, ends_with_backward=training)
+        # A forward that returns None may have made a graph, too. None would tell `Run.step` that no backward follows.
+        (output,) = run.step(phase, lambda: (forward(),), ends_with_backward=training)
         return self._await(output) if training else output
 
     def _end_without_graph(self) -> None:

@@ -583,6 +583,42 @@ def test_two_streams_of_one_class_generate_each_with_its_own() -> None:
     assert vars(GenerationMixin)["generate"] is before
 
 
+class Keeps(Stack):
+    """Its forward keeps the loss, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.losses.append(super().forward(x).square().mean())
+
+
+def keeping(calls: int, options: dict[str, Any] | None) -> list[torch.Tensor]:
+    """The gradients and weights of a loop whose forwards return None, with a penalty on weights."""
+    torch.manual_seed(0)
+    net = Keeps()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    found = []
+    with nullcontext() if options is None else stream(net, optimizer, **options):
+        for batch in vectors(3):
+            for number in range(calls):
+                net(batch * (1 + number))
+            penalty = sum(((weight * 1.3).square().sum() + weight.abs().sum() for weight in net.parameters()), 0.0)
+            (torch.stack(net.losses).sum() + 0.01 * penalty).backward()
+            net.losses.clear()
+            found += [weight.grad.clone() for weight in net.parameters() if weight.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, *net.parameters()]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_forward_that_returns_none_is_a_step(calls: int) -> None:
+    """The step ended with it, so gradients of the penalty were added in another order."""
+    assert_equal(keeping(calls, {"k": 1, "k_prime": 1}), keeping(calls, None), "")
+
+
 def test_a_checkpoint_around_the_root_is_an_error() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     with stream(net, torch.optim.SGD(net.parameters())), pytest.raises(RuntimeError, match="around a streamed module"):
