@@ -485,7 +485,7 @@ def settings(options: Any) -> dict[str, Any]:
 
 
 def measure(options: Any, make_module: Any, data: Any, **more: Any) -> Any:
-    """Runs the same model with plain Lightning and with some k and k': equal losses, memory, time."""
+    """Runs the same model with plain Lightning and with some k and k': memory and time."""
     from sp_lightning import dial
 
     name = Path(sys.argv[0]).stem

@@ -62,7 +62,7 @@ def _run(given: argparse.Namespace | None, arguments: list[str]) -> None:
         elif given.command == "dial":
             from sp_lightning.tools.comparison import command
 
-            command.run_dial(given, arguments)
+            command.run_dial(given)
         elif given.command == "rates":
             from sp_lightning.tools.planner import measured
 

@@ -8,6 +8,9 @@ The public names of capabilities are imported when they are first used (``sp_lig
 
 import importlib.metadata
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 from lightning_utilities.core import rank_zero
 from lightning_utilities.core.imports import RequirementCache
@@ -36,7 +39,43 @@ from sp_lightning.trainer.strategy import SuperpipelineStrategy
 registry.install()
 SuperpipelineStrategy.register_strategies(StrategyRegistry)
 STRATEGY_REGISTRY.register(SuperpipelineStrategy.strategy_name, registry.fabric_strategy, override=True)
-if _log is not None:
-    rank_zero.log = _log
+
+
+def _register_with_other_package() -> None:
+    """Registers the strategy with ``pytorch_lightning``, which has been imported."""
     if RequirementCache("pytorch-lightning>=2.6"):
         import sp_lightning.pytorch_lightning
+
+
+class _WhenImported:
+    """A finder of modules that registers the strategy with ``pytorch_lightning`` once that package has been imported.
+
+    Neither Lightning package reads strategies from entry points, and an import by us would take its time and change the logger.
+    So this object lies in ``sys.meta_path`` until the import of the package, which other finders find, has ended.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "pytorch_lightning":
+            return None
+        others = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+        spec = next((found for find in others if find and (found := find(name, path, target))), None)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            own = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                del loader.exec_module  # set on the object: its class's is there again
+                own(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    _register_with_other_package()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+if _log is None:
+    sys.meta_path.insert(0, _WhenImported())
+else:
+    rank_zero.log = _log
+    _register_with_other_package()

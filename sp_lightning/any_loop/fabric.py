@@ -12,11 +12,12 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from sp_lightning.any_loop.stream import StreamedLoop, replace_method, steps, strategy_with, stream
+from sp_lightning.any_loop.stream import StreamedLoop, steps, strategy_with, stream
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
+from sp_lightning.core.torch_compat.patched import replace_method
 from sp_lightning.trainer.options import AUTOCAST, prepare_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -134,8 +135,8 @@ class FabricStrategy(SingleDeviceStrategy):
         if module not in self._modules:
             self._await_call(module)
             if getattr(module, "automatic_optimization", True):  # otherwise these methods step optimizers themselves
-                for name in filter(partial(hasattr, module), _STEPS):
-                    replace_method(self._replaced, module, name, self._method)
+                for name in filter(partial(_is_own, module), _STEPS):
+                    self._replaced.enter_context(replace_method(module, name, self._method))
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -178,3 +179,9 @@ class FabricStrategy(SingleDeviceStrategy):
             self._modules[module] = streamed
             release(module, self._first_call)
         return streamed
+
+
+def _is_own(module: nn.Module, name: str) -> bool:
+    """Returns True if a module has a method that is not one of Lightning's, which do nothing or call the module."""
+    where = getattr(getattr(module, name, None), "__module__", None)
+    return where is not None and where.partition(".")[0] not in ("lightning", "pytorch_lightning")

@@ -6,8 +6,8 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial, wraps
-from types import MethodType, SimpleNamespace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
-from sp_lightning.core.torch_compat.patched import Patch, in_place_of, unwatch, watch
+from sp_lightning.core.torch_compat.patched import Patch, replace_method, unwatch, watch
 from sp_lightning.core.torch_compat.private import checkpoint_hook, tree_leaves
 from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.trainer.group import ALONE
@@ -231,9 +231,9 @@ class StreamedLoop:
             if run.trains:
                 run.training_begins()
             for each in self._loop.optimizers:
-                replace_method(self._replaced, each, "step", self._step)
+                self._replaced.enter_context(replace_method(each, "step", self._step))
             if hasattr(self._module, "generate"):
-                replace_method(self._replaced, self._module, "generate", self._generate)
+                self._replaced.enter_context(replace_method(self._module, "generate", self._generate))
             for patch in _scaler_patches:
                 patch.install()
         except BaseException:
@@ -371,7 +371,8 @@ class StreamedLoop:
         phase = "train" if training else "predict"
         if not run.steps.running:  # otherwise `_step` has called it, before the closure
             self._batch_starts(phase, (forward.args, forward.keywords))
-        output = run.step(phase, forward, ends_with_backward=training)
+        # A forward that returns None may have made a graph, too. None would tell `Run.step` that no backward follows.
+        (output,) = run.step(phase, lambda: (forward(),), ends_with_backward=training)
         return self._await(output) if training else output
 
     def _end_without_graph(self) -> None:
@@ -428,17 +429,6 @@ class _Awaited:
     """A hook on the outputs of a call of the root. It does nothing, and their graph keeps it alive."""
 
     def __call__(self, gradient: Tensor) -> None: ...
-
-
-def replace_method(until: ExitStack, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Replaces a method of an object until the stack closes: ``instead`` gets the method, the object and the arguments."""
-    own = getattr(owner, name)
-
-    @wraps(own)
-    def replaced(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return instead(own, owner, *args, **kwargs)
-
-    until.enter_context(in_place_of(owner, {name: MethodType(replaced, owner)}))
 
 
 def _scaled(call: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +21,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
+from transformers import GenerationMixin
 
 from sp_lightning import compile_blocks, stream
 from sp_lightning.any_loop.stream import StreamedLoop
@@ -518,6 +524,99 @@ def test_a_copy_generates_with_its_own_weights() -> None:
         assert torch.equal(copied.generate(ids, max_new_tokens=4, do_sample=False), own)
         assert all(map(torch.equal, before, copied.parameters()))
     assert torch.equal(copied.generate(ids, max_new_tokens=4, do_sample=False), own)
+
+
+GENERATES = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(3)])
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+    def generate(self, x, tokens):
+        for _ in range(tokens):
+            x = self(x)
+        return x
+"""
+LOADS = """
+import pickle, sys
+sys.modules["sp_lightning"] = None
+import torch
+module, x = pickle.load(open("module.pkl", "rb"))
+print("generate" in vars(module), hash(tuple(module.generate(x, 2).flatten().tolist())))
+"""
+
+
+@pytest.mark.rest("a process that imports torch")
+def test_a_pickle_of_the_module_has_nothing_of_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had an attribute ``generate``, which later changes of the class's method did not reach."""
+    (tmp_path / "of_the_user.py").write_text(GENERATES)
+    monkeypatch.syspath_prepend(tmp_path)
+    kind: Any = importlib.import_module("of_the_user").Net
+    net, x, before = kind(), torch.randn(2, 4), vars(kind)["generate"]
+    expected = net.generate(x, 2)
+    attributes = set(vars(net))
+    with stream(net, torch.optim.SGD(net.parameters()), k=1, k_prime=1) as streamed:
+        other = kind()
+        assert other.generate(x, 2).requires_grad, "no step: the module is another one"
+        assert torch.equal(net.generate(x, 2), expected)
+        assert streamed.stats().fetched_layers > 0
+        assert set(vars(net)) == attributes
+        (tmp_path / "module.pkl").write_bytes(pickle.dumps((net, x)))
+    assert vars(kind)["generate"] is before
+    done = subprocess.run([sys.executable, "-c", LOADS], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", str(hash(tuple(expected.flatten().tolist())))]
+
+
+def test_two_streams_of_one_class_generate_each_with_its_own() -> None:
+    nets, ids = [llama().net.eval(), llama().net.eval()], tokens(1)[0]["input_ids"]
+    before = vars(GenerationMixin)["generate"]
+    expected = nets[1].generate(ids, max_new_tokens=2, do_sample=False)
+    with stream(nets[0], k=1) as first, stream(nets[1], k=1) as second:
+        first.close()
+        assert torch.equal(nets[1].generate(ids, max_new_tokens=2, do_sample=False), expected)
+        assert second.stats().fetched_layers > 0
+    assert vars(GenerationMixin)["generate"] is before
+
+
+class Keeps(Stack):
+    """Its forward keeps the loss, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.losses.append(super().forward(x).square().mean())
+
+
+def keeping(calls: int, options: dict[str, Any] | None) -> list[torch.Tensor]:
+    """The gradients and weights of a loop whose forwards return None, with a penalty on weights."""
+    torch.manual_seed(0)
+    net = Keeps()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    found = []
+    with nullcontext() if options is None else stream(net, optimizer, **options):
+        for batch in vectors(3):
+            for number in range(calls):
+                net(batch * (1 + number))
+            penalty = sum(((weight * 1.3).square().sum() + weight.abs().sum() for weight in net.parameters()), 0.0)
+            (torch.stack(net.losses).sum() + 0.01 * penalty).backward()
+            net.losses.clear()
+            found += [weight.grad.clone() for weight in net.parameters() if weight.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, *net.parameters()]
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_forward_that_returns_none_is_a_step(calls: int) -> None:
+    """The step ended with it, so gradients of the penalty were added in another order."""
+    assert_equal(keeping(calls, {"k": 1, "k_prime": 1}), keeping(calls, None), "")
 
 
 def test_a_checkpoint_around_the_root_is_an_error() -> None:

@@ -72,13 +72,11 @@ def record(folder: Path, *entries: tuple[str, str, Any]) -> Record:
 
 
 def test_the_first_difference_of_each_kind_is_kept(tmp_path: Path) -> None:
-    ours = record(
-        tmp_path / "ours", ("losses", "batch 0", 1.0), ("losses", "batch 1", {"x": torch.ones(2)}), ("logs", "batch 0", [1])
-    )  # fmt: skip
+    ours = record(tmp_path / "ours", ("losses", "batch 0", 1.0), ("losses", "batch 1", {"x": torch.ones(2)}))
     plain = record(
         tmp_path / "plain", ("losses", "batch 0", 1.0), ("losses", "batch 1", {"x": torch.zeros(2)}), ("weights", "end", [1])
     )  # fmt: skip
-    found = compare(ours, plain, leave_out=["logs"])
+    found = compare(ours, plain)
     assert list(found) == ["losses", "weights"]
     assert str(found["losses"].first) == "differs in the run '': x, batch 1: values differ by up to 1"
     assert found["losses"].tensors == 1
@@ -131,10 +129,3 @@ def test_what_attributes_hold_is_found_once_and_a_class_is_no_instance() -> None
     module.shapes = torch.empty(2, device="meta")
     assert list(held(module)) == ["held.itself.0", "held.1.inner.0"]
     assert dict(flatten(Held)) == {"": "type"}
-
-
-def test_one_kind_can_be_kept(tmp_path: Path) -> None:
-    made = record(tmp_path / "record", ("weights", "end", [torch.ones(2)]), ("gradients", "batch 0", [torch.zeros(2)]))
-    made.keep_only("gradients")
-    assert [entry.kind for entry in made.entries] == ["gradients"]
-    assert list((tmp_path / "record").iterdir()) == [made.entries[0].file]

@@ -138,8 +138,8 @@ def test_the_first_command_trains_in_one_thread_and_ends_with_its_dial(
     trained, _, measured = capsys.readouterr().out.partition("Next, k and k'")
     assert re.search(r"step 2/4  loss [\d.]+  val_loss [\d.]+  \d+ s left\n", trained)
     rows = [line.split("|") for line in measured.splitlines() if line.startswith("| ")]
-    assert len(rows) == 2 + 2 + 6  # the head, plain Lightning, and the windows
-    assert [row[-2].strip() for row in rows[-6:]] == ["yes"] * 6
+    assert len(rows) == 2 + 1 + 6  # the head, plain Lightning, and the windows
+    assert all(row[-2].strip() for row in rows[-7:])  # each has a time
 
 
 @pytest.mark.parametrize(

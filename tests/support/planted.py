@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -53,35 +52,6 @@ class Configured(Module):
         super().__init__(Stack(depth))
 
 
-class ReadsByAddress(Module):
-    """Reads a weight of its last block once backward is through with that block, by an address that it has taken from it."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-
-    def loss(self, batch: Any) -> Tensor:
-        taken: list[tuple[int, int]] = []
-        first, last = self.net.blocks[0], self.net.blocks[-1]
-
-        def take(gradient: Tensor) -> None:
-            weight = next(last.parameters())
-            taken.append((weight.data_ptr(), weight.nbytes))
-
-        def read(gradient: Tensor) -> Tensor:
-            handle.remove()
-            found = torch.frombuffer(bytearray(ctypes.string_at(*taken[0])), dtype=torch.float32)
-            return gradient + found.mean()
-
-        def see(block: Any, arguments: Any, output: Any) -> None:
-            arguments[0].register_hook(read)
-
-        handle = next(last.parameters()).register_hook(take)
-        seen = first.register_forward_hook(see)
-        loss = super().loss(batch)
-        seen.remove()
-        return loss
-
-
 class Unrepeatable(Module):
     """Draws from a generator that nobody can seed."""
 
@@ -110,8 +80,21 @@ class OtherOutput(Module):
         super().__init__(Stack())
 
     def on_fit_start(self) -> None:
-        if isinstance(self.trainer.strategy, SuperpipelineStrategy):
+        if is_streamed(self):
             self.net.blocks[2].register_forward_hook(lambda block, arguments, output: output * (1 + 2**-20))
+
+
+class OtherValidation(Module):
+    """Logs another value in validation under the strategy. Its validation steps return an empty dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.loss(batch) + is_streamed(self))
+        return {}
+
+    val_dataloader = staticmethod(batches)
 
 
 class TooLarge(Module):
@@ -194,21 +177,20 @@ class KeepsTensors(Module):
 
 
 class LogsByItself(Module):
-    """Calls methods of its logger and of the logger's experiment, of which one that is ``wrong`` differs."""
+    """Calls methods of its logger and of the logger's experiment, and writes to the logger's folder."""
 
-    def __init__(self, wrong: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__(Stack())
-        self.wrong = wrong
         self.save_hyperparameters()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        differs = is_streamed(self)
         logger: Any = self.logger
-        logger.experiment.add_scalar("mine", float(loss) + (differs and self.wrong == "scalar"), self.global_step)
-        logger.experiment.summary["best"] = torch.ones(2) + (differs and self.wrong == "summary")
-        logger.log_image("seen", images=[np.zeros(3) + (differs and self.wrong == "image")])
-        (Path(logger.log_dir) / f"{batch_idx}.txt").write_text("of the user")
+        logger.experiment.add_scalar("mine", float(loss), self.global_step)
+        logger.experiment.summary["best"] = torch.ones(2)
+        logger.log_image("seen", images=[np.zeros(3)])
+        for folder in (logger.log_dir, self.trainer.log_dir):
+            (Path(str(folder)) / f"{batch_idx}.txt").write_text("of the user")
         return loss
 
 
@@ -233,41 +215,6 @@ class SavesByItself(Module):
 
     def configure_callbacks(self) -> list[Any]:
         return [callbacks.ModelCheckpoint(dirpath="checkpoints"), callbacks.LearningRateMonitor(), callbacks.Timer()]
-
-
-class OtherBetween(Module):
-    """Code of its own before the first module gives something else under the strategy."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch * (1 + 2**-10) if is_streamed(self) else batch)
-
-
-class OtherInSecondCall(Module):
-    """Optimizes by hand, with two forwards in a batch; in the second one a block gives something else under the strategy."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-        self.automatic_optimization = False
-
-        self.again = False
-
-    def on_fit_start(self) -> None:
-        differs = is_streamed(self)
-        self.net.blocks[2].register_forward_hook(
-            lambda block, arguments, output: output * (1 + 2**-10 * (self.again and differs))
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        for self.again in (False, True):
-            loss = self.loss(batch)
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
 
 
 class RunsOut(Module):

@@ -12,13 +12,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from sp_lightning.core.device.device import Stream
 from sp_lightning.core.device.layout import part
-from sp_lightning.core.layers import ring, writes
-from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.layers import writes
+from sp_lightning.core.layers.layer import Slot, StreamedLayer
+from sp_lightning.core.layers.ring import Slots
 from sp_lightning.core.layers.swap import ParameterSwap
 from sp_lightning.core.layers.writes import digest
 from sp_lightning.core.store.block import HostBlock
-from sp_lightning.core.torch_compat.modes import no_dispatch_modes
+from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.registry import is_installed
 from tests.support.simdevice import poison
 
@@ -31,7 +33,7 @@ def poisoned() -> Iterator[None]:
     given, compares them) finds them as if they were not hidden. Otherwise the poison, and not the engine, changes numbers.
     """
     to_device, to_host = ParameterSwap.to_device, ParameterSwap.to_host
-    write, reabsorb = HostBlock.write, HostBlock.reabsorb
+    write, reabsorb, release = HostBlock.write, HostBlock.reabsorb, Slots.release
     hidden: dict[HostBlock, Tensor] = {}  # the blocks' memory, while what a fetch reads is a copy of it
 
     def hide_one(block: HostBlock) -> None:
@@ -42,6 +44,17 @@ def poisoned() -> Iterator[None]:
     def show_one(block: HostBlock) -> None:
         copy, block.memory.common = block.weights, hidden.pop(block)
         block.weights.copy_(copy)
+
+    def poisoned_release(self: Slots, layer: StreamedLayer, slot: Slot) -> bool:
+        viewed = release(self, layer, slot)
+        if not viewed and not (slot.layer is not None and slot.layer.kept):  # a kept copy is the only valid one
+            if slot.layer is not None:
+                slot.layer.invalidate()
+            self._device.access(slot.memory, Stream.COMPUTE, write=True)
+            with no_inference_mode(), no_dispatch_modes():
+                slot.memory.fill_(0xFF)
+            slot.idle = self._device.record(Stream.COMPUTE)
+        return viewed
 
     def hide(self: ParameterSwap) -> None:
         if not self.on_device:
@@ -80,7 +93,7 @@ def poisoned() -> Iterator[None]:
         return digest(tensor)
 
     with (
-        ring.poisoned(),
+        mock.patch.object(Slots, "release", poisoned_release),
         mock.patch.object(ParameterSwap, "to_device", hide),
         mock.patch.object(ParameterSwap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),

@@ -11,8 +11,7 @@ overwrites the slot: the other layer gets another slot, or an extra one is alloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -24,7 +23,6 @@ from sp_lightning.core.layers.layer import AllRows, Slot, StreamedLayer
 from sp_lightning.core.layers.states import FETCHED, HELD, HOST, UNPACKED
 from sp_lightning.core.layers.write_guard import guard_of
 from sp_lightning.core.plan.plan import Plan
-from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 
 Timed = Literal["forward", "backward"]
 Staged = tuple[Tensor, Any]
@@ -92,9 +90,6 @@ class Slots:
         device: allocates slots and copies into them.
         uploads: copies layers into slots.
     """
-
-    poisons = False
-    """True if a slot is filled with NaN when no call uses it and no tensor views it; see :func:`poisoned`."""
 
     def __init__(self, plan: Plan, layers: Sequence[StreamedLayer], device: Device, uploads: Uploads) -> None:
         self._plan = plan
@@ -351,18 +346,8 @@ class Slots:
         if viewed and layer.slot is not None:  # if the layer has left the slot, the views do not show its weights
             guard_of(layer).views = True
         if not viewed:
-            if self.poisons and not (slot.layer is not None and slot.layer.kept):  # a kept copy is the only valid one
-                self._poison(slot)
             slot.idle = self._device.record(Stream.COMPUTE)
         return viewed
-
-    def _poison(self, slot: Slot) -> None:
-        """Fills a slot with NaN, and marks the copy of its layer as out of date; see :func:`poisoned`."""
-        if slot.layer is not None:
-            slot.layer.invalidate()
-        self._device.access(slot.memory, Stream.COMPUTE, write=True)
-        with no_inference_mode(), no_dispatch_modes():
-            slot.memory.fill_(0xFF)  # all ones are NaN in every float type
 
     def forget_dropped(self, layer: StreamedLayer, slot: Slot) -> bool:
         """Updates the state and the guard of a layer whose slot was viewed. Returns True if tensors still view the slot.
@@ -431,16 +416,3 @@ class Slots:
         self.planned.clear()
         self.all.clear()
         self.device_bytes = 0
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """A context that fills slots with NaN if no call uses them and no tensor views them, so that a wrong read shows.
-
-    Each use of a layer then uploads the layer again.
-    """
-    before, Slots.poisons = Slots.poisons, True
-    try:
-        yield
-    finally:
-        Slots.poisons = before

@@ -14,6 +14,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning.core.torch_compat.cast_gradient import plain
@@ -199,6 +200,63 @@ class Patch:
         wrapper: Any = call
         wrapper.stop = stop
         return wrapper
+
+
+class _Method(Patch):
+    """Wraps a method of a class while some of its objects have another one; see :func:`replace_method`.
+
+    Attributes:
+        instead: by an object's ``id``, the function that is called in place of the method.
+    """
+
+    def __init__(self, owner: type, name: str) -> None:
+        super().__init__(owner, name, self._run)
+        self.instead: dict[int, Callable[..., Any]] = {}
+
+    def _run(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        instead = self.instead.get(id(args[0])) if args else None
+        return (
+            function(*args, **options)
+            if instead is None
+            else instead(partial(function, *args[:1]), *args[1:], **options)
+        )
+
+
+_methods: dict[tuple[type, str], _Method] = {}
+
+
+@contextmanager
+def replace_method(owner: Any, name: str, instead: Callable[..., Any]) -> Iterator[None]:
+    """Calls ``instead(method, owner, *args)`` in place of a method of an object, without a trace in a module.
+
+    A pickle of a module has its ``__dict__``, so the method is wrapped in its class, and the wrapper looks modules up by their
+    identity. If ``owner`` forwards the attribute to another module, that module's method is replaced. A method that is set on the
+    object itself is replaced there, and so is that of an optimizer, whose pickle has no ``__dict__``.
+    """
+    own = getattr(owner, name)
+    holder = getattr(own, "__self__", None)
+    kind = next((each for each in type(holder).__mro__ if name in vars(each)), None)
+    if not isinstance(holder, nn.Module) or kind is None or getattr(own, "__func__", None) is not vars(kind)[name]:
+
+        @wraps(own)
+        def replaced(owner: Any, *args: Any, **options: Any) -> Any:
+            return instead(own, owner, *args, **options)
+
+        with in_place_of(owner, {name: MethodType(replaced, owner)}):
+            yield
+        return
+    with _lock:
+        patch = _methods.setdefault((kind, name), _Method(kind, name))
+        patch.instead[id(holder)] = lambda own, *args, **options: instead(own, owner, *args, **options)
+        patch.install()
+    try:
+        yield
+    finally:
+        with _lock:
+            del patch.instead[id(holder)]
+            if not patch.instead:
+                patch.remove()
+                del _methods[kind, name]
 
 
 class PropertyPatch(Patch):

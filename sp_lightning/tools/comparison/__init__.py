@@ -8,7 +8,6 @@ with the command line. **Unused** this folder is not imported.
 - ``subject``: makes the module, the data and the trainer's settings anew for each run; ``configured`` reads them from a config.
 - ``runs``: runs one variant. ``reference`` is the strategy of plain Lightning if optimizers step on the CPU.
 - ``record``: the values of a run, in files, and their comparison.
-- ``explain``: finds the first module that differs, and an option that avoids the difference.
 - ``report``: the result as a table and as JSON.
 - ``dial``: memory and time of some windows, as a table and a page.
 - ``first_check``: a check without a model: small models in several modes, formulas and rates, in one file for a report.

@@ -17,9 +17,7 @@ import torch
 
 from sp_lightning.core.device.accelerator import plain_steps_on
 from sp_lightning.core.plan.choices import Mode
-from sp_lightning.core.plan.host_memory import available_bytes
 from sp_lightning.registry import is_installed
-from sp_lightning.tools.comparison.explain import avoided_by, first_module, sentences
 from sp_lightning.tools.comparison.record import Compared, Difference, compare, unrepeatable
 from sp_lightning.tools.comparison.report import Report, RunFigures
 from sp_lightning.tools.comparison.runs import STOPPED, RunResult, RunVariant, root_device, run, undisturbed
@@ -48,8 +46,9 @@ def check(
 ) -> Report:
     """Trains, validates and predicts some batches with plain Lightning and with this strategy, and compares them bitwise.
 
-    Module and data are made anew for each run, from the same seed. Files are in a temporary folder, about twenty times as
-    large as the weights, which is removed afterwards. Random states are restored.
+    Plain Lightning runs twice, and the strategy once in each mode. Then both train one more batch from plain Lightning's
+    checkpoint. Module and data are made anew for each run, from the same seed. Files are in a temporary folder, about fifteen
+    times as large as the weights, which is removed afterwards. Random states are restored.
 
     Args:
         factory: makes the LightningModule when it is called: a callable, or ``"package.module:Name"``.
@@ -114,15 +113,13 @@ class _Checking:
     def report(self) -> Report:
         """Runs plain Lightning and the variants of the strategy, compares them, and returns the report.
 
-        Called once more, for the CPU, if plain Lightning has too little memory on the device.
-
         Raises:
             NotRunError: nothing could be compared.
             ValueError, TypeError: an option of the strategy is invalid.
         """
         settings, options, unused = self._subject.described()
         options |= self._given
-        if unused and not self.found.notes:  # in a second call, for the CPU, the note is there already
+        if unused:
             self.found.notes.append(
                 f"Not used, because a check has its own length, files and devices: {', '.join(unused)}."
             )
@@ -135,39 +132,27 @@ class _Checking:
             # Both sides step fused, or both do not: otherwise their last bits differ.
             if self._plain["like"] is None:
                 variant["fused_optimizer"] = self._plain["fuse"]
-        plain = self._run_if_it_fits(RunVariant("plain", **self._plain))
-        again = plain and self._run_if_it_fits(RunVariant("plain again", **self._plain, watched="gradients"))
-        if plain is None or again is None:
-            return self._without_plain(next(iter(variants.values())))
+        try:
+            plain, again = (self._run(RunVariant(name, **self._plain)) for name in ("plain", "plain again"))
+        except torch.OutOfMemoryError as error:
+            raise NotRunError(_too_large(self._device)) from error
+        if not plain.trained:
+            raise NotRunError("No training step has returned a loss or made a gradient, so nothing was trained.")
         self._but = unrepeatable(again.record, plain.record, "logged values")
-        self._refuse_unrepeatable(compare(again.record, plain.record, ["gradients"], self._but))
+        compared = compare(again.record, plain.record, self._but)
+        rmtree(again.checkpoint.parent)
+        if differ := [f"{what} ({each.first.name}, {each.first.how})" for what, each in compared.items() if each.first]:
+            raise NotRunError(
+                f"Plain Lightning, run twice from the same seed, differs from itself: {'; '.join(differ)}. {_REPEATABLE}"
+            )
         if names := sorted({name.removeprefix("0.") for _, name in self._but}):
             self.found.notes.append(
                 f"Not compared, because plain Lightning logs others when run twice: {', '.join(names)}."
             )
-        again.record.keep_only("gradients")
-        plain.record.entries += again.record.entries
-        if not {"losses", "gradients"} & {entry.kind for entry in plain.record.entries}:
-            raise NotRunError("No training step has returned a loss or made a gradient, so nothing was trained.")
         fused = ", with optimizers fused on the CPU" if self._plain["fuse"] and self._steps_on_host(plain) else ""
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
         self._compare_with_plain(variants, plain)
         return self.found
-
-    def _refuse_unrepeatable(self, compared: dict[str, Compared]) -> None:
-        """Raises a NotRunError if two runs of plain Lightning differ. Trains twice more to find the first module that differs."""
-        differ = [f"{what} ({each.first.name}, {each.first.how})" for what, each in compared.items() if each.first]
-        if not differ:
-            return
-        names = ("plain, hooks on modules", "plain again, hooks on modules")
-        try:
-            first, again = (self._run(RunVariant(name, **self._plain, watched="modules")) for name in names)
-            where = " ".join(first_module(again, first)[1:])
-        except _STOPS as error:
-            where = str(error)
-        raise NotRunError(
-            f"Plain Lightning, run twice from the same seed, differs from itself: {'; '.join(differ)}. {where} {_REPEATABLE}"
-        )
 
     def _plain_steps(self, options: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns where and how plain Lightning's optimizers step, as arguments of :class:`RunVariant`."""
@@ -184,33 +169,24 @@ class _Checking:
         return plain.moved or self._device.type == "cpu"
 
     def _compare_with_plain(self, variants: dict[str, dict[str, Any]], plain: RunResult) -> None:
-        first, ways = None, []
+        first = None
         for name, options in variants.items():
-            way = RunVariant(f"superpipeline, {name}" if name else "superpipeline", options)
-            ours = self._attempt(way, plain, keep=first is None)
+            ours = self._attempt(RunVariant(f"superpipeline, {name}" if name else "superpipeline", options), plain)
             if ours is None:
                 continue
             if first is None:
                 first = ours
                 self._describe(plain, ours)
             self.found.runs.append(_figures(ours))
-            ways += [way, replace(way, name=f"{way.name}, freed memory overwritten with NaN", poison=True)]
-            self._attempt(ways[-1], plain)
         if first is None:
             if self.found.rows:
                 return  # every variant ended with an error, and plain Lightning did not
             raise NotRunError(" ".join(self.found.notes))
-        watched = dict(first.way.options or {})
-        if watched.get("optimizer_overlap") == "backward":
-            watched["optimizer_overlap"] = "off"  # this mode may free gradients before hooks read them
-        ways.append(RunVariant("superpipeline, hooks on gradients", watched, watched="gradients"))
-        self._attempt(ways[-1], plain)
-        self._continue(first, plain)
+        self._continue(first.way, plain)
         predicted = [entry.values().get("") for entry in plain.record.entries if entry.kind == "predictions"]
         self.found.notes += [f"Plain Lightning, too: {each}" for each in predicted if str(each).startswith(STOPPED)]
         absent = [what for what in ("validation", "predictions") if what not in self.found.rows]
         self.found.notes += [f"The module or its data have nothing for these: {', '.join(absent)}."] if absent else []
-        self._explain(ways, plain)
 
     # ------------------------------------------------------------------ runs
 
@@ -235,40 +211,27 @@ class _Checking:
         except Exception as error:
             raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
 
-    def _run_if_it_fits(self, way: RunVariant) -> RunResult | None:
-        try:
-            return self._run(way)
-        except torch.OutOfMemoryError:
-            return None
-
-    def _attempt(self, way: RunVariant, plain: RunResult, *, keep: bool = False) -> RunResult | None:
+    def _attempt(self, way: RunVariant, plain: RunResult) -> RunResult | None:
         """Runs a variant, and adds the comparison of its record with plain Lightning's to the report.
 
         If the run ends with an error, returns None. Too little memory becomes a note in the report, and so does an error that the
         strategy raises for the user's settings. Any other error counts as a difference.
-
-        Args:
-            way: the variant.
-            plain: the run of plain Lightning.
-            keep: True to keep the checkpoint and the other files of the run.
         """
         try:
             done = self._run(way)
         except _STOPS as error:
             if isinstance(error, torch.OutOfMemoryError):
                 self.found.notes.append(f"The run {way.name!r} had too little memory and shows nothing. {error}")
-            elif not (way.poison or way.begins or way.watched != "nothing") and is_refusal(error.__cause__):
+            elif way.begins is None and is_refusal(error.__cause__):
                 self.found.notes.append(str(error))
             else:
                 cause = error.__cause__ or error
                 found = Difference("", "before its end", f"{type(cause).__name__}: {cause}")
                 self._note("the run itself", way, Compared(first=found))
             return None
-        leave_out = [] if way.watched == "gradients" else ["gradients"]
-        for what, compared in compare(done.record, plain.record, leave_out, self._but).items():
+        for what, compared in compare(done.record, plain.record, self._but).items():
             self._note("continued" if way.begins else what, way, compared)
-        if not keep:
-            rmtree(done.checkpoint.parent)
+        rmtree(done.checkpoint.parent)
         return done
 
     def _note(self, what: str, way: RunVariant, compared: Compared) -> None:
@@ -277,18 +240,15 @@ class _Checking:
         row.tensors, row.values = row.tensors + compared.tensors, row.values + compared.values
         row.first = row.first or (compared.first and replace(compared.first, run=way.name))
 
-    def _continue(self, ours: RunResult, plain: RunResult) -> None:
-        """Trains one more batch from each checkpoint, with the strategy that did not write it."""
+    def _continue(self, ours: RunVariant, plain: RunResult) -> None:
+        """Trains one more batch from plain Lightning's checkpoint with both. The strategy's file was compared with this one."""
+        begins = plain.checkpoint
         try:
-            expected = self._run(RunVariant("plain, from its own checkpoint", **self._plain, begins=plain.checkpoint))
+            expected = self._run(RunVariant("plain, from its own checkpoint", **self._plain, begins=begins))
         except _STOPS as error:
             self.found.notes.append(f"Nothing went on from a checkpoint. {error}")
             return
-        self._attempt(
-            RunVariant("plain, from the strategy's checkpoint", **self._plain, begins=ours.checkpoint), expected
-        )
-        crossed = replace(ours.way, name="superpipeline, from plain Lightning's checkpoint", begins=plain.checkpoint)
-        self._attempt(crossed, expected)
+        self._attempt(replace(ours, name="superpipeline, from plain Lightning's checkpoint", begins=begins), expected)
 
     # ------------------------------------------------------------------ the rest of the report
 
@@ -300,64 +260,6 @@ class _Checking:
         self.found.layers = len(plan.layers)
         self.found.streamed = streams / max(streams + plan.resident_bytes, 1)
         self.found.runs.append(_figures(plain, sum(plan.plain) + plain.state_bytes))
-
-    def _explain(self, ways: list[RunVariant], plain: RunResult) -> None:
-        """Adds sentences on the cause of a difference to the report. Trains again for them."""
-        rows, explanation = self.found.rows, self.found.explanation
-        explanation += sentences(rows, ways)
-        differ = {row.first.run for what, row in rows.items() if row.first and what != "the run itself"}
-        way = next((each for each in ways if each.name in differ), None)
-        if way is None:
-            return
-        seen = replace(way, name="superpipeline, hooks on modules", watched="modules")
-        try:
-            expected = self._run(RunVariant("plain, hooks on modules", **self._plain, watched="modules"))
-            name, *found = first_module(self._run(seen), expected)
-        except _STOPS as error:
-            name, *found = "**", str(error)
-        explanation += [*found, avoided_by(way, name, lambda other: self._differs(other, plain))]
-
-    def _differs(self, way: RunVariant, plain: RunResult) -> bool:
-        """Returns True if a variant differs from plain Lightning, or if its run ends with an error."""
-        try:
-            ours = self._run(replace(way, watched="nothing")).record
-            compared = compare(ours, plain.record, ["gradients"], self._but)
-        except Exception:
-            return True
-        return any(each.first for each in compared.values())
-
-    # ------------------------------------------------------------------ a model that is too large for plain Lightning
-
-    def _without_plain(self, options: dict[str, Any]) -> Report:
-        """Compares on the CPU if the host has enough memory; otherwise compares the strategy with itself, in two windows."""
-        too_large = f"Plain Lightning has too little memory for this model on {self._device}."
-        if self._device.type != "cpu" and _fits_host(self._subject):
-            self._subject = replace(self._subject, settings={**self._subject.settings, "accelerator": "cpu"})
-            self.found.notes.append(
-                f"{too_large} So both sides ran on the CPU. That shows that the strategy's work is the right one in the right "
-                "order, and nothing of what the device alone has: its kernels, and copies beside computation."
-            )
-            return self.report()
-        least, most = self._run_if_it_fits(_window(options, 1)), None
-        k = 1 if least is None or least.plan is None else 2 * len(least.plan.layers)
-        while most is None and k > 3:
-            k //= 2
-            most = self._run_if_it_fits(_window(options, k))
-        if least is None or most is None:
-            raise NotRunError(f"{too_large} The strategy has it for at most one window: there is nothing to compare.")
-        self.found.reference = (
-            f"{too_large} So the strategy is compared with itself, from k = 1 to k = {k}. That shows that no layer is read while "
-            "it is away, and not that results are those of plain Lightning:"
-        )
-        self._describe(most, least)
-        self.found.runs = [_figures(least), _figures(most)]
-        for what, compared in compare(least.record, most.record).items():
-            self._note(what, least.way, compared)
-        return self.found
-
-
-def _window(options: dict[str, Any], k: int) -> RunVariant:
-    return RunVariant(f"k = {k}, freed memory overwritten with NaN", {**options, "k": k, "k_prime": 1}, poison=True)
 
 
 def _asked(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -402,9 +304,10 @@ _REPEATABLE = (
 )
 
 
-def _fits_host(subject: Subject) -> bool:
-    """Returns True if the host has memory for weights, gradients and Adam's state, twice. Makes the module to measure it."""
-    parameters = list(subject.make().module.parameters())
-    trained = sum(each.nbytes for each in parameters if each.requires_grad)
-    room = available_bytes()
-    return room is None or 2 * (sum(each.nbytes for each in parameters) + 3 * trained) < room
+def _too_large(device: torch.device) -> str:
+    """Returns the reason why a model is not compared, with what to do."""
+    elsewhere = "" if device.type == "cpu" else 'on the CPU (--accelerator cpu, trainer={"accelerator": "cpu"}), or '
+    return (
+        f"Plain Lightning has too little memory for this model on {device}, so there is nothing to compare with. Check it "
+        f"{elsewhere}with fewer layers of the same kinds."
+    )

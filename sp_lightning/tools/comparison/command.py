@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import shlex
 import sys
 import traceback
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from sp_lightning.tools.comparison.dial import Dial
 
 DIAL_HELP = (
-    "measure memory and time of a model with plain Lightning and with some k and k' (exit status 1: results differ)"
+    "measure memory and time of a model with plain Lightning and with some k and k' (exit status 1: a run stopped)"
 )
 
 _CHECK_OPTIONS = ("factory", "data", "config", "steps", "seed")
@@ -52,7 +50,7 @@ def add_dial_arguments(parser: argparse.ArgumentParser) -> None:
     small = f"{_FACTORY}; or {', '.join(SMALL)}: small models with random weights ({', '.join(_DIALED)})"
     parser.add_argument("factory", nargs="*", help=small)
     parser.add_argument("--predict", action="store_true", help="predict instead of training")
-    parser.add_argument("--out", type=Path, metavar="PAGE.md", help="write a page, and a picture beside it")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw a picture, too (PNG, PDF or SVG)")
     _add_common(parser, steps=10, windows=True)
 
 
@@ -135,21 +133,23 @@ def _given(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any
     return options, {name: given[name] for name in _TRAINER_OPTIONS if name in given}
 
 
-def run_dial(arguments: argparse.Namespace, words: Sequence[str]) -> None:
-    """Measures each model, prints its table, and writes the page.
-
-    Args:
-        arguments: the parsed arguments.
-        words: the words of the command line, for the page.
+def run_dial(arguments: argparse.Namespace) -> None:
+    """Measures each model, prints its table, and draws the picture.
 
     Raises:
         ValueError, TypeError: an option is invalid.
-        SystemExit: with status 1 if results differ, with status 2 if nothing was measured.
+        SystemExit: with status 1 if a run stopped, with status 2 if nothing was measured.
     """
+    from sp_lightning.core.observe.plot import draw_measured, supported_formats
     from sp_lightning.tools.comparison import small_models
     from sp_lightning.tools.comparison.dial import dial
     from sp_lightning.tools.comparison.subject import NotRunError
 
+    out: Path | None = arguments.out
+    if out is not None and out.suffix[1:] not in supported_formats():
+        raise ValueError(
+            f"--out {out}: expected the name of a picture. The page is what dial prints: --out {out.stem}.png > {out.stem}.md"
+        )
     options, trainer = _given(arguments)
     own = options.pop("factory") or ([None] if arguments.config else _DIALED)
     found: list[Dial] = []
@@ -162,24 +162,9 @@ def run_dial(arguments: argparse.Namespace, words: Sequence[str]) -> None:
             print(f"{name or arguments.config}: nothing was measured. {error}", file=sys.stderr)
             raise SystemExit(2) from error
         print(found[-1], end="\n\n", flush=True)
-    if arguments.out is not None:
-        _write(arguments.out, found, words)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draw_measured({each.title: each.points for each in found}, out)
+        print(f"Saved: {out}.", file=sys.stderr)
     if status := max(each.status for each in found):
         raise SystemExit(status)
-
-
-def _write(file: Path, found: Sequence[Dial], words: Sequence[str]) -> None:
-    """Writes the page, and the picture beside it if matplotlib is installed."""
-    from sp_lightning.core.observe.plot import draw_measured
-    from sp_lightning.tools.comparison.dial import page
-
-    picture = file.with_suffix(".png").name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        draw_measured({each.title: each.points for each in found}, file.with_suffix(".png"))
-    except ImportError as error:
-        picture = ""
-        print(f"No picture: {error}", file=sys.stderr)
-    command = shlex.join(["python", "-m", "sp_lightning", *words])
-    file.write_text(page(found, command, picture), encoding="utf-8")
-    print(f"Saved: {file}{f', {picture}' if picture else ''}.", file=sys.stderr)

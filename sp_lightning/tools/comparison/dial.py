@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,15 +20,10 @@ from sp_lightning.core.observe.machine import machine_of, today
 from sp_lightning.core.observe.plot import DialPoint
 from sp_lightning.core.plan.plan import cap_remarks
 from sp_lightning.core.plan.units import human_bytes
-from sp_lightning.tools.comparison.check import is_fused, is_refusal
-from sp_lightning.tools.comparison.record import Compared, Difference, compare
-from sp_lightning.tools.comparison.report import DIFFERENT, EQUAL, NOT_RUN
+from sp_lightning.tools.comparison.check import is_refusal
 from sp_lightning.tools.comparison.runs import RunResult, RunVariant, root_device, run, undisturbed
 from sp_lightning.tools.comparison.subject import Factory, NotRunError, Subject
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
-
-_ON_CPU = "plain, optimizer on the CPU"
-_KINDS = {"training": "losses", "prediction": "predictions"}
 
 
 @dataclass(frozen=True)
@@ -38,18 +31,16 @@ class DialRow:
     """One line of the table.
 
     Attributes:
-        name: "plain", "plain, optimizer on the CPU", or the window: ``k=1, k'=1``.
+        name: "plain", or the window: ``k=1, k'=1``.
         counted: bytes of GPU memory that weights, gradients and optimizer state take; None if unknown.
         allocated: the peak of bytes that torch allocated on the device; None on the CPU.
-        seconds: the median time of a batch; None if the run did not end, or if the row was not run.
-        equal: "yes" if losses or predictions are bitwise those of the reference, "no", "not run", or empty for plain rows.
+        seconds: the median time of a batch; None if the run did not end.
     """
 
     name: str
     counted: int | None = None
     allocated: int | None = None
     seconds: float | None = None
-    equal: str = ""
 
 
 @dataclass
@@ -62,6 +53,7 @@ class Dial:
         rows: the lines of the table.
         machine: sentences on the machine and on the figures.
         notes: sentences on single rows.
+        stopped: True if the run of a window ended with an error other than too little memory or an option that cannot be used.
     """
 
     model: str
@@ -69,12 +61,12 @@ class Dial:
     rows: list[DialRow] = field(default_factory=list)
     machine: str = ""
     notes: list[str] = field(default_factory=list)
+    stopped: bool = False
 
     @property
     def status(self) -> int:
-        """0: all windows that ran are equal to the reference. 1: a window differs or stopped. 2: no window ran."""
-        found = {row.equal for row in self.rows}
-        return DIFFERENT if "no" in found else EQUAL if found - {"", "not run"} else NOT_RUN
+        """0: a window ran. 1: a window stopped with an error. 2: no window ran."""
+        return 1 if self.stopped else 0 if any(row.seconds for row in self.rows[1:]) else 2
 
     @property
     def title(self) -> str:
@@ -83,40 +75,30 @@ class Dial:
 
     @property
     def points(self) -> list[DialPoint]:
-        """The rows that have a time, for a picture. The row of an optimizer on the CPU has plain's time if it has none."""
-        plain = self.rows[0].seconds
-        times = [(row, plain if row.name == _ON_CPU and row.seconds is None else row.seconds) for row in self.rows]
-        sizes = [(row.name, row.allocated or row.counted, seconds) for row, seconds in times]
+        """The rows that have a size and a time, for a picture."""
+        sizes = [(row.name, row.allocated or row.counted, row.seconds) for row in self.rows]
         return [DialPoint(name, size, seconds) for name, size, seconds in sizes if size and seconds]
 
     def __str__(self) -> str:
-        return f"{self.title}. {self.text}"
-
-    @property
-    def text(self) -> str:
-        """The machine, the table and the notes."""
         on_gpu = any(row.allocated is not None for row in self.rows)
         head = ["", "GPU memory", "of plain", *["torch's peak"] * on_gpu, "s per batch", "of plain"]
-        lines = [[*head, f"{_KINDS[self.task]} equal"], *([self._cells(row, on_gpu=on_gpu) for row in self.rows])]
+        lines = [head, *(self._cells(row, on_gpu=on_gpu) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * (width - 1) + ":" * (at > 0) + "-" * (at == 0) for at, width in enumerate(widths)])
         table = [
             "| " + " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + " |"
             for line in lines
         ]
-        return "\n".join([self.machine, "", *table, *(["", *self.notes] if self.notes else [])])
+        return "\n".join([f"{self.title}. {self.machine}", "", *table, *(["", *self.notes] if self.notes else [])])
 
     def _cells(self, row: DialRow, *, on_gpu: bool) -> list[str]:
         plain = self.rows[0]
         size = "" if row.counted is None else human_bytes(row.counted)
         share = f"{row.counted / plain.counted:.0%}" if row.counted and plain.counted else ""
         peak = [human_bytes(row.allocated) if row.allocated else ""] * on_gpu
-        times = ["", ""] if row.seconds is None else [f"{row.seconds:.3g}", ""]
-        if row.seconds and plain.seconds:
-            times[1] = f"{row.seconds / plain.seconds:.2f}"
-        if row.name == _ON_CPU and row.seconds is None and plain.seconds:
-            times = ["as plain", ""]
-        return [row.name, size, share, *peak, *times, row.equal]
+        time = "" if row.seconds is None else f"{row.seconds:.3g}"
+        slower = f"{row.seconds / plain.seconds:.2f}" if row.seconds and plain.seconds else ""
+        return [row.name, size, share, *peak, time, slower]
 
 
 def dial(
@@ -135,7 +117,8 @@ def dial(
 ) -> Dial:
     """Trains or predicts some batches with plain Lightning and with each k and k', and measures memory and time.
 
-    Module and data are made anew for each run, from the same seed, as by :func:`~sp_lightning.check`. Random states are restored.
+    Module and data are made anew for each run, from the same seed, as by :func:`~sp_lightning.check`, which compares results.
+    Random states are restored.
 
     Args:
         factory: makes the LightningModule when it is called: a callable, or ``"package.module:Name"``.
@@ -165,8 +148,7 @@ def dial(
         name or str(getattr(factory, "__qualname__", factory or config)), "prediction" if predict else "training"
     )
     with undisturbed(subject.settings), TemporaryDirectory(prefix="sp_lightning-") as folder:
-        measuring = _Measuring(subject, found, Path(folder), 1 + len(k) * len(k_prime))
-        measuring.measure(list(product(k, k_prime)), options)
+        _Measuring(subject, found, Path(folder)).measure(list(product(k, k_prime)), options)
     return found
 
 
@@ -177,165 +159,79 @@ class _Measuring:
         subject: the module, its data and the trainer's settings.
         found: receives rows and sentences.
         folder: the folder for all files.
-        count: the number of runs, for the progress lines.
     """
 
-    def __init__(self, subject: Subject, found: Dial, folder: Path, count: int) -> None:
-        self._subject, self._found, self._folder, self._count = subject, found, folder, count
-        self._kind = _KINDS[found.task]
-        self._runs = 0
-        self._references: list[tuple[RunResult, str]] = []  # what rows are compared with, and the word for an equal one
+    def __init__(self, subject: Subject, found: Dial, folder: Path) -> None:
+        self._subject, self._found, self._folder = subject, found, folder
 
     def measure(self, windows: list[tuple[int, int]], options: dict[str, Any]) -> None:
         """Runs plain Lightning and all windows, and fills the rows."""
         settings, given, _ = self._subject.described()
-        options = {**given, **options}
-        device = root_device(settings)
-        on_cpu, trains = device.type == "cpu", self._found.task == "training"
-        fuse = is_fused(options, [options], device)
-        self._count += 1 + (trains and not on_cpu)
-        plain = self._run(RunVariant("plain", on_device=not on_cpu, fuse=fuse, only=self._found.task))
-        aside = None
-        if trains and not on_cpu:
-            aside = self._run(RunVariant(_ON_CPU, fuse=fuse, only=self._found.task))
-        self._references += [
-            (each, word) for each, word in ((plain, "yes"), (aside, "yes, of steps on the CPU")) if each
-        ]
-        plan, streamed = None, list[DialRow]()
+        task = self._found.task
+        ways = [RunVariant("plain", on_device=True, only=task)]
         for k, k_prime in windows:
-            way = RunVariant(f"k={k}, k'={k_prime}", {**options, "k": k, "k_prime": k_prime}, only=self._found.task)
-            done = self._run(way, streamed)
+            options = {**given, **options, "k": k, "k_prime": k_prime}
+            ways.append(RunVariant(f"k={k}, k'={k_prime}", options, only=task))
+        found = [self._run(way, f"{number} of {len(ways)}") for number, way in enumerate(ways, 1)]
+        for way, done in zip(ways, found, strict=True):
+            counted = _plain_bytes(found, task) if way.options is None else None
             if done is None:
+                self._found.rows.append(DialRow(way.name, counted))
                 continue
-            assert done.plan is not None
-            assert done.stats is not None
-            plan = plan or done.plan
-            self._found.notes += [each for each in cap_remarks(k, k_prime, done.plan) if each not in self._found.notes]
-            size = done.stats.peak_device_bytes
-            streamed.append(DialRow(way.name, size, done.peak_bytes, self._seconds(done), self._equal(done)))
-            rmtree(done.checkpoint.parent)
-        weights, gradients = (0, 0) if plan is None else plan.plain
-        state = max((done.state_bytes for done in (plain, aside) if done), default=None)
-        moving = (weights + gradients if trains else weights) or None
-        whole = None if moving is None or (trains and state is None) else moving + (state or 0)
-        self._found.rows.append(self._plain_row("plain", whole, plain))
-        if trains:
-            self._found.rows.append(self._plain_row(_ON_CPU, moving, aside))
-        self._found.rows += streamed
-        again = plain and self._run(RunVariant("plain again", on_device=not on_cpu, fuse=fuse, only=self._found.task))
-        self._describe(device, again, trains=trains)
+            counted = counted if done.stats is None else done.stats.peak_device_bytes
+            self._found.rows.append(DialRow(way.name, counted, done.peak_bytes, median(done.times[1:] or done.times)))
+            if done.plan is not None and way.options is not None:
+                remarks = cap_remarks(way.options["k"], way.options["k_prime"], done.plan)
+                self._found.notes += [each for each in remarks if each not in self._found.notes]
+        self._found.machine = self._machine(root_device(settings))
 
-    def _plain_row(self, name: str, counted: int | None, done: RunResult | None) -> DialRow:
-        if done is None:
-            return DialRow(name, counted)
-        return DialRow(name, counted, done.peak_bytes, self._seconds(done))
-
-    def _run(self, way: RunVariant, rows: list[DialRow] | None = None) -> RunResult | None:
-        """Runs a variant; None if it does not fit or stops. Adds a note on the reason, and for a window a row.
+    def _run(self, way: RunVariant, count: str) -> RunResult | None:
+        """Runs a variant; None if it does not fit or stops, with a note on the reason.
 
         Raises:
             NotRunError: nothing can be run, because plain Lightning stopped, except for too little memory.
         """
-        self._runs += 1
-        print(f"dial: {self._found.title}: run {self._runs} of {self._count}, {way.name}", file=sys.stderr, flush=True)
+        print(f"dial: {self._found.title}: run {count}, {way.name}", file=sys.stderr, flush=True)
         gc.collect()  # a trainer and its module refer to each other, and models of several runs may fill the memory
+        folder = self._folder / way.name
         try:
-            return run(self._subject, way, self._folder / str(self._runs))
+            return run(self._subject, way, folder)
         except NotRunError:
             raise
         except Exception as error:
-            too_large = isinstance(error, torch.OutOfMemoryError)
-            if rows is None and not too_large:
+            expected = isinstance(error, torch.OutOfMemoryError) or (way.options is not None and is_refusal(error))
+            if not expected and way.options is None:
                 raise NotRunError(f"The run {way.name!r} stopped. {type(error).__name__}: {error}") from error
+            self._found.stopped |= not expected
             self._found.notes.append(
                 f"{way.name}: {error if is_refusal(error) else f'{type(error).__name__}: {error}'}"
             )
-            if rows is not None:
-                rows.append(DialRow(way.name, equal="not run" if too_large or is_refusal(error) else "no"))
             return None
+        finally:
+            rmtree(folder, ignore_errors=True)
 
-    def _seconds(self, done: RunResult) -> float:
-        """Returns the median time of a batch. The first two batches are left out if there are more."""
-        return median(done.times[1:] or done.times)
-
-    def _equal(self, done: RunResult) -> str:
-        """Compares a run with the references. Returns the word for the first equal one, or "no" with a note.
-
-        If plain Lightning does not fit, the first window that fits is the reference.
-        """
-        if not self._references:
-            self._references.append((done, "yes"))
-            self._found.notes.append(
-                f"Plain Lightning does not fit, so {self._kind} are compared with those of {done.way.name}."
-            )
-            return ""
-        differences: list[Difference] = []
-        for reference, word in self._references:
-            compared = compare(done.record, reference.record).get(self._kind, Compared())
-            if compared.first is None:
-                return word if compared.values else "no"
-            differences.append(compared.first)
-        first = differences[0]
-        self._found.notes.append(f"{done.way.name}: {first.name or self._kind}, {first.moment}: {first.how}")
-        return "no"
-
-    def _describe(self, device: torch.device, again: RunResult | None, *, trains: bool) -> None:
+    def _machine(self, device: torch.device) -> str:
         machine = machine_of(device_for(device))
-        what = "weights, gradients and optimizer state" if trains else "weights"
-        where = machine["accelerator"] or "CPU"
-        sentences = [
-            f"{where}; {machine['processor']}, {machine['cores']} cores, torch's threads: {machine['threads']}.",
-            f"GPU memory: {what}, counted{', as a GPU would need' if device.type == 'cpu' else ''}; activations do not count.",
-            f"Times: median of up to {self._subject.steps - 2} batches after two.",
-        ]
-        if trains:
-            how = (
-                "its time on this CPU is plain's"
-                if device.type == "cpu"
-                else "its steps copy unpinned memory, and do not overlap"
-            )
-            sentences.append(
-                f"With its optimizer on the CPU, plain Lightning has no optimizer state on the GPU; {how}."
-            )
-        if again is not None:
-            sentences.append(f"Plain Lightning, run again after all windows: {self._seconds(again):.3g} s per batch.")
-        self._found.machine = " ".join(sentences)
+        versions = ", ".join(f"{name} {at}" for name, at in machine["versions"].items())
+        what = "weights, gradients and optimizer state" if self._found.task == "training" else "weights"
+        return (
+            f"{machine['accelerator'] or 'CPU'}; {machine['processor']}, {machine['cores']} cores, torch's threads: "
+            f"{machine['threads']}; {versions}; {today()}. GPU memory: {what}, counted"
+            f"{', as a GPU would need' if device.type == 'cpu' else ''}; activations do not count. "
+            f"Times: median of up to {self._subject.steps - 2} batches after two."
+        )
 
 
-def page(dials: Sequence[Dial], command: str, picture: str) -> str:
-    """Returns a page in Markdown with the tables, the machine, the versions and the command.
+def _plain_bytes(found: Sequence[RunResult | None], task: str) -> int | None:
+    """Returns the bytes that plain Lightning has on the GPU: a plan counts weights and gradients. None if they are unknown.
 
     Args:
-        dials: the results.
-        command: the command line.
-        picture: the name of the picture's file; empty if there is none.
+        found: the run of plain Lightning, which has the size of the optimizers' state, and those of the windows.
+        task: "training" or "prediction".
     """
-    machine = machine_of(device_for(torch.device("cpu")))
-    versions = ", ".join([f"Python {machine['python']}", *(f"{name} {at}" for name, at in machine["versions"].items())])
-    load = (
-        f"Load of the machine at the end: {os.getloadavg()[0]:.1f} on {machine['cores']} cores."
-        if hasattr(os, "getloadavg")
-        else ""
-    )
-    image = [f"![Time of a batch against GPU memory]({picture})", ""] if picture else []
-    commit = f" Commit {_commit()}." if _commit() else ""
-    parts = [f"## {each.title}\n\n{each.text}\n" for each in dials]
-    return "\n".join(
-        [
-            "# The dial: k and k', measured",
-            "",
-            *image,
-            f"Command: `{command}`. {versions}.{commit} {today()}. {load}",
-            "",
-            *parts,
-        ]
-    )
-
-
-def _commit() -> str:
-    """Returns the commit of the package's repository; empty if it has none."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    plain, *windows = found
+    plan = next((done.plan for done in windows if done is not None), None)
+    if plan is None or (plain is None and task == "training"):
+        return None
+    weights, gradients = plan.plain
+    return weights + gradients + plain.state_bytes if plain is not None and task == "training" else weights

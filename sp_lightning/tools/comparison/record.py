@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -59,13 +59,6 @@ class Record:
             torch.save(found, file)
             self.entries.append(Entry(kind, moment, file))
 
-    def keep_only(self, kind: str) -> None:
-        """Removes the entries of all other kinds, and their files."""
-        for entry in self.entries:
-            if entry.kind != kind:
-                entry.file.unlink(missing_ok=True)
-        self.entries = _of(self, kind)
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -103,21 +96,18 @@ class Compared:
     values: int = 0
 
 
-def compare(
-    ours: Record, plain: Record, leave_out: Sequence[str] = (), but: Set[tuple[str, str]] = frozenset()
-) -> dict[str, Compared]:
+def compare(ours: Record, plain: Record, but: Set[tuple[str, str]] = frozenset()) -> dict[str, Compared]:
     """Compares two records, bit by bit.
 
     Args:
         ours: the record of the run in question.
         plain: the record of the reference.
-        leave_out: kinds that are not compared, because only one of the records has them.
         but: places that are not compared, as :func:`unrepeatable` returns them.
 
     Returns:
         The comparison of each kind, in the order of their first entries.
     """
-    kinds = dict.fromkeys(entry.kind for entry in (*plain.entries, *ours.entries) if entry.kind not in leave_out)
+    kinds = dict.fromkeys(entry.kind for entry in (*plain.entries, *ours.entries))
     return {kind: _compare_kind(_of(ours, kind), _of(plain, kind), but) for kind in kinds}
 
 

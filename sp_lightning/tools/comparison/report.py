@@ -9,6 +9,7 @@ from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.tools.comparison.record import Compared
 
 EQUAL, DIFFERENT, NOT_RUN = 0, 1, 2
+_CAUSE = 'How to find the cause: "A result differs" in examples/guide/troubleshooting.md.'
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Report:
         counted: True if ``device_bytes`` is the sum of weights, gradients and optimizer state, as on the CPU. False if it was
             measured.
         notes: other sentences for the user.
-        explanation: sentences on the cause of a difference.
         why: the reason why nothing was compared; empty if something was compared.
     """
 
@@ -44,7 +44,6 @@ class Report:
     streamed: float = 0.0
     counted: bool = True
     notes: list[str] = field(default_factory=list)
-    explanation: list[str] = field(default_factory=list)
     why: str = ""
 
     @property
@@ -65,7 +64,7 @@ class Report:
         width = max(map(len, self.rows))
         lines = [self.reference, "", f"{'what':<{width}} {'tensors':>8}  result"]
         for what, row in self.rows.items():
-            equal = "none to compare"
+            equal = "ran, returned nothing to compare"
             if row.tensors:
                 equal = "equal"
             elif row.values:
@@ -81,7 +80,8 @@ class Report:
                 size = human_bytes(each.device_bytes or 0)
                 lines.append(f"  {each.name:<{longest}} {each.seconds:>9.3g} s {size:>10}")
             lines += ["", f"{self.layers} layers found; {self.streamed:.0%} of weights and buffers are offloaded."]
-        return "\n".join([*lines, *self.notes, *self.explanation, f"Result: {self.verdict}."])
+        cause = f" {_CAUSE}" if self.status == DIFFERENT else ""
+        return "\n".join([*lines, *self.notes, f"Result: {self.verdict}.{cause}"])
 
     def as_json(self) -> str:
         """Returns the report as JSON. Sizes are in bytes, times in seconds."""

@@ -7,11 +7,10 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import count, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -21,15 +20,13 @@ import lightning.pytorch as pl
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from sp_lightning.core.device.accelerator import device_for
-from sp_lightning.core.layers.ring import poisoned
-from sp_lightning.core.layers.writes import digest
 from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.plan import Plan
-from sp_lightning.core.torch_compat.private import current_graph_task
 from sp_lightning.tools.comparison.record import Entry, Record, flatten, held
 from sp_lightning.tools.comparison.reference import StepsOnHost
 from sp_lightning.tools.comparison.subject import NotRunError, RunInputs, Subject, without_files
@@ -50,9 +47,6 @@ class RunVariant:
         fuse: True if plain Lightning's optimizers that step on the host run fused, if their ``fused`` is not set.
         like: chooses the optimizers of plain Lightning that step on the host; None for all.
         on_device: True if all optimizers of plain Lightning step on the device, as the strategy's do (``optimizer_on="gpu"``).
-        poison: True to fill released memory with NaN.
-        watched: the values that hooks record in addition to losses and logged values: nothing, all gradients, or the inputs and
-            outputs of each module.
         begins: a checkpoint from which one batch is trained; None for a whole run.
         only: the run only trains or only predicts, and records the outputs of steps alone; None for everything.
     """
@@ -62,8 +56,6 @@ class RunVariant:
     fuse: bool = False
     like: LikeGpu | None = None
     on_device: bool = False
-    poison: bool = False
-    watched: Literal["nothing", "gradients", "modules"] = "nothing"
     begins: Path | None = None
     only: Literal["training", "prediction"] | None = None
 
@@ -82,7 +74,7 @@ class RunResult:
         plan: the plan of the strategy; None for plain Lightning.
         stats: the stats of the strategy after training; None for plain Lightning.
         moved: True if plain Lightning's optimizers stepped on the host while the module was on the device.
-        calls: digests of the inputs and outputs of each module call, in order; empty if hooks did not record them.
+        trained: True if a training step of plain Lightning has returned a loss, or if an optimizer has stepped with a gradient.
     """
 
     way: RunVariant
@@ -93,8 +85,8 @@ class RunResult:
     state_bytes: int
     plan: Plan | None = None
     stats: Stats | None = None
-    calls: dict[tuple[str, str, int], tuple[str, str]] = field(default_factory=dict)
     moved: bool = False
+    trained: bool = False
 
     @property
     def seconds(self) -> float:
@@ -114,7 +106,8 @@ class Recorder(Callback):
     def _keep(self, trainer: pl.Trainer, phase: str, kind: str, outputs: Any) -> None:
         moment = f"{phase} batch {self._phases[phase]}"
         self._phases[phase] += 1
-        self.record.add(kind, moment, outputs)
+        # A step that returns an empty structure has run: it has a row. A training step that returns nothing trains nothing.
+        self.record.add(kind, moment, outputs if kind == "losses" or [*flatten(outputs)] else None)
         self.record.add("logged values", moment, trainer.callback_metrics)
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
@@ -148,94 +141,37 @@ class Recorder(Callback):
 WRITE_NO_WEIGHTS.add(Recorder)  # so the engine works as without this callback; subclasses are not included
 
 
-class GradientRecorder(Recorder):
-    """Also records all gradients. The engine treats it as a hook that may write weights."""
+class NoLogger(DummyLogger):
+    """A logger that logs nothing. User code may call any method of it and of its experiment, and write to its folder."""
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        gradients = {name: parameter.grad for name, parameter in pl_module.named_parameters()}
-        self.record.add("gradients", f"training batch {trainer.fit_loop.batch_idx}", gradients)
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._experiment = _Anything()  # type: ignore[assignment]
+        self._folder = folder
 
+    @property
+    def save_dir(self) -> str:
+        return str(self._folder)
 
-class CallRecorder(Recorder):
-    """Records digests of the inputs and outputs of each module call, except forwards that are recomputed in backward."""
-
-    def __init__(self, record: Record) -> None:
-        super().__init__(record)
-        self.calls: dict[tuple[str, str, int], tuple[str, str]] = {}
-        self._given: dict[str, str] = {}
-        self._counts: Counter[tuple[str, str]] = Counter()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._trainer = trainer
-        for name, module in pl_module.named_modules():
-            if name:
-                module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True)
-                module.register_forward_hook(partial(self._after, name))
-
-    def _before(self, name: str, module: Any, *given: Any) -> None:
-        self._given[name] = _digests(given)
-
-    def _after(self, name: str, module: Any, given: Any, output: Any) -> None:
-        if current_graph_task() == -1:
-            training = f"training batch {self._trainer.fit_loop.batch_idx}"
-            place = training if self._trainer.training else "validation", name
-            self.calls[(*place, self._counts[place])] = self._given[name], _digests(output)
-            self._counts[place] += 1
+    log_dir = save_dir
 
 
-def _digests(values: Any) -> str:
-    return " ".join(digest(value.detach().cpu()) for _, value in flatten(values) if isinstance(value, Tensor))
+class _Anything:
+    """Takes any call and any item. Each attribute and each result is this object."""
 
-
-class KeptLogger(CSVLogger):
-    """A logger that writes no file. It records every method call of its experiment, to be compared.
-
-    Args:
-        folder: the folder that the logger reports for its files.
-        record: receives the calls.
-    """
-
-    experiment: Any = None
-
-    def __init__(self, folder: Path, record: Record) -> None:
-        super().__init__(folder, version=0)
-        Path(self.log_dir).mkdir(parents=True)  # user code may write there
-        numbers = count(1)
-        self.experiment = KeptCalls(
-            "logger", lambda name, values: record.add("logged values", f"call {next(numbers)} of {name}", values)
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.experiment, name)  # user code may call methods that only its own logger has
-
-
-class KeptCalls:
-    """Replaces any object that receives logged values. Each attribute and each result of a call is another such object.
-
-    Args:
-        name: the expression by which user code reaches the object.
-        keep: is called with the name of a method and its arguments.
-    """
-
-    def __init__(self, name: str, keep: Callable[[str, Any], None]) -> None:
-        self._name, self._keep = name, keep
-
-    def __getattr__(self, name: str) -> KeptCalls:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return KeptCalls(f"{self._name}.{name}", self._keep)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> KeptCalls:
-        argument = f"({args[0]!r})" if args and isinstance(args[0], str) else ""
-        self._keep(f"{self._name}{argument}", {**dict(enumerate(args)), **kwargs})
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self
 
-    __setitem__ = __call__
+    __getitem__ = __setitem__ = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # Python asks for these
+        return self
 
 
 STOPPED = "Prediction stopped."
 """The beginning of the text that replaces predictions in a record, if an error ended the prediction."""
-_RECORDERS = {"nothing": Recorder, "gradients": GradientRecorder, "modules": CallRecorder}
 
 
 def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
@@ -252,12 +188,12 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
     """
     folder.mkdir()
     record = Record(folder / "record")
-    recorder = _RECORDERS[way.watched](record)
+    recorder = Recorder(record)
     pl.seed_everything(subject.seed, workers=True, verbose=False)
     made = subject.make()
     trainer = _trainer(made, way, folder, subject.steps, recorder)
     start = perf_counter()
-    with poisoned() if way.poison else nullcontext():
+    with _gradients_seen() if way.options is None else nullcontext(list[bool]()) as seen:
         if way.only == "prediction":
             data = made.to_predict
             if data is None:
@@ -265,27 +201,42 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
             trainer.predict(made.module, return_predictions=False, **data)
         else:
             trainer.fit(made.module, **made.data, ckpt_path=way.begins, weights_only=False)
-        if not recorder.ends:
-            does = "predicted" if way.only == "prediction" else "trained"
-            raise NotRunError(f"The run {way.name!r} has {does} no batch: the data has none, or each was skipped.")
-        ends, peak = [*recorder.ends], recorder.peak
-        strategy: Any = trainer.strategy
-        plan, stats = (None, None) if way.options is None else (strategy.plan, strategy.stats())
-        state = flatten([optimizer.state_dict()["state"] for optimizer in trainer.optimizers if stats is None])
-        state_bytes = sum(value.nbytes for _, value in state if isinstance(value, Tensor))
-        checkpoint = folder / "checkpoint.ckpt"
-        if way.only is None:
-            _keep_state(record, trainer, made.module, checkpoint)
-        data = None if way.begins or way.only else made.to_predict
-        if data is not None:
-            try:
-                trainer.predict(made.module, **data)
-            except Exception as error:  # recorded, because the same error in both runs counts as equal
-                record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
+    if not recorder.ends:
+        does = "predicted" if way.only == "prediction" else "trained"
+        raise NotRunError(f"The run {way.name!r} has {does} no batch: the data has none, or each was skipped.")
+    ends, peak = [*recorder.ends], recorder.peak
+    strategy: Any = trainer.strategy
+    plan, stats = (None, None) if way.options is None else (strategy.plan, strategy.stats())
+    state = flatten([optimizer.state_dict()["state"] for optimizer in trainer.optimizers if stats is None])
+    state_bytes = sum(value.nbytes for _, value in state if isinstance(value, Tensor))
+    trained = any(seen) or any(entry.kind == "losses" for entry in record.entries)
+    checkpoint = folder / "checkpoint.ckpt"
+    if way.only is None:
+        _keep_state(record, trainer, made.module, checkpoint)
+    data = None if way.begins or way.only else made.to_predict
+    if data is not None:
+        try:
+            trainer.predict(made.module, **data)
+        except Exception as error:  # recorded, because the same error in both runs counts as equal
+            record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
     times = [after - before for before, after in pairwise(ends if len(ends) > 1 else [start, *ends])]
-    calls = getattr(recorder, "calls", {})
     moved = getattr(trainer.strategy, "moved", False)
-    return RunResult(way, record, checkpoint, times, peak, state_bytes, plan, stats, calls, moved)
+    return RunResult(way, record, checkpoint, times, peak, state_bytes, plan, stats, moved, trained)
+
+
+@contextmanager
+def _gradients_seen() -> Iterator[list[bool]]:
+    """Lists, for each step of an optimizer, whether a parameter has a gradient."""
+    seen: list[bool] = []
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        seen.append(any(each.grad is not None for group in optimizer.param_groups for each in group["params"]))
+
+    handle = register_optimizer_step_post_hook(stepped)
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def _trainer(made: RunInputs, way: RunVariant, folder: Path, steps: int, recorder: Recorder) -> pl.Trainer:
@@ -294,7 +245,7 @@ def _trainer(made: RunInputs, way: RunVariant, folder: Path, steps: int, recorde
         "limit_val_batches": 0 if way.only else steps,
         "limit_predict_batches": steps,
         "max_epochs": 2 if way.begins else 1,
-        "logger": KeptLogger(folder, recorder.record),
+        "logger": NoLogger(folder),
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
