@@ -279,13 +279,11 @@ def make_tuner(
         evicts: True to offload the oldest activations when not all activations fit.
         alone: True if nothing else in this process uses the device's memory.
     """
-    # With stacked experts, the tuner also chooses the size of their cache, even if k and k' are numbers.
-    chooses_window = window.auto or (window.room is not None and streamer.plan.stack_bytes > 0)
-    if chooses_window or evicts:
+    if window.auto or evicts:
         if is_installed("capabilities.tuning"):
             from sp_lightning.capabilities.tuning.tuner import Tuner
 
-            return Tuner(window, streamer, device, log, window_too=chooses_window, evicts=evicts, alone=alone)
+            return Tuner(window, streamer, device, log, window_too=window.auto, evicts=evicts, alone=alone)
         log.info(
             "Superpipeline: k, k' and activations stay as they are planned: sp_lightning/capabilities/tuning is not installed."
         )

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from sp_lightning.capabilities.experts.embedding_rows import EmbeddingRows
-from sp_lightning.capabilities.experts.expert_cache import ExpertCache
 from sp_lightning.capabilities.experts.expert_rows import ExpertRows
 from sp_lightning.capabilities.experts.stacks import adapting_modules, routed_share, stacked_rows, stacks_in
 from sp_lightning.core.device.device import Device
@@ -105,10 +104,9 @@ class ExpertsAndEmbeddings(RowFinder):
             embedding: Any = found.places[found_layer.parameters[0][1]][0].module
             layer.rows = EmbeddingRows(embedding, layer, device, pin=pin)
             embeddings[embedding] = (layer,)
-        stacked = [layer for layer in layers if layer.planned.rows]
-        cache = ExpertCache(device, stacked)
-        for layer in stacked:
-            layer.rows = ExpertRows(layer, device, cache, log or logging.getLogger("lightning.pytorch"))
+        for layer in layers:
+            if layer.planned.rows:
+                layer.rows = ExpertRows(layer, device, log or logging.getLogger("lightning.pytorch"))
         return embeddings
 
 
