@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from sp_lightning.trainer.step_place import StepPlace
 
 CAPABILITIES = {
-    "capabilities.activations": "offloads or recomputes activations, and cuts a loss into chunks",
+    "capabilities.activations": "offloads or recomputes activations",
     "any_loop": "streams in loops without Lightning's Trainer (sp_lightning.stream)",
     "tools.comparison": "compares a module with plain Lightning (sp_lightning.check, sp_lightning.dial)",
     "capabilities.disk": "keeps optimizer state, weights and gradients on a disk",
@@ -64,7 +64,6 @@ PUBLIC = {
     "SharedBase": "experimental.sharing.shared_base",
     "StreamedTrainer": "any_loop.transformers_trainer",
     "check": "tools.comparison.check",
-    "chunk_loss": "capabilities.activations.chunked_loss",
     "dial": "tools.comparison.dial",
     "load_mxfp4": "capabilities.experts.mxfp4",
     "pack_experts": "capabilities.experts.packed_stacks",
