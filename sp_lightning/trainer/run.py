@@ -267,7 +267,7 @@ class Run:
         """Returns sentences for the user about this run, which are logged with the plan."""
         remarks = [remark for remark in (self.placement.remark, self.tuner.remark) if remark]
         remarks += cap_remarks(self._options.k, self._options.k_prime, self.engine.plan, self._options.gpu_layers)
-        return [*remarks, *self.steps.remarks(), *untested_versions()]
+        return [*self.engine.found.advice, *remarks, *self.steps.remarks(), *untested_versions()]
 
     # ------------------------------------------------------------------ the engine
 
