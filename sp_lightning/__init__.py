@@ -21,7 +21,6 @@ __all__ = [
     "SuperpipelineStrategy",
     "__version__",
     "check",
-    "chunk_loss",
     "compile_blocks",
     "dial",
     "load_mxfp4",
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from sp_lightning.any_loop.fabric import FabricStrategy
     from sp_lightning.any_loop.stream import stream
     from sp_lightning.any_loop.transformers_trainer import StreamedTrainer
-    from sp_lightning.capabilities.activations.chunked_loss import chunk_loss
     from sp_lightning.capabilities.experts.mxfp4 import load_mxfp4
     from sp_lightning.capabilities.experts.packed_stacks import pack_experts
     from sp_lightning.experimental.ranks.rank_order import rank_order_hook
@@ -50,9 +48,16 @@ if TYPE_CHECKING:
     from sp_lightning.tools.comparison.check import check
     from sp_lightning.tools.comparison.dial import dial
 else:
+    _REMOVED = {
+        "chunk_loss": "With torch 2.14 or newer, compute the loss by torch.nn.functional.linear_cross_entropy(hidden, "
+        "model.lm_head.weight, labels, options=torch.nn.LinearCrossEntropyOptions()). For older versions, "
+        "examples/guide/activations.md has ten lines."
+    }
 
     def __getattr__(name: str) -> object:
         """Imports a public name when it is first used, and stores the object in this module."""
+        if name in _REMOVED:
+            raise AttributeError(f"sp_lightning.{name} was removed. {_REMOVED[name]}")
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from sp_lightning import registry

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from sp_lightning.core.updates.gpu_bits import GpuBits
 
 CAPABILITIES = {
-    "capabilities.activations": "offloads or recomputes activations, and cuts a loss into chunks",
+    "capabilities.activations": "offloads or recomputes activations",
     "any_loop": "streams in loops without Lightning's Trainer (sp_lightning.stream)",
     "tools.comparison": "compares a module with plain Lightning (sp_lightning.check, sp_lightning.dial)",
     "capabilities.disk": "keeps optimizer state, weights and gradients on a disk",
@@ -64,7 +64,6 @@ PUBLIC = {
     "SharedBase": "experimental.sharing.shared_base",
     "StreamedTrainer": "any_loop.transformers_trainer",
     "check": "tools.comparison.check",
-    "chunk_loss": "capabilities.activations.chunked_loss",
     "dial": "tools.comparison.dial",
     "load_mxfp4": "capabilities.experts.mxfp4",
     "pack_experts": "capabilities.experts.packed_stacks",
@@ -290,13 +289,11 @@ def make_tuner(
         evicts: True to offload the oldest activations when not all activations fit.
         alone: True if nothing else in this process uses the device's memory.
     """
-    # With stacked experts, the tuner also chooses the size of their cache, even if k and k' are numbers.
-    chooses_window = window.auto or (window.room is not None and streamer.plan.stack_bytes > 0)
-    if chooses_window or evicts:
+    if window.auto or evicts:
         if is_installed("capabilities.tuning"):
             from sp_lightning.capabilities.tuning.tuner import Tuner
 
-            return Tuner(window, streamer, device, log, window_too=chooses_window, evicts=evicts, alone=alone)
+            return Tuner(window, streamer, device, log, window_too=window.auto, evicts=evicts, alone=alone)
         log.info(
             "Superpipeline: k, k' and activations stay as they are planned: sp_lightning/capabilities/tuning is not installed."
         )

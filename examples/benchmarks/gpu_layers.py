@@ -43,7 +43,7 @@ MODELS = {"1.5B": "", "3B": str(SHAPES / "llama-3.2-3b.json"), "8B": str(SHAPES 
 PRECISIONS = ("bf16-true", "bf16-mixed")
 SHARES = (0, 0.25, 0.5, 0.75)
 WINDOW = (2, 1)
-OPTIONS = "--gradient-checkpointing --loss-tokens 2048 --activations keep --k 2 --k-prime 1"
+OPTIONS = "--gradient-checkpointing --activations keep --k 2 --k-prime 1"
 CLIPPING = {"": None, "clipped": "norm"}
 TARGET = 0.85
 

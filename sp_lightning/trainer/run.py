@@ -266,7 +266,7 @@ class Run:
         """Returns sentences for the user about this run, which are logged with the plan."""
         remarks = [remark for remark in (self.placement.remark, self.tuner.remark) if remark]
         remarks += cap_remarks(self._options.k, self._options.k_prime, self.engine.plan, self._options.gpu_layers)
-        return [*remarks, *self.steps.remarks(), *untested_versions()]
+        return [*self.engine.found.advice, *remarks, *self.steps.remarks(), *untested_versions()]
 
     # ------------------------------------------------------------------ the engine
 
@@ -287,7 +287,7 @@ class Run:
         """Lands the layers that ``gpu_layers="auto"`` keeps on the GPU. From now on none stays, and the CPU steps them."""
         plan = self.engine.plan
         self._window.let_none_stay()
-        self.engine.resize(replace(self._window.plan(plan.k, plan.k_prime), cache_bytes=plan.cache_bytes))
+        self.engine.resize(self._window.plan(plan.k, plan.k_prime))
 
     def most_that_stay(self) -> int:
         """Returns the number of layers that could stay on the GPU, for the advice to set ``gpu_layers`` after training.

@@ -7,7 +7,6 @@ where a device waits for more than the simulation: the two that are not are list
 | wait | scenario that fails without it |
 |---|---|
 | FETCH_AFTER_USE, USE_AFTER_FETCH | training |
-| BRING_AFTER_FETCH | a cache of some experts, and blocks that batches leave out |
 | DRAIN_AFTER_GRADIENT, REUSE_AFTER_DRAIN, APPLY_AFTER_DRAIN | training |
 | UPDATE_AFTER_FETCH | training |
 | CLOSE_AFTER_FETCH | prediction |

@@ -252,7 +252,6 @@ THERE_STEP = "sp_lightning.capabilities.gpu_steps.on_device.StepsOnDevice"
 NEW_OPTIMIZER = "the trainer gets an optimizer that the GPU cannot step"
 CPU_BITS = "CPU optimizer steps differ from the GPU's in the last bits"
 NORMS = "sp_lightning.capabilities.kernels.gpu_norms"
-CACHE = "sp_lightning.capabilities.experts.expert_cache.ExpertCache"
 
 ROWS = [
     Row(
@@ -332,11 +331,6 @@ ROWS = [
     Row(
         EXPERTS, "a forward that may read all experts", BEFORE, list, "are uploaded for each call, because",
         **EXPERT | {"make": lambda: Module(stacked.Routers(UnseenRouter))},
-    ),
-    Row(
-        EXPERTS, "GPU memory for experts that were used", BEFORE,
-        lambda: [failing(CACHE, "allocate", OUT, lambda count, *given: given[1] > 0)],
-        "no room for k = ", options={"gpu_memory": "128KiB"}, **EXPERT,
     ),
 ]  # fmt: skip
 

@@ -361,13 +361,12 @@ def test_compiled_layers_are_measured_and_told(tmp_path: Path) -> None:
 
 @pytest.mark.long("a benchmark of seconds")
 def test_experts_are_measured_and_told(tmp_path: Path) -> None:
-    """Without a cache just what is routed to travels, and what was guessed; of whole blocks all, and with a cache less."""
+    """By rows, the routed experts are uploaded, and those that were guessed; of whole blocks all are."""
     row = {**rows.origin(), **experts.measure(experts=16, routed=2, tokens=3, width=32, batches=1)}
     for kind, found in row["routing"].items():
         ways = found["ways"]
-        assert 1 <= ways["by rows, 0%"]["expert_bytes"] / found["least"] < 1.3
+        assert 1 <= ways["by rows"]["expert_bytes"] / found["least"] < 1.3
         assert ways["whole blocks"]["bytes"] > found["stacks"]
-        assert ways["by rows, 50%"]["expert_bytes"] < found["least"]
         assert cells(report.write([row], tmp_path).read_text(), kind)[1] == "plain"
 
 

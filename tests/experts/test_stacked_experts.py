@@ -234,6 +234,38 @@ def test_what_is_known_of_forwards() -> None:
     assert how_it_reads(exchanged) is StackReading.UNKNOWN
 
 
+# ---------------------------------------------------------------------- generation
+
+
+class Generates(stacked.Transformer):
+    """Generates some tokens for each batch."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net.generate(batch["input_ids"], max_new_tokens=6, do_sample=False, use_cache=True)
+
+
+@pytest.mark.long("takes a second or more")
+def test_windows_of_generation() -> None:
+    """A larger window holds other layers. If it holds all layers, each stack has a slot, in which used experts stay."""
+
+    def generated(strategy: Any) -> Any:
+        torch.manual_seed(5)
+        module = Generates(stacked.transformer("qwen3").net)
+        return trainer_for(strategy).predict(module, loader(stacked.tokens(6)))
+
+    plain, slots, experts, others = generated("auto"), [], [], []
+    for k in (1, 3, 64):
+        strategy = superpipeline(k=k, k_prime=1)
+        assert_equal(generated(strategy), plain, "tokens")
+        plan, stats = strategy.plan, strategy.stats()
+        slots.append({plan.rings[layer.ring].slots for layer in plan.layers if layer.rows})
+        experts.append(stats.expert_bytes)
+        others.append(stats.fetched_bytes - stats.expert_bytes)
+    assert max(*slots[0], *slots[1]) == 2
+    assert others[1] < others[0]
+    assert experts[2] <= strategy.plan.stack_bytes < experts[0]
+
+
 # ---------------------------------------------------------------------- gradients by rows
 
 

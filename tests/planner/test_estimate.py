@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from sp_lightning import chunk_loss
 from sp_lightning.capabilities.activations import offload
 from sp_lightning.capabilities.activations.policy import Call
 from sp_lightning.core.engine.streamer import Streamer
@@ -53,19 +52,9 @@ def eager(**options: Any) -> Case:
     return Case(lambda: llama(dropout=0.0, attn_implementation="eager", **options), tokens)
 
 
-def chunked(*, keep_logits: bool = False, **options: Any) -> Any:
-    """The loss of 16 tokens, 5 at a time; the vocabulary is larger than all else."""
-    module: Any = eager(vocab_size=500, **options).make()
-    chunk_loss(module.net, 5, keep_logits=keep_logits)
-    return module
-
-
 MODELS = {
     "llama": eager(),
     "llama-checkpoint": eager(checkpointing={"use_reentrant": False}),
-    "llama-chunked": Case(lambda: chunked(), tokens),
-    "llama-chunked-checkpoint": Case(lambda: chunked(checkpointing={"use_reentrant": False}), tokens),
-    "llama-kept-logits": Case(lambda: chunked(keep_logits=True), tokens),
     "half-checkpointed": Case(lambda: Module(HalfCheckpointedStack()), vectors),
     "resnet50": CASES["resnet50"],
     "vit": CASES["vit"],
@@ -169,30 +158,13 @@ def saved_by(case: Case) -> int:
 
 
 @pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize(
-    ("name", "logits", "largest"),
-    first(
-        [
-            ("llama", 16 * 64 * 4, Saved(16 * 64 * 4, torch.float32, torch.Size([16, 64]))),
-            (
-                "llama-chunked",
-                16 * 32 * 4,
-                Saved(16 * 32 * 4, torch.float32, torch.Size([5, 32])),
-            ),  # what the head is given
-            ("llama-kept-logits", 16 * 500 * 4, Saved(16 * 500 * 4, torch.float32, torch.Size([16, 500]))),
-        ],
-        if_=lambda each: each[0] == "llama-chunked",
-        why="the same formulas without chunks, and with logits that are kept",
-    ),
-)
-def test_what_a_loss_in_chunks_saves(name: str, logits: int, largest: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_loss_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """On paper as in a run: all that units and the loss save, each storage once."""
     monkeypatch.setattr(offload, "WORTH_MOVING", SOME)
-    work = worked(MODELS[name])
-    assert work.largest_outside == largest
-    losses = 0 if name == "llama" else 16 * 8 + 16 * 4  # where each loss is summed, and the losses
-    assert work.outside == logits + 16 * 8 + 4 + losses
-    assert work.saved("keep") == saved_by(MODELS[name])
+    work = worked(MODELS["llama"])
+    assert work.largest_outside == Saved(16 * 64 * 4, torch.float32, torch.Size([16, 64]))
+    assert work.outside == 16 * 64 * 4 + 16 * 8 + 4
+    assert work.saved("keep") == saved_by(MODELS["llama"])
 
 
 @pytest.mark.long("takes a second or more")

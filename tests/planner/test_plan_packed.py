@@ -77,13 +77,6 @@ def packed_on_meta() -> Any:
         return packed()
 
 
-@pytest.mark.long("takes a second or more")
-def test_more_memory_is_advised_for_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A larger k would not help: stacks are uploaded by rows, and have slots of their own."""
-    main(["plan", write(tmp_path), *OPTIONS, "--pcie", "0.001GB/s", "--gpu-memory", "1GiB"])
-    assert "Use a larger gpu_memory, in which experts stay for the next batches" in capsys.readouterr().out
-
-
 @pytest.mark.long("several plans of a model")
 @pytest.mark.parametrize(
     ("options", "change"),

@@ -278,7 +278,7 @@ def test_the_command_asks_the_same_question() -> None:
         "plan", "a model.json", "--batch-size", "3", "--k", "2", "4", "--gpu-memory", "10737418241B", "--disk", "3.5GB/s",
         "--links", "200Gb/s", "--devices", "2", "--layers", "a.*", "b",
         "--gradient-checkpointing", "--tflops", "312.5", "--gradient-clip", "norm",
-        "--loss-tokens", "64", "--lora", "8", "--optimizer-overlap", "off", "--precision", "16-mixed",
+        "--lora", "8", "--optimizer-overlap", "off", "--precision", "16-mixed",
     ]  # fmt: skip
     question = Question(**{**vars(make_parser().parse_args(asked)), "model": "a model.json", "batch": 3})
     question = Question(**{**vars(question), "precision": "16-mixed"})
@@ -365,3 +365,10 @@ def test_warnings_of_libraries_are_not_shown(
     assert not caplog.records
     assert not recwarn.list
     assert capfd.readouterr().err == ""
+
+
+def test_removed_options_name_another_way(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["plan", "resnet18", "--loss-tokens", "32"])
+    assert error.value.code == 2
+    assert "--loss-tokens was removed: plan a LightningModule" in capsys.readouterr().err

@@ -326,7 +326,6 @@ def test_the_public_names_are_frozen() -> None:
         "SuperpipelineStrategy",
         "__version__",
         "check",
-        "chunk_loss",
         "compile_blocks",
         "dial",
         "load_mxfp4",

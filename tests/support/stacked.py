@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -246,23 +245,6 @@ class Dense(Router):
 
 def own(block: type[Router] = Router) -> Module:
     return Module(Routers(block))
-
-
-class LeavesOut(Module):
-    """Batches leave some blocks out: what has come ahead for those is overwritten before anything has used it."""
-
-    def __init__(self) -> None:
-        super().__init__(Routers(Few))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        drawn, blocks = random.Random(batch_idx), list(self.net.layers)  # type: ignore[arg-type]
-        for _ in range(3):
-            for block in [each for each in blocks if batch_idx < 3 or drawn.random() < 0.7] or blocks[:1]:
-                batch = block(batch)  # at first all, so that all are expected
-        return batch
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.predict_step(batch, batch_idx).square().mean()
 
 
 def frozen() -> Module:

@@ -15,14 +15,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Wait
-from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.trainer import step_hooks
 from tests.support.engine import choose
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.needs import needs
 from tests.support.runs import Outcome, fit, fused, loader, trainer_for
-from tests.support.stacked import LeavesOut
 
 
 def training(strategy: Any) -> Outcome:
@@ -262,17 +259,6 @@ def predicted(make: Any, batches: Any, strategy: Any) -> Outcome:
     return Outcome(losses, [], state, [], torch.get_rng_state(), module, trainer)
 
 
-def left_out_with_a_cache(strategy: Any, *, kept: int = 2, run: Callable[..., Outcome] | None = None) -> Outcome:
-    """A cache keeps this number of experts on the device. They are copied to slots on the compute stream."""
-    needs("capabilities.experts")
-    if isinstance(strategy, SuperpipelineStrategy):
-        plan = make_plan(find_layers(LeavesOut()), k=2, k_prime=1, training=run is not None)
-        kept *= max(layer.row_bytes for layer in plan.layers)
-        choose(strategy, k=2, k_prime=1, gpu_memory=plan.peak_device_bytes + kept)
-    batches = torch.randn(12, 4, 16, generator=torch.Generator().manual_seed(1)).unbind()
-    return (run or predicted)(LeavesOut, batches, strategy)
-
-
 def predicted_unseen(strategy: Any) -> Outcome:
     """Nothing but residents: their transfer is waited for by compute alone, and compute by nobody."""
     if isinstance(strategy, SuperpipelineStrategy):
@@ -303,7 +289,6 @@ OF_TRIALS = (Wait.SHARE_AFTER_BRING, Wait.BRING_AFTER_SHARE)
 SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_USE: training,
     Wait.USE_AFTER_FETCH: training,
-    Wait.BRING_AFTER_FETCH: left_out_with_a_cache,
     Wait.CAST_AFTER_FETCH: two_optimizers,
     Wait.WRITE_BACK_AFTER_USE: written_in_place,
     Wait.RESIDENTS_AFTER_USE: training,

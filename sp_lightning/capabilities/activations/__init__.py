@@ -1,11 +1,10 @@
-"""Activation offloading and activation checkpointing, for each layer; losses in chunks.
+"""Activation offloading and activation checkpointing, for each layer.
 
 **What it adds.** ``activations="recompute"``, ``"offload"``, modes by patterns, and ``"auto"``. ``policy`` gives each unit its
 mode and counts the memory that modes take. ``calls`` runs each call of a unit in its mode: ``recompute`` runs a forward again in
-backward (``snapshot`` restores what the forward found, ``fingerprints`` compare what both runs save, ``once_only`` lists forwards
-that cannot run twice); ``offload`` copies activations to the host (``host_ring``) and back. ``headroom`` offloads the oldest
-activations before device memory ends, with ``"auto"``. ``sp_lightning.chunk_loss`` (``chunked_loss``) computes
-the loss of a language model in chunks, also in a run without a strategy of this package.
+backward (``snapshot`` restores what the forward found, ``fingerprints`` compare what both runs save); ``offload`` copies
+activations to the host (``host_ring``) and back. ``headroom`` offloads the oldest activations before device memory ends, with
+``"auto"``.
 
 **Where it enters.** :func:`~sp_lightning.registry.activations` returns the plan of ``calls.plan_activations``. It replaces the
 engine's :class:`~sp_lightning.core.engine.activations.KeepAll` by ``calls.UnitModes``.
@@ -13,6 +12,6 @@ engine's :class:`~sp_lightning.core.engine.activations.KeepAll` by ``calls.UnitM
 **What it costs if unused.** Nothing: the engine has ``KeepAll`` if all units keep their activations and ``"auto"`` never
 offloads, because the run does not train or device memory is not limited.
 
-**Without this folder** ``"recompute"``, ``"offload"``, patterns and ``chunk_loss`` raise an *error*. ``"auto"`` keeps all
-activations, and logs one line if device memory ends (*fallback*).
+**Without this folder** ``"recompute"``, ``"offload"`` and patterns raise an *error*. ``"auto"`` keeps all activations, and logs
+one line if device memory ends (*fallback*).
 """

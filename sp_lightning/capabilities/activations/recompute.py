@@ -39,8 +39,7 @@ from sp_lightning.capabilities.activations.fingerprints import (
     deterministic,
     differences,
 )
-from sp_lightning.capabilities.activations.once_only import Remedies, known_cause
-from sp_lightning.capabilities.activations.policy import some
+from sp_lightning.capabilities.activations.policy import Remedies, some
 from sp_lightning.capabilities.activations.snapshot import Snapshot, host_of, put
 from sp_lightning.core.device.accelerator import generator_states, set_generator_states
 from sp_lightning.core.device.device import profiled
@@ -393,7 +392,7 @@ class FirstRun:
             )
         for weight in before.weights:
             if weight.is_written:
-                self.refuse(f"writes its parameter {weight.name!r}", known_cause(self._module))
+                self.refuse(f"writes its parameter {weight.name!r}")
             if weight.has_other_gradient:
                 self.refuse(f"runs a backward that gives its parameter {weight.name!r} a gradient")
         for tensor, version in before.inputs:
@@ -518,28 +517,21 @@ class FirstRun:
     def differs(self) -> Unrepeatable:
         """Returns the error for a second run that has saved other values."""
         found = f"The forward of {self.unit!r} computed other values in backward than in forward"
-        if (cause := known_cause(self._module)) is not None:
-            return Unrepeatable(f"{found}. Perhaps {self._remedies.explained(cause)}")
         return Unrepeatable(
             f"{found}. It depends on what has changed in "
             "between (a hook, a patched function or class, a context, a global variable: parametrize.cached() has one), or on a "
             f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy()}"
         )
 
-    def refuse(self, done: str | None, cause: str | None = None) -> None:
+    def refuse(self, done: str | None) -> None:
         """Raises an error about a forward if it has done anything that prevents a second run.
 
         Args:
             done: the forward's action, as the message names it after "The forward of …"; None if there is none.
-            cause: the reason, from :func:`known_cause`; None if the unit has no module of a known class.
 
         Raises:
             Unrepeatable: ``done`` is not None.
         """
-        if done is not None and cause is not None:
-            raise Unrepeatable(
-                f"The forward of {self.unit!r} {done}, and cannot be run again: {self._remedies.explained(cause)}"
-            )
         if done is not None:
             raise Unrepeatable(f"The forward of {self.unit!r} {done}, and cannot be run again. {self._remedy()}")
 

@@ -1,9 +1,9 @@
 """Uploads only the experts and the rows of embeddings that a batch uses.
 
 **What it adds.** Stacked experts (one parameter for all experts of a module, ``stacks``): ``expert_rows`` uploads the experts
-that a router has chosen, and ``expert_cache`` keeps experts on the device. Embeddings: ``embedding_rows`` uploads the rows that
-a batch looks up. Experts that are separate modules are layers of the core. Stacks in 4 bits: ``packed_stacks`` quantises and
-dequantises, ``mxfp4`` loads them from files; both work with every strategy.
+that a router has chosen. Embeddings: ``embedding_rows`` uploads the rows that a batch looks up. Experts that are separate modules
+are layers of the core. Stacks in 4 bits: ``packed_stacks`` quantises and dequantises, ``mxfp4`` loads them from files; both work
+with every strategy.
 
 **Where it enters.** ``pack_experts`` and ``load_mxfp4`` are public functions. There is no option:
 :func:`~sp_lightning.core.model.rows.row_finder` returns the

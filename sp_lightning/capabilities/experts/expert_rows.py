@@ -21,16 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sp_lightning.capabilities.experts.expert_cache import ExpertCache
 from sp_lightning.capabilities.experts.packed_stacks import PackedStack
 from sp_lightning.capabilities.experts.stacks import NEARLY_ALL, StackReading, how_it_reads, with_adapters
-from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.device.layout import part
 from sp_lightning.core.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins
 from sp_lightning.core.layers.layer import NOTHING, AllRows, Rows, Slot, StreamedLayer
-from sp_lightning.core.layers.states import HELD
 from sp_lightning.core.observe.messages import say_once
-from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.core.torch_compat.private import (
     forward_hooks,
@@ -71,23 +68,19 @@ class ExpertRows(AllRows):
     Args:
         layer: the layer. Its stacks hold ``layer.planned.rows`` experts.
         device: copies rows.
-        cache: keeps experts of all layers on the device, if the plan has memory for it.
         log: the logger for the reason why all experts of the layer are uploaded.
 
     Attributes:
         needed: the rows that the present use of the layer may read.
         present: the valid rows in the layer's slot, or in its last slot.
         comes_whole: why every call uploads all experts; empty if only routed experts are uploaded.
-        cache: the cache; None if the cache has no memory.
     """
 
     watches_calls = True
 
-    def __init__(self, layer: StreamedLayer, device: Device, cache: ExpertCache, log: logging.Logger) -> None:
+    def __init__(self, layer: StreamedLayer, device: Device, log: logging.Logger) -> None:
         self.layer = layer
         self._device = device
-        self._cache = cache
-        self.cache: ExpertCache | None = None
         self.count = layer.planned.rows
         self.stacks = frozenset(layer.planned.stacks)
         layer.parameters.compute = self.compute
@@ -95,7 +88,6 @@ class ExpertRows(AllRows):
         self.needed: Rows = NOTHING
         self.present: Rows = NOTHING
         self.comes_whole = ""
-        self._sent: list[int] = []  # the rows of the last upload that are not in the cache
         self._log = log
         self._calls: dict[int, list[_Call]] = {}  # running calls by thread
         self._last: Rows = NOTHING  # the rows of the latest call
@@ -105,17 +97,6 @@ class ExpertRows(AllRows):
         # Whether autograd graphs may use other rows than routed ones. Stays True, because such a graph may be kept.
         self._read_whole = False
         self._gradient_rows: dict[int, set[int] | None] = {}  # by the parameter's index, in the running backward
-
-    def allocate(self, plan: Plan) -> int:
-        """Allocates the cache, if another layer has not done so yet, and uses it if the plan has memory for it."""
-        nbytes = self._cache.allocate(plan.cache_bytes)
-        self.cache = self._cache if self._cache.has_room else None
-        return nbytes
-
-    def free(self) -> None:
-        """Frees the cache."""
-        self._cache.free()
-        self.cache = None
 
     # ------------------------------------------------------------------ calls
 
@@ -221,8 +202,8 @@ class ExpertRows(AllRows):
     def send(self, slot: Slot, source: Tensor) -> int | None:
         """Copies the needed rows to a slot; if no rows are needed, the rows to prefetch.
 
-        Rows that are in the slot already are not copied. Rows that the cache has are copied from the cache. Returns the bytes
-        copied from the host; None if the caller has to upload the whole layer.
+        Rows that are in the slot already are not copied. Returns the bytes copied from the host; None if the caller has to upload
+        the whole layer.
         """
         fresh = slot.layer is not self.layer or slot.stale
         wanted = self.ahead if self.needed == NOTHING else self.needed
@@ -232,29 +213,20 @@ class ExpertRows(AllRows):
         self.present = None if wanted is None or before is None else before | wanted
         if before is None:
             return 0
-        cached = NOTHING if self.cache is None else self.cache.rows(self.layer)
-        if wanted is None and not before and not cached:
-            self._sent = []
+        if wanted is None and not before:
             self.sent_bytes += self.layer.planned.nbytes
             return None
-        missing = set(range(self.count) if wanted is None else wanted) - before
-        self._sent = sorted(missing - cached)
-        pieces = self._pieces(beside_stacks=fresh)
+        missing = sorted(set(range(self.count) if wanted is None else wanted) - before)
+        pieces = self._pieces(missing, beside_stacks=fresh)
         self._device.copy([slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD)
-        if self.cache is not None and missing & cached:
-            # A layer that was never used may have been uploaded into this slot before. Compute has not waited for that transfer.
-            self._device.wait(Stream.COMPUTE, slot.filled, Wait.BRING_AFTER_FETCH)
-            self.cache.bring(self.layer, missing & cached, slot.memory)
-            if not (slot.locked or self.layer.state is HELD):  # a locked or HELD slot is used by later kernels
-                slot.idle = self._device.record(Stream.COMPUTE)
         nbytes = sum(piece.stop - piece.start for piece in pieces)
         self.sent_bytes += nbytes
         return nbytes
 
-    def _pieces(self, *, beside_stacks: bool) -> list[slice]:
-        """Returns the ranges of bytes to upload: runs of the rows in ``_sent``, and if ``beside_stacks`` all other parameters."""
+    def _pieces(self, rows: Sequence[int], *, beside_stacks: bool) -> list[slice]:
+        """Returns the ranges of bytes to upload: these rows of each stack, and if ``beside_stacks`` all other parameters."""
         pieces = []
-        runs = _runs(self._sent)
+        runs = _runs(rows)
         for index, span in enumerate(self.layer.planned.spans):
             if index in self.stacks:
                 row = span.nbytes // self.count
@@ -263,33 +235,17 @@ class ExpertRows(AllRows):
                 pieces.append(slice(span.offset, span.offset + span.nbytes))
         return pieces
 
-    def arrived(self, slot: Tensor) -> None:
-        """Copies the rows of the last upload to the cache. The compute stream has waited for this upload."""
-        sent, self._sent = self._sent, []
-        if self.cache is not None and sent:
-            self.cache.keep(self.layer, sent, slot)
-
     def lost(self) -> None:
         """Marks all rows as invalid."""
         self.present = NOTHING
-
-    def drop_cached(self) -> None:
-        """Evicts the layer's experts from the cache."""
-        if self.cache is not None:
-            self.cache.drop(self.layer)
 
     def end_use(self) -> None:
         """Forgets which rows are needed."""
         self.needed = NOTHING
 
     def begin_use(self) -> None:
-        """Counts the needed rows that are on the device and the needed rows that are not, and their use in the cache."""
-        slot = self.layer.slot
-        present = NOTHING if slot is None else self.present
-        if self.cache is not None:
-            if self.needed is not None:
-                self.cache.use(self.layer, self.needed)
-            present = None if present is None else present | self.cache.rows(self.layer)
+        """Counts the needed rows that are on the device, and the needed rows that are not."""
+        present = NOTHING if self.layer.slot is None else self.present
         wanted = frozenset(range(self.count)) if self.needed is None else self.needed
         found = wanted if present is None else wanted & present
         self.hits += len(found)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from sp_lightning.capabilities.experts.embedding_rows import EmbeddingRows
-from sp_lightning.capabilities.experts.expert_cache import ExpertCache
 from sp_lightning.capabilities.experts.expert_rows import ExpertRows
-from sp_lightning.capabilities.experts.stacks import adapting_modules, routed_share, stacked_rows, stacks_in
+from sp_lightning.capabilities.experts.stacks import adapting_modules, own_stacks, routed_share, stacked_rows, stacks_in
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
 from sp_lightning.core.model.blocks import uses_torchscript
@@ -93,6 +93,36 @@ class ExpertsAndEmbeddings(RowFinder):
             notes.append(f"experts are stacked in {len(whole)} modules that are uploaded whole: {whole[0]!r} …")
         return notes
 
+    def advice(self, root: nn.Module, streamed: Sequence[Unit]) -> str:
+        uploaded = {parameter for unit in streamed for _, parameter in unit.parameters}
+        closed = {
+            inner
+            for unit in streamed
+            if unit.module is not None and (unit.chosen or is_compiled(unit.module))
+            for inner in unit.module.modules()
+        }
+        # The outputs of linear layers, by the modules that contain them and those beside them.
+        outputs = defaultdict[nn.Module, set[int]](set)
+        for parent in root.modules():
+            found = {child.out_features for child in parent.children() if isinstance(child, nn.Linear)}
+            for module in (parent, *parent.children()):
+                outputs[module] |= found
+        whole = {
+            name: stacks
+            for name, module in root.named_modules()
+            if module not in closed and (stacks := own_stacks(module, name, outputs[module]))
+            if uploaded.issuperset(stacks.values())
+        }
+        if not whole:
+            return ""
+        (name, stacks), *others = whole.items()
+        (key, stack), *_ = stacks.items()
+        return (
+            f"The {len(stack)} experts in {join_names(name, key)!r}{' …' if others else ''} are uploaded together. "
+            f"In a list, only those that a batch uses are uploaded: self.experts = nn.ModuleList(Expert() for _ in "
+            f"range({len(stack)}))."
+        )
+
     def routed_share(self, module: nn.Module, args: Sequence[Any]) -> float:
         return routed_share(module, args)
 
@@ -105,10 +135,9 @@ class ExpertsAndEmbeddings(RowFinder):
             embedding: Any = found.places[found_layer.parameters[0][1]][0].module
             layer.rows = EmbeddingRows(embedding, layer, device, pin=pin)
             embeddings[embedding] = (layer,)
-        stacked = [layer for layer in layers if layer.planned.rows]
-        cache = ExpertCache(device, stacked)
-        for layer in stacked:
-            layer.rows = ExpertRows(layer, device, cache, log or logging.getLogger("lightning.pytorch"))
+        for layer in layers:
+            if layer.planned.rows:
+                layer.rows = ExpertRows(layer, device, log or logging.getLogger("lightning.pytorch"))
         return embeddings
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from inspect import Parameter, signature
 from typing import Any
 
@@ -43,6 +43,30 @@ def stacks_in(module: nn.Module) -> list[Tensor]:
     stacks: list[Tensor] = [p for p in module._parameters.values() if p is not None and p.dim() == STACK_DIMENSIONS]
     one_count = len({len(stack) for stack in stacks}) == 1 and len(stacks[0]) > 1
     return stacks if one_count and _is_routed(module) else []
+
+
+def own_stacks(module: nn.Module, name: str, outputs: Collection[int]) -> dict[str, Tensor]:
+    """Returns a user module's stacks of experts by name, if each call uploads them whole.
+
+    If the forward does not take the indices of experts, two signs distinguish experts from the heads of an attention: a name with
+    "expert" or "moe", or a linear layer with one output for each expert (a router).
+
+    Args:
+        module: the module. Classes of torch and transformers have no stacks that a user could replace.
+        name: its name.
+        outputs: the numbers of outputs of the linear layers in the module and beside it.
+    """
+    kinds = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    if any(kind.__module__.partition(".")[0] in ("torch", "transformers") for kind in kinds):
+        return {}
+    if stacks_in(module) and how_it_reads(module) is not StackReading.UNKNOWN:
+        return {}
+    stacks: dict[str, Tensor] = {
+        key: p for key, p in module._parameters.items() if p is not None and p.dim() == STACK_DIMENSIONS and len(p) > 1
+    }
+    names = " ".join([type(module).__name__, name.rpartition(".")[2], *stacks]).lower()
+    signs = "expert" in names or "moe" in names or any(len(stack) in outputs for stack in stacks.values())
+    return stacks if signs and len({len(stack) for stack in stacks.values()}) == 1 else {}
 
 
 def adapting_modules(root: nn.Module) -> dict[nn.Module, nn.Module]:

@@ -252,10 +252,8 @@ class Tuner(BaseTuner):
             why: the reason for the choice, for the log.
         """
         window, before = self.window, self.streamer.plan
-        plan = window.with_staying(window.with_experts(choose_window(window, self._seconds)))
-        # A resize empties the cache, so a slightly larger cache is not worth it.
-        same_cache = before.cache_bytes <= plan.cache_bytes <= before.cache_bytes + before.cache_bytes // 8
-        if (plan.k, plan.k_prime, plan.stay) != (before.k, before.k_prime, before.stay) or not same_cache:
+        plan = window.with_staying(choose_window(window, self._seconds))
+        if (plan.k, plan.k_prime, plan.stay) != (before.k, before.k_prime, before.stay):
             self._resize(plan)
         plan = self.streamer.plan
         said = f"k = {plan.k}, k' = {plan.k_prime}"

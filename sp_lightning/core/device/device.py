@@ -63,7 +63,6 @@ class Wait(enum.Enum):
 
     FETCH_AFTER_USE = "a slot is overwritten only after the last kernel that read it"
     USE_AFTER_FETCH = "a layer is read only after its upload"
-    BRING_AFTER_FETCH = "cached experts are copied into a slot only after the previous upload into that slot"
     SHARE_AFTER_BRING = "a trial copies a shared layer only after its upload"
     BRING_AFTER_SHARE = (
         "a shared layer is uploaded only after the trials have copied the previous layer from that memory"

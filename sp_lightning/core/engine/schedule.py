@@ -514,7 +514,6 @@ class Residency:
         # Write back first: the fetch overwrites the slot, and would lose the writes on the device.
         self._bound_weights.before_renewal(layer)
         slot = self.used[layer]
-        layer.rows.drop_cached()
         layer.casts.invalidate()  # staging then casts the new masters
         slot.stale = True
         self._fetch([(layer, slot)])

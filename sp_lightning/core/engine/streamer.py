@@ -399,7 +399,7 @@ class Streamer:
         with self._lock:
             rings = tuple(replace(ring, slots=0) for ring in self.plan.rings)
             landed = self.updates.has_landed
-            self.resize(replace(self.plan, rings=rings, stay=frozenset(), cache_bytes=0))
+            self.resize(replace(self.plan, rings=rings, stay=frozenset()))
             self.updates.has_landed = landed  # otherwise the tuner would let no layer stay after a loan in each step
             self._residents.leave()
             self.updates.stepper.close()

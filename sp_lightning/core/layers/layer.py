@@ -24,7 +24,7 @@ from sp_lightning.core.layers.narrow_gradient import widen
 from sp_lightning.core.layers.parameter_group import ParameterGroup
 from sp_lightning.core.layers.states import HOST, IN_USE, LayerState
 from sp_lightning.core.layers.write_guard import WriteGuard
-from sp_lightning.core.plan.plan import Plan, PlannedLayer
+from sp_lightning.core.plan.plan import PlannedLayer
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.store.block_memory import BlockMemory
 
@@ -58,13 +58,6 @@ class AllRows:
     def begin_step(self, *, training: bool) -> None:
         """Called when a step begins."""
 
-    def allocate(self, plan: Plan) -> int:
-        """Allocates further device memory, between two batches, after the slots of the plan. Returns its bytes."""
-        return 0
-
-    def free(self) -> None:
-        """Frees the memory that :meth:`allocate` has allocated. Called when the slots of the plan are freed."""
-
     def begin_call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
         """Called before each call of the layer's module, in the calling thread, before the layer is uploaded for the call."""
 
@@ -84,14 +77,8 @@ class AllRows:
         """Uploads the needed rows to a slot. Returns the bytes copied from the host; None if the caller has to copy all rows."""
         return None
 
-    def arrived(self, slot: Tensor) -> None:
-        """Called after the compute stream has waited for the upload to a slot. ``slot``: the slot's memory."""
-
     def lost(self) -> None:
         """Called after an upload to the layer's slot has failed."""
-
-    def drop_cached(self) -> None:
-        """Called when the host's weights were or may have been written. Copies outside the slot are out of date."""
 
     def may_compute_with_wrapped(self, use: Any, args: Sequence[Any], kwargs: Any) -> bool:
         """Returns True if the slot has all rows of a wrapped weight that an operation (``use``) reads.
@@ -403,7 +390,6 @@ class StreamedLayer:
         has_views = self.guard is not None and self.guard.views
         # If ``share_memory_`` has moved the views to other memory, they do not show the slot's values in any case.
         if self.slot is not None and has_views and not self.slot.lease.moved:
-            self.rows.drop_cached()
             self.slot.stale = True
         else:
             self.leave_slot()
@@ -413,8 +399,6 @@ class StreamedLayer:
 
         Called if weights have other memory now, or if no tensor views the slot.
         """
-        if not self.whole:
-            self.rows.drop_cached()
         if self.kind is Kind.RESIDENTS and self.slot is not None:
             self.slot.stale = True  # the next use of residents allocates another slot
             return

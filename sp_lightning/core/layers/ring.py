@@ -101,7 +101,7 @@ class Slots:
             alike = tuple((span.offset, span.shape, span.stride, span.dtype) for span in layer.spans)
             layer.layout = layouts.setdefault(alike, len(layouts))
         self.device_bytes = 0
-        """Bytes of all slots, including extra ones, and of the memory that rows have allocated."""
+        """Bytes of all slots, including extra ones."""
         self.all: list[Slot] = []
         self._latest: Any = None  # the event of the last transfer
         self.by_address: dict[int, Slot] = {}
@@ -116,7 +116,7 @@ class Slots:
         self._uses: dict[Slot, tuple[Timed, Any]] = {}
 
     def _make_planned(self) -> None:
-        """Allocates the slots of the plan, and memory for rows. Assigns each layer that stays on the GPU its own slot."""
+        """Allocates the slots of the plan. Assigns each layer that stays on the GPU its own slot."""
         rings = enumerate(self._plan.rings)
         self.planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
         """By ring, the slots for prefetches. Extra slots are not in these lists, because they are freed after a batch."""
@@ -127,7 +127,6 @@ class Slots:
         self.never_evicted = {layer for layer in self._layers if layer.index in never_evicted}
         """The layers that no other layer evicts, because their ring has a slot for each of its layers."""
         self.none_evicted = len(never_evicted) == len(self._plan.layers)
-        self.device_bytes += sum(layer.rows.allocate(self._plan) for layer in self._layers if not layer.whole)
 
     def _make(self, ring: int, *, extra: bool = False) -> Slot:
         """Allocates a slot of a ring, and records it. ``extra``: True if the plan does not count the slot."""
@@ -307,19 +306,15 @@ class Slots:
     def wait_for_upload(self, slot: Slot) -> None:
         """Makes the compute stream wait for the fetch into a slot that is in use, or will be. The host does not wait.
 
-        Then drops the tensors that the fetch has read on the device, and the gradients that the layer's last step has read. Tells
-        the layer's rows that they have arrived.
+        Then drops the tensors that the fetch has read on the device, and the gradients that the layer's last step has read.
         """
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if slot.sources:
             self._release_sources(slot)
-        if slot.layer is not None:
-            if not slot.layer.whole:
-                slot.layer.rows.arrived(slot.memory)
-            # Compute now waits for the step that reads these gradients, so they may be freed.
-            if slot.layer.read_by_step:
-                slot.layer.read_by_step = ()
+        # Compute now waits for the step that reads these gradients, so they may be freed.
+        if slot.layer is not None and slot.layer.read_by_step:
+            slot.layer.read_by_step = ()
 
     def resume(self) -> None:
         """Ends the interval ``between`` in the timeline: compute is about to use a layer, and may wait for it."""
@@ -402,15 +397,13 @@ class Slots:
         self._make_planned()
 
     def free(self, held: Sequence[Slot] = ()) -> None:
-        """Frees all slots, and the memory of rows. Evicts the layers in slots, except layers in the slots ``held``."""
+        """Frees all slots. Evicts the layers in slots, except layers in the slots ``held``."""
         self.synchronize(Wait.CLOSE_AFTER_FETCH)
         for slot in self.all:
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
         for layer in self._layers:
             if layer.slot is not None and layer.slot not in held:
                 layer.evict()
-            if not layer.whole:
-                layer.rows.free()
         self._uses.clear()
         self.by_address.clear()
         self.planned.clear()

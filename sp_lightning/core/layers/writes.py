@@ -127,7 +127,6 @@ class WriteBack:
                 group.unversioned_writes[index] += 1
                 group.written_back()
                 group.casts = None
-                layer.rows.drop_cached()
 
     def take_back_held(self, slots: Iterable[Slot]) -> None:
         """Copies back weights of HELD layers that were written through views of these slots since the layers' release."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import FunctionType, MethodType
@@ -186,6 +187,8 @@ def _extent(tensor: Tensor) -> int:
 
 # A shorter list of single modules cannot be divided into two groups of at least two.
 _LEAST_TO_GROUP = 4
+# The most patterns of layers= that a line of the log names.
+_MOST_PATTERNS = 3
 # Below this share of the parameter bytes, a note states how little is streamed.
 _MOSTLY = 0.95
 # Above this share of the parameter bytes, a note states that buffers stay on the device.
@@ -313,3 +316,41 @@ def advice_to_group(streamed: Sequence[Unit], above: Mapping[nn.Module, str]) ->
         f"{said}Group them: {path} = nn.Sequential(*({path}[i : i + {step}] for i in range(0, {length}, {step}))), and name "
         f'the groups: SuperpipelineStrategy(layers=["{join_names(name, "*")}"], activations="recompute").'
     )
+
+
+def advice_to_divide(root: nn.Module, streamed: Sequence[Unit], name_of: Mapping[nn.Module, str]) -> str:
+    """Returns advice for an ensemble, a list of separate networks that are one layer each; otherwise an empty text.
+
+    A list of blocks looks alike. But a module that has blocks also has weights outside of them, as a rule.
+
+    Args:
+        root: the root.
+        streamed: the units that are layers.
+        name_of: the names of all modules.
+    """
+    layers = {unit.module for unit in streamed if not unit.chosen}
+    weights = {*root.parameters()}
+    for networks in root.modules():
+        if type(networks) is not nn.ModuleList or len(networks) < 2 or layers != {*networks.children()}:
+            continue
+        if weights != {*networks.parameters()} or any(map(has_blocks, networks)):
+            continue
+        name = name_of[networks]
+        patterns = {_parts_of(each) for each in networks}
+        if len(patterns) == 1 and (names := [join_names(name, f"*.{each}") for each in patterns.pop()]):
+            layers_option = json.dumps(names[0] if len(names) == 1 else names)
+            return (
+                f"Each of the {len(networks)} networks in {name!r} is one layer. If each has the same input (an ensemble), "
+                f"smaller layers take less GPU memory: SuperpipelineStrategy(layers={layers_option})."
+            )
+    return ""
+
+
+def _parts_of(network: nn.Module) -> tuple[str, ...]:
+    """Returns patterns for the modules with own weights in a network; none if they are few, or if there are many patterns."""
+    parts = [name for name, child in network.named_modules() if any(True for _ in child.parameters(recurse=False))]
+    patterns = {".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in parts}
+    if all("." not in name for name in parts):
+        patterns = {"*"}
+    few = len(parts) < _LEAST_TO_GROUP or "" in parts
+    return () if few or len(patterns) > _MOST_PATTERNS else tuple(sorted(patterns))

@@ -25,6 +25,7 @@ from sp_lightning.core.model.blocks import (
     uses_torchscript,
 )
 from sp_lightning.core.model.checks import (
+    advice_to_divide,
     advice_to_group,
     modules_moved_whole,
     notes_on,
@@ -118,6 +119,7 @@ def find_layers(
         experts=frozenset(index for index, unit in enumerate(streamed) if unit.expert),
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
         overlapping=overlapping,
+        advice=tuple(filter(None, (finder.advice(module, streamed), advice_to_divide(module, streamed, names)))),
         grouping_advice=advice_to_group(streamed, {child: names[child] for child in walk.above}),
         buffer_bytes=sum(map(tensor_bytes, buffers_in(module))),
         nothing=why_nothing(whole, (*found, *tables), places),

@@ -126,6 +126,7 @@ class Found:
         overlapping: pairs of frozen parameters that share memory. Each parameter gets its own copy.
         buffer_bytes: bytes of all buffers. They stay on the device.
         nothing: the reason why nothing is streamed; empty if something is streamed.
+        advice: sentences for the log on changes of the module, or of ``layers=``, with which less is uploaded or held.
         grouping_advice: advice which modules to group, and how, if all layers are modules without children; otherwise empty.
     """
 
@@ -141,6 +142,7 @@ class Found:
     experts: frozenset[int] = frozenset()
     units: Mapping[str, nn.Module] = field(default_factory=dict)
     overlapping: tuple[OverlappingPair, ...] = ()
+    advice: tuple[str, ...] = ()
     grouping_advice: str = ""
     buffer_bytes: int = 0
     nothing: str = ""

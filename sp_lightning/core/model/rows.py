@@ -62,6 +62,15 @@ class RowFinder:
         """
         return []
 
+    def advice(self, root: nn.Module, streamed: Sequence[Unit]) -> str:
+        """Returns a sentence on experts that are uploaded together and could be uploaded one by one; "" if there are none.
+
+        Args:
+            root: the module.
+            streamed: the units that are layers.
+        """
+        return ""
+
     def routed_share(self, module: nn.Module, args: Sequence[Any]) -> float:
         """Returns the share of a module's experts that a call with these arguments is expected to use; 1 if it is not known."""
         return 1.0

@@ -37,10 +37,9 @@ class Stats:
         activation_stall_seconds: seconds that compute stalled on activations that were offloaded or uploaded.
         step_seconds: seconds of optimizer steps on the host during which the device waited; 0 if the model computes on the host.
         expert_hits: the number of requested stacked experts that were on the device when the call of their layer began. They
-            were cached or prefetched, so a hit may have been uploaded as well.
+            were prefetched, or were still in the layer's slot.
         expert_misses: the number of requested stacked experts that had to be uploaded when the call of their layer began.
-        expert_bytes: bytes of stacked experts uploaded to the device, prefetched or not; the effect of the cache shows in this
-            number. ``fetched_bytes`` includes them.
+        expert_bytes: bytes of stacked experts uploaded to the device, prefetched or not. ``fetched_bytes`` includes them.
         compiled_graphs: the number of graphs that ``torch.compile`` made in the process.
         step_upload_bytes, step_download_bytes: bytes of weights, gradients and state that were uploaded for steps on the GPU, and
             downloaded after them.
@@ -210,10 +209,7 @@ WAITED = {
 
 def remedy(what: str, plan: Plan) -> str:
     """Returns advice against one cause of waits, a key of :data:`WAITED`: a sentence without its full stop."""
-    if plan.stack_bytes:
-        more = "a larger gpu_memory, in which experts stay for the next batches, or "
-    else:
-        more = "" if plan.k >= len(plan.layers) else "a larger k or gpu_memory, or "
+    more = "" if plan.k >= len(plan.layers) else "a larger k or gpu_memory, or "
     fewer_steps = "Use a larger batch or accumulate_grad_batches"
     return {
         "fetches": f"Use {more}more tokens or images per batch",

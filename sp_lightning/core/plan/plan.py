@@ -4,8 +4,8 @@ The plan bounds the device memory of weights and gradients::
 
     slots of every ring  +  (k' + 1) · largest layer's gradients  +  resident parameters and their gradients
 
-Modules that are moved whole instead of streamed, and all buffers, count as resident. Layers that stay on the device, optimizer
-steps on the device and a cache of experts need more memory (:attr:`Plan.peak_device_bytes`).
+Modules that are moved whole instead of streamed, and all buffers, count as resident. Layers that stay on the device and optimizer
+steps on the device need more memory (:attr:`Plan.peak_device_bytes`).
 
 On several devices, an offloaded gradient takes more memory: for the parts that are sent to other devices and received from them,
 and for the rank's own part of the sum.
@@ -90,7 +90,6 @@ class Plan:
         experts: the indices of the layers that are used only by tokens routed to them.
         plain: bytes of the weights and of the gradients on the device in plain training, without optimizer state.
         ranks, nodes: the number of devices of a node, each with its own slots, and the number of nodes. All sum their gradients.
-        cache_bytes: bytes of device memory for a cache of experts.
         staying: bytes of modules that are moved whole and of buffers, and bytes of these modules' gradients. Layers that stay
             (``stay``) are not included.
         nothing: why nothing is streamed; empty if layers are streamed.
@@ -112,7 +111,6 @@ class Plan:
     experts: frozenset[int] = frozenset()
     plain: tuple[int, int] = (0, 0)
     ranks: int = 1
-    cache_bytes: int = 0
     nodes: int = 1
     staying: tuple[int, int] = (0, 0)
     nothing: str = ""
@@ -262,7 +260,7 @@ class Plan:
     @property
     def peak_device_bytes(self) -> int:
         """The peak device memory of weights, gradients and optimizer steps."""
-        return self.slot_bytes + self.resident_bytes + self.gradient_bytes + self.cache_bytes + self.update_bytes
+        return self.slot_bytes + self.resident_bytes + self.gradient_bytes + self.update_bytes
 
     @property
     def allocated_bytes(self) -> int:
@@ -301,15 +299,13 @@ class Plan:
         slots = " + ".join(f"{r.slots} × {in_gib(r.nbytes)}" for r in self.rings if r.slots) or "none"
         what = "weights and gradients" if self.training else "weights"
         plain = self._plain(state)
-        stay, kept = self.staying[0], self.cache_bytes
+        stay = self.staying[0]
         moved_whole = f"of them {in_gib(stay)} of buffers and modules that are moved whole" if stay else ""
         steps = self.update_bytes - self.staying_bytes
         stays = f"{len(self.stay)} of {len(self.layers)}: gradients, optimizer state, float32 weights, steps; beside their slots"
-        of_stacks = f"{kept / self.stack_bytes:.0%} of {in_gib(self.stack_bytes)}" if kept else ""
         totals = {
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, moved_whole),
-            **({"experts kept": (kept, of_stacks)} if kept else {}),
             **({"gradients in flight": (self.gradient_bytes, "")} if self.training else {}),
             **({"steps on the GPU": (steps, "")} if self.training and self.steps_on_device else {}),
             **({"layers that stay": (self.staying_bytes, stays)} if self.stay else {}),

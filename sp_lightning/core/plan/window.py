@@ -151,19 +151,11 @@ class Window:
     def needs(self, plan: Plan) -> int:
         """Returns the bytes of device memory that a plan uses, and that everything else uses, as measured."""
         gradients = max(0, plan.gradient_bytes - self.rest_gradients)
-        moving = plan.slot_bytes + plan.update_bytes + gradients
-        return moving + plan.resident_bytes + plan.cache_bytes + self.rest
+        return plan.slot_bytes + plan.update_bytes + gradients + plan.resident_bytes + self.rest
 
     def fits(self, plan: Plan, more: int = 0) -> bool:
         """Returns True if :meth:`needs` of a plan and ``more`` bytes stay within the budget."""
         return self.room is None or self.needs(plan) + more <= self.room
-
-    def with_experts(self, plan: Plan) -> Plan:
-        """Returns the plan with a cache for stacked experts that fills the budget."""
-        if self.room is None or not plan.stack_bytes:
-            return plan
-        most = max(0, min(self.room - self.needs(replace(plan, cache_bytes=0)), plan.stack_bytes))
-        return replace(plan, cache_bytes=most)
 
     def with_staying(self, plan: Plan) -> Plan:
         """Returns the plan with as many staying layers as the budget allows if their number is chosen; else the same plan."""
@@ -172,8 +164,8 @@ class Window:
     def filled_with_staying(self, plan: Plan) -> Plan:
         """Returns the plan with as many staying layers as the budget allows."""
         most = self.count if self._most_stay is None else min(self.count, self._most_stay)
-        plans = (self._make(self._found, k=plan.k, k_prime=plan.k_prime, stay=count) for count in range(1, most + 1))
-        for larger in (replace(each, cache_bytes=plan.cache_bytes) for each in plans):
+        for count in range(1, most + 1):
+            larger = self._make(self._found, k=plan.k, k_prime=plan.k_prime, stay=count)
             if not self.fits(larger):
                 break
             plan = larger
@@ -189,8 +181,7 @@ class Window:
 
     def again(self, plan: Plan, found: Found) -> Plan:
         """Returns the same plan after other weights have become trainable."""
-        again = self._make(found, k=plan.k, k_prime=plan.k_prime, stay=len(plan.stay))
-        return replace(again, cache_bytes=plan.cache_bytes)
+        return self._make(found, k=plan.k, k_prime=plan.k_prime, stay=len(plan.stay))
 
     def smallest(self) -> Plan:
         """Returns the smallest plan, for use after the device has run out of memory."""

@@ -56,7 +56,6 @@ _GENERATE = (
 )
 _IMAGE = "pixels on each side; for diffusion models also height and width, as 480x832 (the model's default)"
 _CLIP = "gradients are clipped: by norm, as Trainer(gradient_clip_val=1.0), or by value (gradient_clip_algorithm)"
-_LOSS_TOKENS = "compute the loss from the logits of N tokens at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _GPU_LAYERS = (
     "layers that stay in GPU memory with their optimizer state, as SuperpipelineStrategy(gpu_layers=…): a number (8), a share "
     "(0.5), or auto for as many as fit (%(default)s)"
@@ -78,6 +77,11 @@ _STATUS = (
     "2 if an error occurs, for example because the model cannot be run without values."
 )
 _RATES = "rates measured by `python -m sp_lightning rates > FILE`, for all rates that are not given here"
+REMOVED = {
+    "--loss-tokens": "plan a LightningModule (package.module:Factory) whose training_step computes the loss in chunks, as in "
+    "examples/guide/activations.md",
+}
+"""The removed options of ``plan``, each with what to do instead."""
 _HOURS = (
     "plan a training of N hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
     "the optimizer, of those that are not given"
@@ -181,6 +185,20 @@ class DefaultSize(int):
     """
 
 
+class _Removed(argparse.Action):
+    """An option of :data:`REMOVED`. If it is given, the command ends with an error."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        flag = self.option_strings[0]
+        parser.error(f"{flag} was removed: {REMOVED[flag]}.")
+
+
 @dataclass(frozen=True)
 class Measured:
     """Measurements of a machine that are not arguments.
@@ -226,7 +244,6 @@ class Question(argparse.Namespace):
         int, _option("as Trainer(accumulate_grad_batches=…) (%(default)s)", type=_count, default=1)
     ]
     gradient_clip: Annotated[str | None, _option(_CLIP, type=_clip, choices=("norm", "value"))]
-    loss_tokens: Annotated[int | None, _option(_LOSS_TOKENS, type=_count, metavar="N")]
     lora: Annotated[int | None, _option(_LORA, type=_count, metavar="N")]
     # The options of the strategy.
     activations: Annotated[
@@ -308,7 +325,6 @@ def contradictions(question: Question) -> Iterator[str]:
     exclude: dict[tuple[str, str], object] = {
         ("--accumulate-grad-batches", inference): asked.predict and asked.accumulate_grad_batches > 1,
         ("--gradient-clip", inference): asked.predict and asked.gradient_clip,
-        ("--loss-tokens", inference): asked.predict and asked.loss_tokens,
         ("--hours", inference): asked.predict and asked.hours,
         ("--gpu-layers", inference): asked.predict and asked.gpu_layers,
         ("--gpu-layers", "--devices"): several and asked.gpu_layers,
@@ -441,4 +457,6 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
         plan.add_argument(
             _flag(name) if named else name, **{**how, **named, **({} if usual else {"default": argparse.SUPPRESS})}
         )
+    for flag in REMOVED:
+        plan.add_argument(flag, action=_Removed, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import registry
-from sp_lightning.capabilities.activations.chunked_loss import chunk_loss
 from sp_lightning.capabilities.activations.policy import peak_bytes
 from sp_lightning.capabilities.tuning.choices import SAME
 from sp_lightning.capabilities.tuning.machine import HOST_SECONDS
@@ -45,7 +44,7 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The shares of the layers that fit, which ``--gpu-layers auto`` tries."""
 _DRY_RUN = (
     "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
-    "gradient_checkpointing", "loss_tokens", "lora", "optimizer", "optimizer_on", "layers", "keep_on_gpu",
+    "gradient_checkpointing", "lora", "optimizer", "optimizer_on", "layers", "keep_on_gpu",
     "pack_experts",
 )  # fmt: skip
 """The arguments that change the dry run of a batch or the optimizer's step, except ``optimizer_overlap``."""
@@ -322,8 +321,6 @@ def estimate_model(question: Question) -> Estimate:
             module.to(dtype)  # Lightning converts weights for "bf16-true" and "16-true" only
         if question.gradient_checkpointing:
             _enable_checkpoints(module)
-        if question.loss_tokens is not None:
-            chunk_loss(module, question.loss_tokens)
         module.train(not question.predict)
         found = find_layers(module, layers=question.layers, keep_on_gpu=question.keep_on_gpu or (), autocast=autocast)
         if question.generate is not None:

@@ -47,8 +47,8 @@ def remedies(asked: Answer, notify: Callable[[str], None]) -> Iterator[Answer]:
 def _ways(refused: Answer) -> Iterator[Changes]:
     """Yields the changes that may reduce every lacking memory, in this order.
 
-    1. The same results: the defaults of the window and the activations, recomputed activations, a chunked loss, updates in
-       backward, a disk.
+    1. The same results: the defaults of the window and the activations, recomputed activations, updates in backward,
+       a disk.
     2. Experts in 4 bits, a smaller batch, 16-bit weights.
     3. Another training (adapters).
     """
@@ -56,9 +56,8 @@ def _ways(refused: Answer) -> Iterator[Changes]:
     backward: Changes = {}
     if estimate.step is not None and estimate.step.overlap != "off" and not asked.frees:
         backward = {"optimizer_overlap": "backward"}
-    loss = {"loss_tokens": 1024} if _has_loss(refused) else {}
     recompute = {} if asked.predict or asked.activations == "recompute" else {"activations": "recompute"}
-    device = [usual := _usual(asked), recompute, loss, {**recompute, **loss}]
+    device = [usual := _usual(asked), recompute]
     host = [backward]
     if asked.disk is None and asked.host_memory is not None:
         host.append({"disk": asked.measured.drive, **backward})
@@ -70,7 +69,7 @@ def _ways(refused: Answer) -> Iterator[Changes]:
         both += [{"precision": "bf16-true"}, {"precision": "bf16-true", **backward}]
     weights, gradients = refused.shown.plan.plain
     if not asked.predict and asked.lora is None and gradients > weights / 2:
-        both += [{"lora": 16}, {"lora": 16, **pack}, {"lora": 16, "precision": "bf16-true", **loss}]
+        both += [{"lora": 16}, {"lora": 16, **pack}, {"lora": 16, "precision": "bf16-true"}]
     if lacking == {"device"}:
         batch = {"batch_size": count} if asked.batch_size > 1 and (count := _fitting_batch(refused)) else {}
         yield from (*device, batch, *both)
@@ -78,7 +77,7 @@ def _ways(refused: Answer) -> Iterator[Changes]:
         yield from (*host, *both)
     else:
         yield from both
-        yield from ({**usual, **recompute, **loss, **way} for way in (*host, *both))
+        yield from ({**usual, **recompute, **way} for way in (*host, *both))
 
 
 def _usual(asked: Question) -> Changes:
@@ -87,13 +86,6 @@ def _usual(asked: Question) -> Changes:
     if asked.gpu_layers:
         usual["gpu_layers"] = 0 if asked.gpu_memory is None or asked.gpu_layers == "auto" else "auto"
     return usual if asked.activations == "auto" or asked.predict else {**usual, "activations": "auto"}
-
-
-def _has_loss(asked: Answer) -> bool:
-    """Returns True if the batch may have a loss over tokens that is not chunked."""
-    question, estimate = asked.question, asked.estimate
-    known = not question.predict and question.input is None and not estimate.unit
-    return known and question.loss_tokens is None and estimate.work.largest_outside is not None
 
 
 def _try(refused: Answer, changes: Changes, estimates: list[Estimate], notify: Callable[[str], None]) -> Answer | None:

@@ -187,6 +187,4 @@ def beside(estimate: Estimate) -> str:
         text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'
     if question.pack_experts:
         text += f' and sp_lightning.pack_experts(model, "{question.pack_experts}")'
-    if question.loss_tokens:
-        text += f" and sp_lightning.chunk_loss(model, tokens={question.loss_tokens})"
     return text
