@@ -112,5 +112,5 @@ def test_dequantisation_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_model_without_experts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "tests.planner.test_plan_measured:Small", "--pack-experts", "nvfp4"])
+        main(["plan", "tests.planner.test_plan_rates:Small", "--pack-experts", "nvfp4"])
     assert "has no stacked experts to pack" in capsys.readouterr().err

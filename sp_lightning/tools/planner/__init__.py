@@ -11,7 +11,7 @@ The command ``plan`` uses these files in this order:
 - ``model_source``: builds a model without memory (``fake``). ``images`` and ``diffusion`` build the inputs of vision and
   diffusion models; ``adapters`` implements ``--lora``.
 - ``estimate``: runs a batch without values (``dry_run``, ``known_values``), and computes the host memory (``host``).
-- ``answer``: predicts each window of a range; ``budget`` implements ``--hours``.
+- ``answer``: predicts each window of a range.
 - ``remedies``: if plain Lightning does not fit, tries a few changes of the question with which the model may fit. ``verdict``
   and ``report`` format the answer.
 

@@ -79,10 +79,12 @@ _STATUS = (
     "2 if an error occurs, for example because the model cannot be run without values."
 )
 _RATES = "rates measured by `python -m sp_lightning rates > FILE`, for all rates that are not given here"
-_HOURS = (
-    "plan a training of N hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
-    "the optimizer, of those that are not given"
-)
+REMOVED = {
+    "--hours": "plan each --batch-size that you consider, and divide the hours by its seconds per batch. "
+    "Trainer(max_time={'hours': 24}) ends the run in time",
+    "--dataset-tokens": "divide the tokens of the run by those of the data",
+}
+"""The removed options of ``plan``, each with what to do instead."""
 
 
 def _size(text: str) -> int:
@@ -139,15 +141,6 @@ def in_pixels(size: int | tuple[int, int] | None) -> str:
     return "x".join(map(str, size)) if isinstance(size, tuple) else str(size)
 
 
-def _amount(text: str) -> int:
-    """Parses a number, with or without a suffix: ``500M``, ``1.5B`` or ``1.5G`` (10⁹), ``2T``."""
-    match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?) *([kKMGBT]?)", text)
-    found = match and round(float(match[1]) * 1000 ** (" KMBT".index((match[2] or " ").upper().replace("G", "B"))))
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount. For example 500M or 1.5B")
-    return found
-
-
 def _precision(text: str) -> str:
     """Returns Lightning's full name of a precision for its full or short name. An unknown name is returned unchanged."""
     return {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "fp32": "32-true"}.get(text, text)
@@ -180,6 +173,20 @@ class DefaultSize(int):
     If the model takes fewer, the number is lowered. A number that the user gave raises an error instead. Diffusion models replace
     it by the usual length of a prompt.
     """
+
+
+class _Removed(argparse.Action):
+    """An option of :data:`REMOVED`. If it is given, the command ends with an error."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        flag = self.option_strings[0]
+        parser.error(f"{flag} was removed: {REMOVED[flag]}.")
 
 
 @dataclass(frozen=True)
@@ -256,11 +263,6 @@ class Question(argparse.Namespace):
     disk: Annotated[float | None, _option(_DISK, type=_rate)]
     host_bandwidth: Annotated[float, _option("of host memory (%(default)s)", type=_rate, default="60GB/s")]
     rates: Annotated[Path | None, _option(_RATES, type=Path, metavar="FILE")]
-    # Planning for a given time.
-    hours: Annotated[float | None, _option(_HOURS, type=positive_number)]
-    dataset_tokens: Annotated[
-        int | None, _option("of the data, 2B for example; adds epochs to the answer", type=_amount)
-    ]
     # The output.
     json: Annotated[bool, _option("for programs", action="store_true")]
 
@@ -310,7 +312,6 @@ def contradictions(question: Question) -> Iterator[str]:
         ("--accumulate-grad-batches", inference): asked.predict and asked.accumulate_grad_batches > 1,
         ("--gradient-clip", inference): asked.predict and asked.gradient_clip,
         ("--loss-tokens", inference): asked.predict and asked.loss_tokens,
-        ("--hours", inference): asked.predict and asked.hours,
         ("--gpu-layers", inference): asked.predict and asked.gpu_layers,
         ("--gpu-layers", "--devices"): several and asked.gpu_layers,
         ("--gpu-layers", "--disk"): asked.disk and asked.gpu_layers,
@@ -326,7 +327,6 @@ def contradictions(question: Question) -> Iterator[str]:
     }
     need = {
         ("--links", "--devices 2"): asked.devices == 1 and asked.links != _usual().links,
-        ("--dataset-tokens", "--hours 24"): asked.hours is None and asked.dataset_tokens is not None,
         ("--gpu-layers auto", "--gpu-memory 24GiB"): asked.gpu_layers == "auto" and asked.gpu_memory is None,
     }
     for (one, other), found in exclude.items():
@@ -359,9 +359,7 @@ def _given(question: Question) -> Iterator[list[str]]:
     usual = _usual()
     for name, how in _arguments():
         value = getattr(question, name)
-        # With --hours, arguments that the user did not give are searched. So given ones are kept even with their default value.
-        kept = question.hours is not None and name in question.given and value is not None and value is not False
-        if name == "model" or name in question.measured.names or (value == getattr(usual, name) and not kept):
+        if name == "model" or name in question.measured.names or value == getattr(usual, name):
             continue
         words = value if isinstance(value, list) else [] if value is True else [value]
         if how.get("type") is _size:
@@ -442,4 +440,6 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
         plan.add_argument(
             _flag(name) if named else name, **{**how, **named, **({} if usual else {"default": argparse.SUPPRESS})}
         )
+    for flag in REMOVED:
+        plan.add_argument(flag, action=_Removed, nargs="*", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
