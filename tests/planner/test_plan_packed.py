@@ -12,7 +12,6 @@ import transformers
 
 import sp_lightning
 from sp_lightning.__main__ import main
-from sp_lightning.capabilities.disk.host_budget import limit_for
 from tests.support.answers import plan
 
 SIZES: dict[str, Any] = {
@@ -82,23 +81,6 @@ def test_more_memory_is_advised_for_experts(tmp_path: Path, capsys: pytest.Captu
     """A larger k would not help: stacks are uploaded by rows, and have slots of their own."""
     main(["plan", write(tmp_path), *OPTIONS, "--pcie", "0.001GB/s", "--gpu-memory", "1GiB"])
     assert "Use a larger gpu_memory, in which experts stay for the next batches" in capsys.readouterr().out
-
-
-@pytest.mark.long("several plans of a model")
-@pytest.mark.parametrize(
-    ("options", "change"),
-    [(OPTIONS, "--pack-experts nvfp4"), ((*OPTIONS[:6], *OPTIONS[8:]), "--pack-experts nvfp4 --lora 16")],
-    ids=["adapters", "all weights"],
-)
-def test_packed_experts_are_a_remedy(
-    options: tuple[str, ...], change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Only where experts are frozen: adapters are asked for, or added by the remedy."""
-    asked = (write(tmp_path), *options)
-    limit = limit_for(plan(capsys, *asked, *change.split())["host_bytes"] + 2**12, 1, disk=False)
-    with pytest.raises(SystemExit):
-        main(["plan", *asked, "--host-memory", f"{limit}B"])
-    assert f"\n  {change}: " in capsys.readouterr().out
 
 
 @pytest.mark.long("takes a second or more")

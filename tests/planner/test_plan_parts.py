@@ -50,7 +50,7 @@ def check_parts(found: Answer) -> None:
         assert sum(host.values()) == row.host.nbytes
         assert host["activations"] == found.question.devices * work.offloaded(row.modes)
         assert bool(host["activations"]) <= ("offload" in row.modes.values())
-    text = "\n".join(as_text(found, []))
+    text = "\n".join(as_text(found))
     assert " -" not in text.replace(" --", "")
     for whole, parts in re.findall(r"^(?:device|host) memory(?: of the node)? (.*?)[:,] (.*)", text, re.MULTILINE):
         sizes = re.findall(

@@ -12,8 +12,7 @@ The command ``plan`` uses these files in this order:
   diffusion models; ``adapters`` implements ``--lora``.
 - ``estimate``: runs a batch without values (``dry_run``, ``known_values``), and computes the host memory (``host``).
 - ``answer``: predicts each window of a range.
-- ``remedies``: if plain Lightning does not fit, tries a few changes of the question with which the model may fit. ``verdict``
-  and ``report`` format the answer.
+- ``verdict`` and ``report``: format the answer.
 
 ``rates`` measures a machine; ``measured`` reads the file with its rates. ``lightning_cli`` has Lightning's
 commands.

@@ -6,10 +6,8 @@ This file does not import torch, so that ``--help`` is fast (see ``_public``).
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from sp_lightning.core.plan.choices import Mode, Packing, Share
 from sp_lightning.core.plan.choices import Overlap as AskedOverlap
-from sp_lightning.core.plan.units import exact_bytes, parse_bytes
+from sp_lightning.core.plan.units import parse_bytes
 from sp_lightning.registry import check_command, is_installed
 
 PROGRAM = (
@@ -198,14 +196,12 @@ class Measured:
         tflops: TFLOP/s of the device, by torch's name of the dtype.
         python: seconds of Python for each layer call, and for each weight of its layers; None if they were not measured.
         synchronous: True if nothing else runs during a copy, as on the CPU.
-        drive: bytes/s of a disk, for remedies that add ``--disk``.
     """
 
     names: frozenset[str] = frozenset()
     tflops: Mapping[str, float] = field(default_factory=dict)
     python: tuple[float, float] | None = None
     synchronous: bool = False
-    drive: float = 7e9
 
 
 class Question(argparse.Namespace):
@@ -335,44 +331,6 @@ def contradictions(question: Question) -> Iterator[str]:
     for (one, other), found in need.items():
         if found:
             yield f"{one} needs another option. Add {other}, for example, or leave {one} out."
-
-
-def command(question: Question) -> str:
-    """Returns the command line of a question, with all options that ``_given`` yields."""
-    return shlex.join([*PROGRAM.split(), "plan", question.model, *itertools.chain(*_given(question))])
-
-
-def changed(before: Question, after: Question) -> str:
-    """Returns the options of ``after`` that ``before`` lacks; if there are none, the options that ``after`` leaves out."""
-    had = list(_given(before))
-    has = list(_given(after))
-    if more := [shlex.join(words) for words in has if words not in had]:
-        return " ".join(more)
-    return " ".join(f"without {words[0]}" for words in had if words not in has)
-
-
-def _given(question: Question) -> Iterator[list[str]]:
-    """Yields the options of a question that are not the defaults, each as words of a command line.
-
-    Measured values are left out: ``--rates`` is an option of the same command line.
-    """
-    usual = _usual()
-    for name, how in _arguments():
-        value = getattr(question, name)
-        if name == "model" or name in question.measured.names or value == getattr(usual, name):
-            continue
-        words = value if isinstance(value, list) else [] if value is True else [value]
-        if how.get("type") is _size:
-            words = [exact_bytes(value)]
-        elif how.get("type") is _rate:
-            words = [f"{value / 1e9:.15g}GB/s"]
-        elif how.get("type") is _pixels:
-            words = [in_pixels(value)]
-        elif how.get("type") is _share:
-            words = [str(value)]  # 1.0 means all layers, 1 means one layer
-        elif isinstance(value, float):
-            words = [f"{value:.15g}"]
-        yield [_flag(name), *map(str, words)]
 
 
 @cache

@@ -15,7 +15,6 @@ from sp_lightning.tools.planner.arguments import Question
 from sp_lightning.tools.planner.estimate import estimate_model
 from sp_lightning.tools.planner.measured import with_rates
 from sp_lightning.tools.planner.model_source import find_config
-from sp_lightning.tools.planner.remedies import remedies
 from sp_lightning.tools.planner.report import as_fields, as_text
 
 
@@ -30,21 +29,15 @@ def run_plan(question: Question) -> None:
     find_config(question.model)  # raises an error about an invalid name before any model is built
     question.predict = question.predict or question.generate is not None
     with _quiet():
-        _notify(f"runs a batch of {question.model} without values")
+        if sys.stderr.isatty():
+            print(f"plan runs a batch of {question.model} without values …", file=sys.stderr, flush=True)
         found = answer(estimate_model(question))
         if question.json:
             print(json.dumps(as_fields(found), indent=2))
         else:
-            for line in as_text(found, remedies(found, _notify) if found.status else []):
-                print(line, flush=True)
+            print("\n".join(as_text(found)))
     if found.status:
         raise SystemExit(found.status)
-
-
-def _notify(what: str) -> None:
-    """Prints a message before a slow step, if the standard error is a terminal."""
-    if sys.stderr.isatty():
-        print(f"plan {what} …", file=sys.stderr, flush=True)
 
 
 @contextmanager
