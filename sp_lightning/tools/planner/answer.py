@@ -130,13 +130,11 @@ class Answer:
 
     @property
     def batch(self) -> tuple[int, str]:
-        """The number of items in a batch of all devices, and their name: tokens, images, videos, samples or batches."""
+        """The number of items in a batch of all devices, and their name: tokens, images, samples or batches."""
         asked = self.question
         items = self.estimate.items
         count, what = asked.batch_size * asked.tokens, "tokens"
-        if unit := self.estimate.unit:
-            count, what = asked.batch_size, unit
-        elif asked.generate is not None:
+        if asked.generate is not None:
             count = asked.batch_size  # the predicted time is that of one token of each sequence
         elif asked.input is not None:
             count, what = asked.input[0], "samples"

@@ -28,9 +28,8 @@ PROGRAM = (
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
 WANTED = (
-    "a factory (package.module:Factory), a config of transformers or diffusers (a folder with config.json, or such a file), a "
-    "pipeline of diffusers (a folder with model_index.json), a name of the Hugging Face hub whose config.json is in the cache "
-    "(Qwen/Qwen2.5-0.5B), or the name of a torchvision model (vit_h_14)"
+    "a factory (package.module:Factory), a config of transformers (a folder with config.json, or such a file), a name of the "
+    "Hugging Face hub whose config.json is in the cache (Qwen/Qwen2.5-0.5B), or the name of a torchvision model (vit_h_14)"
 )
 """The ways to name a model on the command line, in the words of ``--help``."""
 EXPECTED = "Expected package.module:Factory, a config.json, a folder with one, a hub name or a torchvision model"
@@ -53,7 +52,7 @@ PLACES: tuple[Place, ...] = get_args(Place)
 _GENERATE = (
     "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
 )
-_IMAGE = "pixels on each side; for diffusion models also height and width, as 480x832 (the model's default)"
+_IMAGE = "pixels on each side of an image (the model's default)"
 _CLIP = "gradients are clipped: by norm, as Trainer(gradient_clip_val=1.0), or by value (gradient_clip_algorithm)"
 _LOSS_TOKENS = "compute the loss from the logits of N tokens at a time, by sp_lightning.chunk_loss(model, tokens=N)"
 _GPU_LAYERS = (
@@ -80,6 +79,7 @@ _RATES = "rates measured by `python -m sp_lightning rates > FILE`, for all rates
 REMOVED = {
     "--hours": "plan each --batch-size that you consider, and divide the hours by its seconds per batch. "
     "Trainer(max_time={'hours': 24}) ends the run in time",
+    "--frames": "write a factory whose example_input_array has the latents of a video (examples/guide/diffusion.md)",
     "--dataset-tokens": "divide the tokens of the run by those of the data",
 }
 """The removed options of ``plan``, each with what to do instead."""
@@ -125,20 +125,6 @@ def _share(text: str) -> Share:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers. For example 8, 0.5 (half of them) or auto")
 
 
-def _pixels(text: str) -> int | tuple[int, int]:
-    """Parses the pixels on each side (``1024``), or height and width (``480x832``)."""
-    match = re.fullmatch(r"(\d+)(?:[x×](\d+))?", text)
-    height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not (height and width):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in pixels. For example 1024 or 480x832")
-    return height if height == width else (height, width)
-
-
-def in_pixels(size: int | tuple[int, int] | None) -> str:
-    """Returns an image size in the format of the command line."""
-    return "x".join(map(str, size)) if isinstance(size, tuple) else str(size)
-
-
 def _precision(text: str) -> str:
     """Returns Lightning's full name of a precision for its full or short name. An unknown name is returned unchanged."""
     return {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "fp32": "32-true"}.get(text, text)
@@ -168,8 +154,7 @@ def _option(meaning: str, **how: Any) -> dict[str, Any]:
 class DefaultSize(int):
     """A number of tokens that the user did not give.
 
-    If the model takes fewer, the number is lowered. A number that the user gave raises an error instead. Diffusion models replace
-    it by the usual length of a prompt.
+    If the model takes fewer, the number is lowered. A number that the user gave raises an error instead.
     """
 
 
@@ -215,15 +200,12 @@ class Question(argparse.Namespace):
     predict: Annotated[bool, _option("no training", action="store_true")]
     generate: Annotated[int | None, _option(_GENERATE, type=_count, metavar="N")]
     precision: Annotated[str, _option("(%(default)s)", type=_precision, choices=PRECISIONS, default="bf16-mixed")]
-    batch_size: Annotated[
-        int, _option("sequences, images or videos at once on a device (%(default)s)", type=_count, default=1)
-    ]
+    batch_size: Annotated[int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1)]
     tokens: Annotated[int, _option("per sequence or prompt (%(default)s)", type=_count, default=DefaultSize(2048))]
-    image: Annotated[int | tuple[int, int] | None, _option(_IMAGE, type=_pixels, metavar="SIZE")]
-    frames: Annotated[int | None, _option("of each video (the model's default)", type=_count)]
+    image: Annotated[int | None, _option(_IMAGE, type=_count, metavar="SIZE")]
     input: Annotated[list[int] | None, _option("shape of the input of a factory's module", type=_count, nargs="+")]
     gradient_checkpointing: Annotated[
-        bool, _option("gradient checkpointing, of models of transformers and diffusers", action="store_true")
+        bool, _option("the model's own gradient checkpointing, as in transformers and diffusers", action="store_true")
     ]
     pack_experts: Annotated[Packing | None, _option(_PACKED, choices=get_args(Packing))]
     accumulate_grad_batches: Annotated[

@@ -211,7 +211,7 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
     saved = max((call.saved for call in work.calls), default=0)
     if largest is not None and (work.outside > work.saved(row.modes) / 4 or largest.nbytes > saved):
         loss = ""
-        if "token" in estimate.items and not estimate.unit:
+        if "token" in estimate.items:
             loss = (
                 " If they are the loss's logits, add --loss-tokens 1024 to plan a chunked loss "
                 "(examples/guide/activations.md)."
