@@ -375,7 +375,8 @@ class _Inputs:
     def _text(self, images: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tokens, and for models with images the arguments that mark which tokens are images.
 
-        The first tokens of a sequence are its image. InstructBLIP's Q-Former gets the same tokens as its own text.
+        The first tokens of a sequence are its image. InstructBLIP's Q-Former gets the same tokens as its own text, as far
+        as it has positions.
 
         Raises:
             ValueError: an image takes more tokens than a sequence has. The advised length has as much text as image.
@@ -391,7 +392,7 @@ class _Inputs:
         which = (torch.arange(self._tokens) < count).repeat(self._batch, 1)
         others = {name: which.long() for name in _WHICH_ARE_IMAGES if name in self._taken and images}
         if "qformer_input_ids" in self._taken:
-            others["qformer_input_ids"] = ids
+            others["qformer_input_ids"] = ids[:, : self._config.qformer_config.max_position_embeddings]
         return {"input_ids": ids, **others}
 
     def generation(self, image: int | None, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
