@@ -33,9 +33,10 @@ CONFIGS: dict[str, Any] = {
         text_config={**SIZES, "model_type": "llama"},
     ),
     "Qwen2_5_VLForConditionalGeneration": lambda: transformers.Qwen2_5_VLConfig(
-        # Sections of rotary embeddings for 16 numbers per head: 8 pairs of time, height and width.
         text_config={
             **SIZES,
+            "num_key_value_heads": 2,
+            # Sections of rotary embeddings for 16 numbers per head: 8 pairs of time, height and width.
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
         },
         vision_config={"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2},
