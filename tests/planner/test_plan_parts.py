@@ -99,6 +99,17 @@ def tiny(folder: Path) -> Path:
 
 
 @pytest.mark.long("takes a second or more")
+def test_an_output_that_two_equal_blocks_save_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ResNet's block saves its output for its ReLU, and the next block for its convolution: the last one counted it again."""
+    asked = ("resnet50", "--image", "64", "--precision", "32-true")
+    repeated = estimated(*asked).work
+    monkeypatch.setattr(dry_run, "_RUN", 8)
+    every = estimated(*asked).work
+    assert [call.saved for call in repeated.calls] == [call.saved for call in every.calls]
+    assert repeated == every
+
+
+@pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("more", [[], ["--gradient-checkpointing"], ["--lora", "4"], ["--predict"]], ids=" ".join)
 def test_equal_blocks_are_counted_as_if_all_had_run(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
