@@ -88,7 +88,8 @@ class Crammed(CausalLM):
 
     def share(self) -> float:
         """Of the time for training that is over, from 0 to 1."""
-        (timer,) = (each for each in self.trainer.callbacks if isinstance(each, Timer))  # of max_time
+        trainer: Any = self.trainer
+        (timer,) = (each for each in trainer.callbacks if isinstance(each, Timer))  # of max_time
         return (self.before + timer.time_elapsed()) / self.seconds
 
     def configure_optimizers(self) -> Any:
