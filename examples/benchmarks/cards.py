@@ -35,12 +35,17 @@ class Card(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A training: the model, what is trained, the options of ``plan``, and the way to run it."""
+    """A training: the model (a config in ``examples`` or a factory), what is trained, the options of ``plan``, how to run it."""
 
     model: str
     what: str
     options: str
     run: str
+
+    @property
+    def name(self) -> str:
+        """The name of the config's file, or of the factory ``make_NAME``."""
+        return self.model.rpartition(":make_")[2] if ":" in self.model else Path(self.model).stem
 
 
 CARDS = {
@@ -78,12 +83,11 @@ def _image(model: str) -> str:
     return f"`finetune_diffusion.py --model {model} --data photos --resolution 1024 --gradient-checkpointing`"
 
 
-_FLUX = Case("shapes/flux-dev", "LoRA, 1 image of 1024²", _LORA, _image("black-forest-labs/FLUX.1-dev"))
+_FLUX = Case("examples.shapes.flux:make_flux", "LoRA, 1 image of 1024²", _LORA, _image("black-forest-labs/FLUX.1-dev"))
 _LLAMA_LORA = Case(
     "shapes/llama-3-8b.json", "LoRA", f"{_LLM} {_LORA}", _llm("meta-llama/Llama-3.1-8B-Instruct", " --lora 16")
 )
 _UNCLIPPED = f" {_TRUE} {_BACKWARD} --gradient-clip 0"
-_OTHER = "your own LightningModule ([guide](diffusion.md))"
 _ALL_16, _ABOVE = "all weights, `bf16-true`", "`finetune_llm.py`, as above"
 
 CASES: dict[str, tuple[Case, ...]] = {
@@ -106,12 +110,6 @@ CASES: dict[str, tuple[Case, ...]] = {
         _FLUX,
         _LLAMA_LORA,
         Case("shapes/qwen3-32b.json", "LoRA", f"{_LLM} {_LORA}", _llm("Qwen/Qwen3-32B", " --lora 16")),
-        Case("shapes/qwen-image.json", "LoRA, 1 image of 1024²", f"{_LORA} --image 1024", _OTHER),
-        Case("shapes/wan-2.1-14b.json", "LoRA, 33 frames of 480 × 832", f"{_LORA} --frames 33", _OTHER),
-        Case(
-            "shapes/sdxl-unet.json", "all weights, `bf16-mixed`, 4 images",
-            f"--batch-size 4 --gradient-checkpointing {_CLIP}", _OTHER,
-        ),
     ),
     "16": (
         Case(
@@ -124,11 +122,6 @@ CASES: dict[str, tuple[Case, ...]] = {
             "shapes/qwen3-30b-a3b.json", "LoRA, experts in 4 bits", f"{_LLM} {_LORA} --pack-experts nvfp4",
             "`finetune_moe.py`, as above",
         ),
-        Case("shapes/wan-2.1-14b.json", "LoRA, 33 frames of 480 × 832", f"{_LORA} --frames 33", _OTHER),
-        Case(
-            "shapes/sdxl-unet.json", "all weights, `bf16-true`, 1 image",
-            f"{_TRUE} --gradient-checkpointing {_CLIP}", _OTHER,
-        ),
     ),
     "80": (
         Case("shapes/llama-3-8b.json", "all weights, `bf16-mixed`, clipped", f"{_LLM} {_FOUR} {_CLIP}", _ABOVE),
@@ -140,17 +133,17 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
         Case("shapes/gpt-oss-120b.json", "LoRA, experts in MXFP4", f"{_LLM} {_FOUR} {_LORA}", "`finetune_moe.py`, as above"),
         Case(
-            "shapes/qwen-image.json", f'{_ALL_16}, `"backward"`',
-            f"--image 1024 --gradient-checkpointing {_TRUE} {_BACKWARD}", _OTHER,
+            _FLUX.model, f"{_ALL_16}, clipped", f"--gradient-checkpointing {_TRUE} {_CLIP}",
+            "your own LightningModule ([guide](diffusion.md))",
         ),
-        Case("shapes/flux-dev", f"{_ALL_16}, clipped", f"--gradient-checkpointing {_TRUE} {_CLIP}", _OTHER),
     ),
 }  # fmt: skip
 
 
 def ask(case: Case, card: Card) -> dict[str, Any]:
     """What ``plan --json`` says of a training on a card."""
-    words = ["plan", str(ROOT / "examples" / case.model), *card.options.split(), *case.options.split(), "--json"]
+    model = case.model if ":" in case.model else str(ROOT / "examples" / case.model)
+    words = ["plan", model, *card.options.split(), *case.options.split(), "--json"]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         run_command(words)
@@ -172,7 +165,7 @@ def plain_seconds(said: dict[str, Any], window: dict[str, Any], *, clipped: bool
 def cells(case: Case, card: Card) -> list[str]:
     """A row of the table: what is trained, memory, time, and the share of plain Lightning's speed."""
     said = ask(case, card)
-    name = f"{Path(case.model).stem}, {case.what}"
+    name = f"{case.name}, {case.what}"
     if said["best"] is None:
         return [name, *["–"] * 4, said["verdict"].splitlines()[0].partition(" (")[0]]
     best = said["best"]
@@ -201,7 +194,7 @@ def table(key: str, word: str = "") -> Iterator[str]:
     yield "| model, what is trained | GPU memory | CPU memory | s per step | share of plain | how |"
     yield "|---|---|---|---|---|---|"
     for case in CASES[key]:
-        if word.lower() in case.model.lower():
+        if word.lower() in case.name:
             yield f"| {' | '.join(cells(case, CARDS[key]))} |"
 
 

@@ -44,7 +44,7 @@ class ConsoleLogger(Logger):
     so it would not fetch the next batch's layers ahead.
 
     Args:
-        steps: optimizer steps of the whole run.
+        steps: optimizer steps of the whole run; 0 if a time ends it.
         silent: whether to print nothing.
     """
 
@@ -70,17 +70,19 @@ class ConsoleLogger(Logger):
         if "loss" in metrics and step is not None:
             entry = Entry(step + 1, metrics["loss"], time.perf_counter())
             self.losses.append(entry)
-            tenth = entry.step % max(1, self.steps // 10) == 0 or entry.step == self.steps
+            tenth = self.steps and (entry.step % max(1, self.steps // 10) == 0 or entry.step == self.steps)
             if not self.silent and (len(self.losses) == 1 or tenth or entry.seconds - self._said > SILENCE):
                 self._said = entry.seconds
-                say(f"step {entry.step:>{len(str(self.steps))}}/{self.steps}  loss {entry.loss:.3f}{self._pace(entry)}")
+                number = f"{entry.step:>{len(str(self.steps))}}/{self.steps}" if self.steps else f"{entry.step:>6}"
+                say(f"step {number}  loss {entry.loss:.3f}{self._pace(entry)}")
         named = {} if self.silent else {"val_loss": "validation loss", "accuracy": "accuracy"}
         if shown := [f"{said} {metrics[name]:.3f}" for name, said in named.items() if name in metrics]:
             say(", ".join(shown))
 
     def _pace(self, now: Entry) -> str:
         rate = steps_per_second(self.losses)
-        return f"  {rate:.3g} steps/s, {(self.steps - now.step) / rate:.0f} s left" if rate else ""
+        left = f", {(self.steps - now.step) / rate:.0f} s left" if self.steps and rate else ""
+        return f"  {rate:.3g} steps/s{left}" if rate else ""
 
 
 def last_loss(losses: Sequence[Entry]) -> float:

@@ -25,23 +25,19 @@ HOLDS_TRAINING = "weights, gradients and the optimizer's state (AdamW's moments)
 PLAIN_STEPS = 5
 
 
-def add_run_options(
-    parser: argparse.ArgumentParser, name: str, *, training: bool = True, planned: bool = False
-) -> None:
-    """Adds the common options; ``name`` is of the default output. Those that a plan may choose default to None."""
+def add_run_options(parser: argparse.ArgumentParser, name: str, *, training: bool = True) -> None:
+    """Adds the common options; ``name`` is of the default output."""
     add = parser.add_argument
-    default = "as planned" if planned else "%(default)s"
     add("--k", type=int, help="layers usable on the device at once; more is faster (default: what fits and is fastest)")
     add("--k-prime", type=int, help="layers that move as one transfer (default: as k)")
     if training:
         add(
             "--activations",
-            default=None if planned else "auto",
+            default="auto",
             choices=["keep", "recompute", "offload", "auto"],
-            help=f"what becomes of what autograd saves in each layer ({default})",
+            help="what becomes of what autograd saves in each layer (%(default)s)",
         )
-    precision = None if planned else "32-true"
-    add("--precision", default=precision, choices=["32-true", "bf16-mixed", "bf16-true"], help=f"({default})")
+    add("--precision", default="32-true", choices=["32-true", "bf16-mixed", "bf16-true"], help="(%(default)s)")
     add("--accelerator", default="auto", help="cpu, gpu, ... as in Lightning (%(default)s)")
     add("--seed", type=int, default=0, help="(%(default)s)")
     add(

@@ -32,10 +32,10 @@ def test_the_days_commands_follow_one_another(
 
     assert cram[:2] == ["python", "examples/demos/cram_llm.py"]
     small = {"--hours": str(120 / 3600), "--length": "32"}
-    Ticks().tick_in(monkeypatch)
+    Ticks(monkeypatch, 40.0)
     words = [small.get(before, word) for before, word in zip(cram[1:], cram[2:], strict=False)]
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert (ROOT / given.pop("--config")).is_file()
     Path(given["--text"]).write_text("A day has hours, and an hour has minutes. " * 2000)
     cram_llm.main([*(word for pair in given.items() for word in pair), "--layers", "2", "--hidden", "32"])
-    assert "reached" in capsys.readouterr().out
+    assert "3 steps of 512 tokens" in capsys.readouterr().out

@@ -33,7 +33,13 @@ CONFIGS: dict[str, Any] = {
         text_config={**SIZES, "model_type": "llama"},
     ),
     "Qwen2_5_VLForConditionalGeneration": lambda: transformers.Qwen2_5_VLConfig(
-        text_config=SIZES, vision_config={"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2}
+        text_config={
+            **SIZES,
+            "num_key_value_heads": 2,
+            # Sections of rotary embeddings for 16 numbers per head: 8 pairs of time, height and width.
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        },
+        vision_config={"depth": 2, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2},
     ),
     # Its linear layers have a class of their own, with the transposed weight.
     "GPT2LMHeadModel": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2),
@@ -77,6 +83,8 @@ def test_as_many_are_trained_as_with_peft(model: str, tmp_path: Path, capsys: py
     """The linear layers of blocks alone were counted, and no projection of torch's attention."""
     name = config_file(tmp_path, model) if model in CONFIGS else model
     tokens = () if "vit" in model.lower() or model == "resnet18" else ("--tokens", "128")
+    if model.startswith("Qwen2_5_VL"):
+        tokens = ("--tokens", "512")  # an image has 256
     found = plan(capsys, name, *tokens, "--lora", "4", "--k", "1", "--k-prime", "1")
     if Path(name).stem in ("deepseek-v2-lite", "glm-4.5-air", "mixtral-8x7b", "qwen3-30b-a3b"):
         assert any("experts" in note and "are not counted" in note for note in found["notes"])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from sp_lightning.__main__ import main
 from sp_lightning.capabilities.activations import offload
 from sp_lightning.capabilities.tuning.choices import SAME
+from sp_lightning.tools.planner.arguments import REMOVED
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
 from tests.support.runs import fit, superpipeline
@@ -377,6 +378,18 @@ def test_sizes_that_the_model_cannot_take(
     said = capfd.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", REMOVED)
+def test_removed_options_say_what_to_do_instead(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([option, "2"], [f"{option}=2"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", "resnet18", *words])
+        assert ended.value.code == 2
+        assert f"plan: error: {option} was removed: {REMOVED[option]}." in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert option not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", [["--batch-size", "4"], ["--image", "224"]], ids=" ".join)

@@ -12,7 +12,6 @@ import transformers
 
 import sp_lightning
 from sp_lightning.__main__ import main
-from sp_lightning.capabilities.disk.host_budget import limit_for
 from tests.support.answers import plan
 
 SIZES: dict[str, Any] = {
@@ -77,21 +76,6 @@ def packed_on_meta() -> Any:
         return packed()
 
 
-@pytest.mark.long("several plans of a model")
-@pytest.mark.parametrize(
-    ("options", "change"),
-    [(OPTIONS, "--pack-experts nvfp4"), ((*OPTIONS[:6], *OPTIONS[8:]), "--pack-experts nvfp4 --lora 16")],
-    ids=["adapters", "all weights"],
-)
-def test_packed_experts_are_a_remedy(
-    options: tuple[str, ...], change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Only where experts are frozen: adapters are asked for, or added by the remedy."""
-    asked = (write(tmp_path), *options)
-    limit = limit_for(plan(capsys, *asked, *change.split())["host_bytes"] + 2**12, 1, disk=False)
-    with pytest.raises(SystemExit):
-        main(["plan", *asked, "--host-memory", f"{limit}B"])
-    assert f"\n  {change}: " in capsys.readouterr().out
 
 
 @pytest.mark.long("takes a second or more")
@@ -105,5 +89,5 @@ def test_dequantisation_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_model_without_experts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["plan", "tests.planner.test_plan_measured:Small", "--pack-experts", "nvfp4"])
+        main(["plan", "tests.planner.test_plan_rates:Small", "--pack-experts", "nvfp4"])
     assert "has no stacked experts to pack" in capsys.readouterr().err

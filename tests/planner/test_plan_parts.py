@@ -31,7 +31,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 MODELS: list[Any] = [
     ("llama-3.2-3b.json",), ("llama-3-70b.json",), ("gpt-oss-20b.json", "--lora", "16"), ("glm-4.5-air.json", "--lora", "8"),
     ("mixtral-8x7b.json",), ("qwen3-30b-a3b.json", "--lora", "16"), ("llava-1.5-7b.json",), ("vit-giant.json",),
-    ("whisper-large-v3.json", "--tokens", "64"), ("sdxl-unet.json",), ("flux-dev", "--lora", "16"), ("wan-2.1-14b.json",),
+    ("whisper-large-v3.json", "--tokens", "64"), ("examples.shapes.flux:make_flux", "--lora", "16"),
     ("llama-3-8b.json", "--gradient-checkpointing"), ("llama-3-8b.json", "--predict"),
 ]  # fmt: skip
 
@@ -50,7 +50,7 @@ def check_parts(found: Answer) -> None:
         assert sum(host.values()) == row.host.nbytes
         assert host["activations"] == found.question.devices * work.offloaded(row.modes)
         assert bool(host["activations"]) <= ("offload" in row.modes.values())
-    text = "\n".join(as_text(found, []))
+    text = "\n".join(as_text(found))
     assert " -" not in text.replace(" --", "")
     for whole, parts in re.findall(r"^(?:device|host) memory(?: of the node)? (.*?)[:,] (.*)", text, re.MULTILINE):
         sizes = re.findall(
@@ -74,7 +74,7 @@ def test_parts_of_a_small_model_add_up(limits: str, small: Estimate) -> None:
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[0])
 def test_parts_of_each_shape_add_up(model: tuple[str, ...]) -> None:
     """One dry run for each shape, and all limits. gpt-oss counted its packed experts as activations, less than nothing in all."""
-    estimate = estimated(str(SHAPES / model[0]), *model[1:])
+    estimate = estimated(model[0] if ":" in model[0] else str(SHAPES / model[0]), *model[1:])
     for options in LIMITS.values():
         asked = estimate.question.but(**options)
         if asked.predict and {"gpu_layers", "disk"} & set(options):
@@ -96,6 +96,17 @@ def tiny(folder: Path) -> Path:
         '"intermediate_size": 160, "num_hidden_layers": 8, "num_attention_heads": 4, "max_position_embeddings": 64}'
     )
     return file
+
+
+@pytest.mark.long("takes a second or more")
+def test_an_output_that_two_equal_blocks_save_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ResNet's block saves its output for its ReLU, and the next block for its convolution: the last one counted it again."""
+    asked = ("resnet50", "--image", "64", "--precision", "32-true")
+    repeated = estimated(*asked).work
+    monkeypatch.setattr(dry_run, "_RUN", 8)
+    every = estimated(*asked).work
+    assert [call.saved for call in repeated.calls] == [call.saved for call in every.calls]
+    assert repeated == every
 
 
 @pytest.mark.long("takes a second or more")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.__main__ import main
 from sp_lightning.core.plan.units import in_gib
-from sp_lightning.tools.planner.arguments import command
 from tests.support.answers import plan, question
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit
@@ -130,12 +128,11 @@ def test_fewer_stay_where_those_that_were_asked_for_do_not_fit(capsys: pytest.Ca
     with pytest.raises(SystemExit) as stop:
         main(["plan", *asked, "--gpu-memory", f"{limit}B"])
     assert stop.value.code == 1
-    assert "\n  --gpu-layers auto: " in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("It does not fit: at least ")
 
 
-def test_a_share_is_written_as_it_was_given() -> None:
+def test_a_share_is_read_as_it_was_given() -> None:
     """1.0 is all layers, and 1 is one."""
-    for given in ("1.0", "1", "0.25", "auto"):
-        asked = question("resnet18", "--gpu-layers", given, "--gpu-memory", "1GiB")
-        assert f"--gpu-layers {given}" in command(asked)
-        assert question(*shlex.split(command(asked).partition(" plan ")[2])).gpu_layers == asked.gpu_layers
+    for given, expected in (("1.0", 1.0), ("1", 1), ("0.25", 0.25), ("auto", "auto")):
+        asked = question("resnet18", "--gpu-layers", given, "--gpu-memory", "1GiB").gpu_layers
+        assert (asked, type(asked)) == (expected, type(expected))

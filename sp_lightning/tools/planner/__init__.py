@@ -7,13 +7,12 @@ the predictions of ``tuning`` and the modes of ``activations``; other capabiliti
 The command ``plan`` uses these files in this order:
 
 - ``arguments``: parses the arguments into a ``Question``. It does not import torch, so that ``--help`` is fast.
-- ``plan_command``: answers the question and prints the answer as it is found.
-- ``model_source``: builds a model without memory (``fake``). ``images`` and ``diffusion`` build the inputs of vision and
-  diffusion models; ``adapters`` implements ``--lora``.
+- ``plan_command``: answers the question and prints the answer.
+- ``model_source``: builds a model without memory (``fake``). ``images`` builds the inputs of vision models;
+  ``adapters`` implements ``--lora``.
 - ``estimate``: runs a batch without values (``dry_run``, ``known_values``), and computes the host memory (``host``).
-- ``answer``: predicts each window of a range; ``budget`` implements ``--hours``.
-- ``remedies``: if plain Lightning does not fit, tries a few changes of the question with which the model may fit. ``verdict``
-  and ``report`` format the answer.
+- ``answer``: predicts each window of a range.
+- ``verdict`` and ``report``: format the answer.
 
 ``rates`` measures a machine; ``measured`` reads the file with its rates. ``lightning_cli`` has Lightning's
 commands.

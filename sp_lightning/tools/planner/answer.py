@@ -11,12 +11,11 @@ from typing import Any
 
 from sp_lightning.capabilities.tuning.choices import SAME
 from sp_lightning.capabilities.tuning.visits import Prediction
-from sp_lightning.core.plan.choices import Modes, Place
+from sp_lightning.core.plan.choices import Modes
 from sp_lightning.core.plan.plan import Plan
-from sp_lightning.core.updates.step_context import compiles
-from sp_lightning.tools.planner.arguments import AskedOverlap, Question, contradictions
+from sp_lightning.tools.planner.arguments import Question
 from sp_lightning.tools.planner.estimate import Estimate
-from sp_lightning.tools.planner.host import HostMemory, beside, on_device
+from sp_lightning.tools.planner.host import HostMemory
 
 _NOTICED = 0.005  # the least share of the time that is rounded to 1 %
 
@@ -131,13 +130,11 @@ class Answer:
 
     @property
     def batch(self) -> tuple[int, str]:
-        """The number of items in a batch of all devices, and their name: tokens, images, videos, samples or batches."""
+        """The number of items in a batch of all devices, and their name: tokens, images, samples or batches."""
         asked = self.question
         items = self.estimate.items
         count, what = asked.batch_size * asked.tokens, "tokens"
-        if unit := self.estimate.unit:
-            count, what = asked.batch_size, unit
-        elif asked.generate is not None:
+        if asked.generate is not None:
             count = asked.batch_size  # the predicted time is that of one token of each sequence
         elif asked.input is not None:
             count, what = asked.input[0], "samples"
@@ -150,25 +147,6 @@ class Answer:
         """The number of items that all devices finish per second, and their name."""
         count, what = self.batch
         return count / (self.shown.prediction.seconds or 1e-9), what
-
-
-def stepped(estimate: Estimate, overlap: AskedOverlap, place: Place) -> Estimate | None:
-    """Returns the estimate with another ``optimizer_overlap`` or ``optimizer_on``.
-
-    Returns None if the question does not allow this change, if nothing is trained, or if the optimizer cannot run in the
-    background and another ``optimizer_overlap`` is asked.
-    """
-    question = estimate.question.but(optimizer_overlap=overlap, optimizer_on=place)
-    step = estimate.step
-    if step is None or any(True for _ in contradictions(question)):
-        return None
-    if place == "gpu":
-        step = on_device(step, question)
-    elif step.overlap != "off" or any(map(compiles, step.optimizers)):
-        step = replace(step, overlap=beside(step.optimizers, question.mode))
-    elif overlap != estimate.question.optimizer_overlap:
-        return None  # this optimizer cannot run in the background
-    return replace(estimate, question=question, step=step)
 
 
 def _seconds_without(estimate: Estimate, row: Row, causes: set[str]) -> float:

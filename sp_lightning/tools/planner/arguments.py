@@ -6,10 +6,8 @@ This file does not import torch, so that ``--help`` is fast (see ``_public``).
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import re
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -20,7 +18,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from sp_lightning.core.plan.choices import Mode, Packing, Place, Share
 from sp_lightning.core.plan.choices import Overlap as AskedOverlap
-from sp_lightning.core.plan.units import exact_bytes, parse_bytes
+from sp_lightning.core.plan.units import parse_bytes
 from sp_lightning.registry import check_command, is_installed
 
 PROGRAM = (
@@ -30,9 +28,8 @@ PROGRAM = (
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
 WANTED = (
-    "a factory (package.module:Factory), a config of transformers or diffusers (a folder with config.json, or such a file), a "
-    "pipeline of diffusers (a folder with model_index.json), a name of the Hugging Face hub whose config.json is in the cache "
-    "(Qwen/Qwen2.5-0.5B), or the name of a torchvision model (vit_h_14)"
+    "a factory (package.module:Factory), a config of transformers (a folder with config.json, or such a file), a name of the "
+    "Hugging Face hub whose config.json is in the cache (Qwen/Qwen2.5-0.5B), or the name of a torchvision model (vit_h_14)"
 )
 """The ways to name a model on the command line, in the words of ``--help``."""
 EXPECTED = "Expected package.module:Factory, a config.json, a folder with one, a hub name or a torchvision model"
@@ -54,7 +51,7 @@ PLACES: tuple[Place, ...] = get_args(Place)
 _GENERATE = (
     "predict N tokens for each of --batch-size sequences, after prompts of --tokens; times are of the last token"
 )
-_IMAGE = "pixels on each side; for diffusion models also height and width, as 480x832 (the model's default)"
+_IMAGE = "pixels on each side of an image (the model's default)"
 _CLIP = "gradients are clipped: by norm, as Trainer(gradient_clip_val=1.0), or by value (gradient_clip_algorithm)"
 _GPU_LAYERS = (
     "layers that stay in GPU memory with their optimizer state, as SuperpipelineStrategy(gpu_layers=…): a number (8), a share "
@@ -80,12 +77,12 @@ _RATES = "rates measured by `python -m sp_lightning rates > FILE`, for all rates
 REMOVED = {
     "--loss-tokens": "plan a LightningModule (package.module:Factory) whose training_step computes the loss in chunks, as in "
     "examples/guide/activations.md",
+    "--hours": "plan each --batch-size that you consider, and divide the hours by its seconds per batch. "
+    "Trainer(max_time={'hours': 24}) ends the run in time",
+    "--frames": "write a factory whose example_input_array has the latents of a video (examples/guide/diffusion.md)",
+    "--dataset-tokens": "divide the tokens of the run by those of the data",
 }
 """The removed options of ``plan``, each with what to do instead."""
-_HOURS = (
-    "plan a training of N hours: the fastest batch, accumulation, precision, activations, window, overlap and place of "
-    "the optimizer, of those that are not given"
-)
 
 
 def _size(text: str) -> int:
@@ -128,29 +125,6 @@ def _share(text: str) -> Share:
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers. For example 8, 0.5 (half of them) or auto")
 
 
-def _pixels(text: str) -> int | tuple[int, int]:
-    """Parses the pixels on each side (``1024``), or height and width (``480x832``)."""
-    match = re.fullmatch(r"(\d+)(?:[x×](\d+))?", text)
-    height, width = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not (height and width):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size in pixels. For example 1024 or 480x832")
-    return height if height == width else (height, width)
-
-
-def in_pixels(size: int | tuple[int, int] | None) -> str:
-    """Returns an image size in the format of the command line."""
-    return "x".join(map(str, size)) if isinstance(size, tuple) else str(size)
-
-
-def _amount(text: str) -> int:
-    """Parses a number, with or without a suffix: ``500M``, ``1.5B`` or ``1.5G`` (10⁹), ``2T``."""
-    match = re.fullmatch(r"(\d*\.?\d+(?:e\d+)?) *([kKMGBT]?)", text)
-    found = match and round(float(match[1]) * 1000 ** (" KMBT".index((match[2] or " ").upper().replace("G", "B"))))
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount. For example 500M or 1.5B")
-    return found
-
-
 def _precision(text: str) -> str:
     """Returns Lightning's full name of a precision for its full or short name. An unknown name is returned unchanged."""
     return {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "fp32": "32-true"}.get(text, text)
@@ -180,8 +154,7 @@ def _option(meaning: str, **how: Any) -> dict[str, Any]:
 class DefaultSize(int):
     """A number of tokens that the user did not give.
 
-    If the model takes fewer, the number is lowered. A number that the user gave raises an error instead. Diffusion models replace
-    it by the usual length of a prompt.
+    If the model takes fewer, the number is lowered. A number that the user gave raises an error instead.
     """
 
 
@@ -208,14 +181,12 @@ class Measured:
         tflops: TFLOP/s of the device, by torch's name of the dtype.
         python: seconds of Python for each layer call, and for each weight of its layers; None if they were not measured.
         synchronous: True if nothing else runs during a copy, as on the CPU.
-        drive: bytes/s of a disk, for remedies that add ``--disk``.
     """
 
     names: frozenset[str] = frozenset()
     tflops: Mapping[str, float] = field(default_factory=dict)
     python: tuple[float, float] | None = None
     synchronous: bool = False
-    drive: float = 7e9
 
 
 class Question(argparse.Namespace):
@@ -229,15 +200,12 @@ class Question(argparse.Namespace):
     predict: Annotated[bool, _option("no training", action="store_true")]
     generate: Annotated[int | None, _option(_GENERATE, type=_count, metavar="N")]
     precision: Annotated[str, _option("(%(default)s)", type=_precision, choices=PRECISIONS, default="bf16-mixed")]
-    batch_size: Annotated[
-        int, _option("sequences, images or videos at once on a device (%(default)s)", type=_count, default=1)
-    ]
+    batch_size: Annotated[int, _option("sequences or images at once on a device (%(default)s)", type=_count, default=1)]
     tokens: Annotated[int, _option("per sequence or prompt (%(default)s)", type=_count, default=DefaultSize(2048))]
-    image: Annotated[int | tuple[int, int] | None, _option(_IMAGE, type=_pixels, metavar="SIZE")]
-    frames: Annotated[int | None, _option("of each video (the model's default)", type=_count)]
+    image: Annotated[int | None, _option(_IMAGE, type=_count, metavar="SIZE")]
     input: Annotated[list[int] | None, _option("shape of the input of a factory's module", type=_count, nargs="+")]
     gradient_checkpointing: Annotated[
-        bool, _option("gradient checkpointing, of models of transformers and diffusers", action="store_true")
+        bool, _option("the model's own gradient checkpointing, as in transformers and diffusers", action="store_true")
     ]
     pack_experts: Annotated[Packing | None, _option(_PACKED, choices=get_args(Packing))]
     accumulate_grad_batches: Annotated[
@@ -272,11 +240,6 @@ class Question(argparse.Namespace):
     disk: Annotated[float | None, _option(_DISK, type=_rate)]
     host_bandwidth: Annotated[float, _option("of host memory (%(default)s)", type=_rate, default="60GB/s")]
     rates: Annotated[Path | None, _option(_RATES, type=Path, metavar="FILE")]
-    # Planning for a given time.
-    hours: Annotated[float | None, _option(_HOURS, type=positive_number)]
-    dataset_tokens: Annotated[
-        int | None, _option("of the data, 2B for example; adds epochs to the answer", type=_amount)
-    ]
     # The output.
     json: Annotated[bool, _option("for programs", action="store_true")]
 
@@ -325,7 +288,6 @@ def contradictions(question: Question) -> Iterator[str]:
     exclude: dict[tuple[str, str], object] = {
         ("--accumulate-grad-batches", inference): asked.predict and asked.accumulate_grad_batches > 1,
         ("--gradient-clip", inference): asked.predict and asked.gradient_clip,
-        ("--hours", inference): asked.predict and asked.hours,
         ("--gpu-layers", inference): asked.predict and asked.gpu_layers,
         ("--gpu-layers", "--devices"): several and asked.gpu_layers,
         ("--gpu-layers", "--disk"): asked.disk and asked.gpu_layers,
@@ -341,7 +303,6 @@ def contradictions(question: Question) -> Iterator[str]:
     }
     need = {
         ("--links", "--devices 2"): asked.devices == 1 and asked.links != _usual().links,
-        ("--dataset-tokens", "--hours 24"): asked.hours is None and asked.dataset_tokens is not None,
         ("--gpu-layers auto", "--gpu-memory 24GiB"): asked.gpu_layers == "auto" and asked.gpu_memory is None,
     }
     for (one, other), found in exclude.items():
@@ -350,46 +311,6 @@ def contradictions(question: Question) -> Iterator[str]:
     for (one, other), found in need.items():
         if found:
             yield f"{one} needs another option. Add {other}, for example, or leave {one} out."
-
-
-def command(question: Question) -> str:
-    """Returns the command line of a question, with all options that ``_given`` yields."""
-    return shlex.join([*PROGRAM.split(), "plan", question.model, *itertools.chain(*_given(question))])
-
-
-def changed(before: Question, after: Question) -> str:
-    """Returns the options of ``after`` that ``before`` lacks; if there are none, the options that ``after`` leaves out."""
-    had = list(_given(before))
-    has = list(_given(after))
-    if more := [shlex.join(words) for words in has if words not in had]:
-        return " ".join(more)
-    return " ".join(f"without {words[0]}" for words in had if words not in has)
-
-
-def _given(question: Question) -> Iterator[list[str]]:
-    """Yields the options of a question that are not the defaults, each as words of a command line.
-
-    Measured values are left out: ``--rates`` is an option of the same command line.
-    """
-    usual = _usual()
-    for name, how in _arguments():
-        value = getattr(question, name)
-        # With --hours, arguments that the user did not give are searched. So given ones are kept even with their default value.
-        kept = question.hours is not None and name in question.given and value is not None and value is not False
-        if name == "model" or name in question.measured.names or (value == getattr(usual, name) and not kept):
-            continue
-        words = value if isinstance(value, list) else [] if value is True else [value]
-        if how.get("type") is _size:
-            words = [exact_bytes(value)]
-        elif how.get("type") is _rate:
-            words = [f"{value / 1e9:.15g}GB/s"]
-        elif how.get("type") is _pixels:
-            words = [in_pixels(value)]
-        elif how.get("type") is _share:
-            words = [str(value)]  # 1.0 means all layers, 1 means one layer
-        elif isinstance(value, float):
-            words = [f"{value:.15g}"]
-        yield [_flag(name), *map(str, words)]
 
 
 @cache

@@ -214,6 +214,14 @@ class _Saves:
             stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
             yield
 
+    def has(self, tensor: Tensor) -> bool:
+        """Returns True if a tensor's storage is saved in a unit."""
+        return tensor.layout is torch.strided and storage_id(tensor.untyped_storage()) in self._seen
+
+    def add(self, tensor: Tensor) -> None:
+        """Adds a tensor's storage to those that are saved in units, without its bytes."""
+        count_once(tensor, self._seen, small=True)
+
     def outside(self) -> list[Saved]:
         """Returns the tensors that are saved outside of units, except those whose storage is also saved in a unit."""
         return [saved for key, saved in self._outside.items() if key not in self._seen]
@@ -326,6 +334,15 @@ class _Trial(TorchDispatchMode):
         if self._living.pop(key, None) is not None:
             self.alive -= nbytes
 
+    def forget(self, tensor: Tensor) -> None:
+        """Counts the storage of a tensor as alive no more. Its bytes are held by :meth:`hold`."""
+        storage = tensor.untyped_storage()
+        key = storage_id(storage)
+        if (counted := self._living.get(key)) is not None:
+            counted.detach()
+            self.alive -= storage.nbytes()
+            self._living[key] = weakref.finalize(storage, self._living.pop, key, None)  # so that _see counts it no more
+
     def stays(self, tensor: Tensor) -> bool:
         """Returns True if a tensor has the memory of a weight, an uploaded cast, a buffer, or a module that is moved whole."""
         key = storage_id(tensor.untyped_storage())
@@ -392,14 +409,20 @@ class _Block:
     before: int
     grown: int | None = None
 
+    @property
+    def tensors(self) -> list[_Result]:
+        """The tensors in its output."""
+        return [each for each in tree_leaves(self.results) if isinstance(each, _Result)]
+
 
 @dataclass(frozen=True)
 class _Result:
-    """The properties of a tensor that a block returns."""
+    """The properties of a tensor that a block returns. ``saved`` is True if its storage is one of the saved activations."""
 
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
+    saved: bool
 
 
 class _Repeats:
@@ -441,7 +464,7 @@ class _Repeats:
         if None in described or len(ran) < _RUN or self._last[self._kinds[unit]] == unit:
             before, begin = trial.alive, len(trial.all_costs) - 1
             output = forward(*args, **kwargs)
-            results = tree_map_only(Tensor, lambda each: _Result(each.shape, each.dtype, each.requires_grad), output)
+            results = tree_map_only(Tensor, self._result, output)
             self._open = _Block(module, begin, len(trial.all_costs), self._saves.now, results, before)
             known = all(isinstance(each, (_Result, bool, int, float, str, type(None))) for each in tree_leaves(results))
             trains = any(isinstance(each, _Result) and each.requires_grad for each in tree_leaves(results))
@@ -457,11 +480,19 @@ class _Repeats:
         if saves.now is not None and block.call is not None:
             saves.calls[saves.now] = replace(saves.calls[block.call], unit=saves.calls[saves.now].unit)
         with self.uncounted():
-            made = iter(_Repetition.apply(self, block, module, *given))
+            made = _Repetition.apply(self, block, module, *given)
+        for tensor, result in zip(made, block.tensors, strict=True):
+            if result.saved:  # the copied call and memory count it, and the next block may save it, too
+                saves.add(tensor)
+                trial.forget(tensor)
+        output = iter(made)
         vars(trial.now).update(vars(first))
         trial.all_costs += others
         trial.hold(block.grown or 0)
-        return tree_map_only(_Result, lambda _: next(made), block.results)
+        return tree_map_only(_Result, lambda _: next(output), block.results)
+
+    def _result(self, tensor: Tensor) -> _Result:
+        return _Result(tensor.shape, tensor.dtype, tensor.requires_grad, self._saves.has(tensor))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -513,9 +544,8 @@ class _Repetition(torch.autograd.Function):
         """Returns a tensor for each result of the block."""
         ctx.repeats, ctx.block, ctx.module = repeats, block, module
         ctx.given = [(each.shape, each.dtype) for each in given]
-        results = [each for each in tree_leaves(block.results) if isinstance(each, _Result)]
-        made = [torch.empty(each.shape, dtype=each.dtype) for each in results]
-        ctx.mark_non_differentiable(*(m for m, each in zip(made, results, strict=True) if not each.requires_grad))
+        made = [torch.empty(each.shape, dtype=each.dtype) for each in block.tensors]
+        ctx.mark_non_differentiable(*(m for m, each in zip(made, block.tensors, strict=True) if not each.requires_grad))
         return tuple(made)
 
     @staticmethod

@@ -25,7 +25,6 @@ from sp_lightning.capabilities.tuning.simulator import Walk
 from sp_lightning.capabilities.tuning.visits import Prediction, Rates, Visit
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.model.found import Found
-from sp_lightning.core.model.rows import row_finder
 from sp_lightning.core.plan.choices import Mode, Modes
 from sp_lightning.core.plan.plan import Plan, make_plan, plan_contents
 from sp_lightning.core.torch_compat.modes import default_dtype
@@ -43,7 +42,7 @@ _NO_UPDATES: dict[str, Any] = {"update": math.inf, "step": math.inf}
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The shares of the layers that fit, which ``--gpu-layers auto`` tries."""
 _DRY_RUN = (
-    "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "frames", "input",
+    "model", "predict", "generate", "precision", "batch_size", "tokens", "image", "input",
     "gradient_checkpointing", "lora", "optimizer", "optimizer_on", "layers", "keep_on_gpu",
     "pack_experts",
 )  # fmt: skip
@@ -68,9 +67,8 @@ class Estimate:
         work: the work of a batch; if tokens are generated, the work of the last token.
         prompts: the work of the prompts, if tokens are generated.
         notes: sentences for the user, for example on parts of a batch that are not counted, or on weights without adapters.
-        unit: the name of the items in a batch of a diffusion model; empty for other models.
         contents: the layers with their sizes, as every plan has them.
-        stacked: True if the model has stacked experts.
+        checkpointing: the name of the method that enabled the model's own gradient checkpointing; empty if none did.
     """
 
     question: Question
@@ -80,9 +78,8 @@ class Estimate:
     work: Work
     prompts: Work | None = None
     notes: tuple[str, ...] = ()
-    unit: str = ""
     contents: Mapping[str, Any] = field(default_factory=dict)
-    stacked: bool = False
+    checkpointing: str = ""
 
     @cached_property
     def _predictions(self) -> dict[Any, Prediction]:
@@ -319,8 +316,7 @@ def estimate_model(question: Question) -> Estimate:
             notes += add_adapters(module, question.lora)
         if autocast is None and dtype is not torch.float32:
             module.to(dtype)  # Lightning converts weights for "bf16-true" and "16-true" only
-        if question.gradient_checkpointing:
-            _enable_checkpoints(module)
+        checkpointing = _enable_checkpoints(module) if question.gradient_checkpointing else ""
         module.train(not question.predict)
         found = find_layers(module, layers=question.layers, keep_on_gpu=question.keep_on_gpu or (), autocast=autocast)
         if question.generate is not None:
@@ -332,9 +328,8 @@ def estimate_model(question: Question) -> Estimate:
             step = None if question.predict else host_step(question, module)
             with torch.set_grad_enabled(not question.predict):
                 items, work, uncounted = _run_batch(source, found, question)
-            made = Estimate(question, found, items, step, work, notes=(*notes, *uncounted), unit=source.unit)
-        stacked = any(map(row_finder().stacked, module.modules()))
-        made = replace(made, contents=plan_contents(found), stacked=stacked)
+            made = Estimate(question, found, items, step, work, notes=(*notes, *uncounted))
+        made = replace(made, contents=plan_contents(found), checkpointing=checkpointing)
     return _with_whole_tables(made)
 
 
@@ -348,16 +343,18 @@ def _with_fast_steps(question: Question) -> Question:
     return fast if slow and not question.predict and not any(True for _ in contradictions(fast)) else question
 
 
-def _enable_checkpoints(module: nn.Module) -> None:
-    """Enables the model's own gradient checkpointing, by the method of transformers or that of diffusers."""
+def _enable_checkpoints(module: nn.Module) -> str:
+    """Enables the model's own gradient checkpointing. Returns the name of the method, in transformers or in diffusers."""
     names = ("gradient_checkpointing_enable", "enable_gradient_checkpointing")
-    enable: Any = next((method for name in names if (method := getattr(module, name, None)) is not None), None)
-    if enable is None:
+    name = next((name for name in names if hasattr(module, name)), None)
+    if name is None:
         raise ValueError(
             f"--gradient-checkpointing: {type(module).__name__} has no {names[0]}(), as models of transformers have. Use "
             "--activations recompute instead."
         )
+    enable: Any = getattr(module, name)
     enable()
+    return name
 
 
 def _load_base(source: ModelSource, autocast: torch.dtype | None) -> list[str]:
@@ -457,8 +454,8 @@ def _forward(
 ) -> Tensor | None:
     """Runs one forward, and returns the loss in training, None in inference.
 
-    The loss is the one that the forward returns, else ``source.loss``, else the mean of the first output. For such a mean, a note
-    is appended to ``told``, except if the output is a single number.
+    The loss is the one that the forward returns, else the mean of the first output. For such a mean, a note is appended to
+    ``told``, except if the output is a single number.
     """
     args, kwargs = arguments()
     with torch.autocast("cpu", autocast, enabled=autocast is not None):
@@ -473,8 +470,6 @@ def _forward(
         outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not outputs:
             raise ValueError("nothing that the model returns has a gradient")
-        if source.loss is not None:
-            return source.loss(outputs)
         if len(leaves) > 1 or outputs[0].ndim > 0:  # a single scalar is the loss
             told.append(_NO_LOSS)
         return outputs[0].float().mean()

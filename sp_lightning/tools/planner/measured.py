@@ -92,7 +92,6 @@ def _with_rates(question: Question, measured: dict[str, Any]) -> Question:
         tflops=tflops,
         python=(visit, weight),
         synchronous=bool(measured["synchronous"]),
-        drive=float(number_of("disk", measured["disk"])) if "disk" in measured else question.measured.drive,
     )
     numbers = {name: number_of(name, str(value)) for name, value in values.items() if name != "tflops"}
     return question.but(**numbers, measured=seen)

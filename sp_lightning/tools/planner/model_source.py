@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,22 +18,14 @@ from torch import Tensor, nn
 
 from sp_lightning.core.model.without_values import named_tensors
 from sp_lightning.core.plan.choices import Packing
-from sp_lightning.tools.planner.arguments import EXPECTED, DefaultSize, Question, in_pixels
-from sp_lightning.tools.planner.diffusion import (
-    INDEX,
-    LatentInputs,
-    import_diffusers,
-    squared_error,
-    stored_dtype,
-    trained_part,
-)
+from sp_lightning.tools.planner.arguments import EXPECTED, DefaultSize, Question
 from sp_lightning.tools.planner.images import USUAL_IMAGE, count_features, image_arguments, takes_images, usual_size
 from sp_lightning.tools.planner.known_values import answered
 
 # The names, in forwards of transformers, of the argument that marks the tokens of images.
 _WHICH_ARE_IMAGES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
-# The key of the class in configs and indices of diffusers. Configs of transformers do not have it.
-_OF_DIFFUSERS = "_class_name"
+# The file of a pipeline of diffusers, and the key of the class in configs of diffusers. Configs of transformers do not have it.
+_PIPELINE, _CLASS = "model_index.json", "_class_name"
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a forward."""
@@ -57,8 +49,6 @@ class ModelSource:
         stored: the dtype of the stored weights, from the config; None if it is unknown.
         packed: the format of stacked experts in 4 bits, from the config; None if experts are not packed.
         notes: sentences on parts that are not counted.
-        unit: ``images`` or ``videos``, the items in a batch of a diffusion model; empty for other models.
-        loss: computes the loss from the outputs of a forward; None if the forward returns its loss, or the loss is unknown.
     """
 
     module: nn.Module
@@ -68,8 +58,6 @@ class ModelSource:
     stored: torch.dtype | None = None
     packed: Packing | None = None
     notes: tuple[str, ...] = ()
-    unit: str = ""
-    loss: Callable[[Sequence[Tensor]], Tensor] | None = None
 
 
 def load_model(asked: Question) -> ModelSource:
@@ -99,32 +87,27 @@ def load_model(asked: Question) -> ModelSource:
     if ignored := [option for option, value in given.items() if value]:
         instead = "--input 4 3 224 224 (batch first)" if factory else "--batch-size, --tokens and --image"
         raise ValueError(f"{' and '.join(ignored)} cannot be used with {source!r}. Use {instead}.")
-    found = _load_factory(asked) if factory else _load_named(asked)
-    if asked.frames is not None and found.unit != "videos":
-        raise ValueError(f"--frames {asked.frames}: {source!r} takes no videos. Leave --frames out.")
-    return found
+    return _load_factory(asked) if factory else _load_named(asked)
 
 
 def _load_named(asked: Question) -> ModelSource:
     file = find_config(asked.model)
     if file is None:
         return _load_torchvision(asked)
-    raw = _read(file)
-    return (_load_diffusers if _OF_DIFFUSERS in raw else _load_transformers)(asked, file, raw)
+    return _load_transformers(asked, file, _read(file))
 
 
 def find_config(source: str) -> Path | None:
     """Returns the config file of a model's name; None for a factory, and for a name that may be torchvision's.
 
-    The file is a config of transformers or diffusers, or the index of a pipeline of diffusers. The function imports no slow
-    libraries, and downloads nothing.
+    The function imports no slow libraries, and downloads nothing.
 
     Raises:
         ValueError: the file does not exist, or is not in the cache of the Hugging Face hub.
     """
     path = Path(source)
     if path.is_dir() or path.suffix == ".json":
-        file = path / (INDEX if (path / INDEX).is_file() else "config.json") if path.is_dir() else path
+        file = path / (_PIPELINE if (path / _PIPELINE).is_file() else "config.json") if path.is_dir() else path
         if not file.is_file():
             alike = difflib.get_close_matches(file.name, [each.name for each in file.parent.glob("*")], 1)
             hint = f" Did you mean {str(file.parent / alike[0])!r}?" if alike else ""
@@ -137,12 +120,12 @@ def find_config(source: str) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        index = try_to_load_from_cache(source, INDEX)
-        return Path(index if isinstance(index, str) else try_to_load_from_cache(source, "config.json"))  # type: ignore[arg-type]
+        return Path(try_to_load_from_cache(source, "config.json"))  # type: ignore[arg-type]
     except (ImportError, TypeError, ValueError) as error:  # TypeError: a file that is not in the cache has no path
         raise ValueError(
             f"{source!r}: not a folder, and its config.json is not in the cache of the Hugging Face hub. `plan` downloads "
-            f'nothing. Run first: hf download {source} config.json, or for a pipeline of diffusers --include "*.json"'
+            f"nothing. Run first: hf download {source} config.json. A model of diffusers needs a factory "
+            "(examples/guide/diffusion.md)."
         ) from error
 
 
@@ -156,19 +139,6 @@ def has_forward(module: nn.Module) -> bool:
 def _images(batch: int, size: int) -> str:
     """Returns a batch of square images in words; ``size`` is the number of pixels on each side."""
     return f"{batch} image{'' if batch == 1 else 's'} of {size} × {size}"
-
-
-def _side(asked: Question) -> int | None:
-    """Returns the asked pixels on each side of an image, for models with square images.
-
-    Raises:
-        ValueError: the asked shape is not square.
-    """
-    if isinstance(asked.image, tuple):
-        raise ValueError(
-            f"--image {in_pixels(asked.image)}: {asked.model!r} is planned with square images. Use --image {max(asked.image)}."
-        )
-    return asked.image
 
 
 # ---------------------------------------------------------------------- package.module:Factory
@@ -255,7 +225,7 @@ def _load_torchvision(asked: Question) -> ModelSource:
     def arguments(size: int) -> Arguments:
         return (torch.zeros(asked.batch_size, 3, size, size),), {}
 
-    size = _side(asked) or usual
+    size = asked.image or usual
     return ModelSource(module, {_images(asked.batch_size, size): partial(arguments, size)})
 
 
@@ -292,10 +262,10 @@ def _load_transformers(asked: Question, file: Path, raw: dict[str, Any]) -> Mode
         asked.tokens = DefaultSize(min(asked.tokens, most))
     inputs = _Inputs(module, config, asked.batch_size, asked.tokens)
     if asked.image is not None and not inputs.with_images:
-        raise ValueError(f"--image {in_pixels(asked.image)}: {asked.model!r} takes no images. Leave --image out.")
+        raise ValueError(f"--image {asked.image}: {asked.model!r} takes no images. Leave --image out.")
     if inputs.with_text and isinstance(most, int) and asked.tokens > most:
         raise ValueError(f"--tokens {asked.tokens}: {str(file)!r} has {most} positions. Use --tokens {most}.")
-    size = _side(asked) or (usual_size(config) or USUAL_IMAGE if inputs.with_images else None)
+    size = asked.image or (usual_size(config) or USUAL_IMAGE if inputs.with_images else None)
     sizes = (size, None) if inputs.with_text and asked.image is None else (size,)
     batches: Batches = {inputs.items(image): partial(inputs.arguments, image) for image in sizes}
     generation = partial(inputs.generation, size) if inputs.cache else None
@@ -327,12 +297,12 @@ def _quantisation(raw: dict[str, Any]) -> str | None:
     return method
 
 
-def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path, library: str = "transformers") -> nn.Module:
+def _make(kind: Callable[[Any], nn.Module], config: Any, file: Path) -> nn.Module:
     try:
         return answered(partial(kind, config))
     except Exception as error:
         raise ValueError(
-            f"{library} cannot make a model from {str(file)!r}: {type(error).__name__}: {error}. Is the config complete?"
+            f"transformers cannot make a model from {str(file)!r}: {type(error).__name__}: {error}. Is the config complete?"
         ) from error
 
 
@@ -341,6 +311,12 @@ def _read(file: Path) -> dict[str, Any]:
         raw: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{str(file)!r} is not JSON: {error}.") from error
+    if _CLASS in raw:
+        raise ValueError(
+            f"{str(file)!r} is of diffusers ({raw[_CLASS]}), and `plan` does not know its inputs. Expected a factory: a function "
+            "that returns the model with example_input_array, plan my_file:make_model. examples/guide/diffusion.md has one for "
+            "Flux."
+        )
     if "auto_map" in raw:
         raise ValueError(
             f"{str(file)!r} needs code from a model hub (auto_map: {raw['auto_map']}), which `plan` does not run."
@@ -399,7 +375,8 @@ class _Inputs:
     def _text(self, images: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tokens, and for models with images the arguments that mark which tokens are images.
 
-        The first tokens of a sequence are its image. InstructBLIP's Q-Former gets the same tokens as its own text.
+        The first tokens of a sequence are its image. InstructBLIP's Q-Former gets the same tokens as its own text, as far
+        as it has positions.
 
         Raises:
             ValueError: an image takes more tokens than a sequence has. The advised length has as much text as image.
@@ -415,7 +392,7 @@ class _Inputs:
         which = (torch.arange(self._tokens) < count).repeat(self._batch, 1)
         others = {name: which.long() for name in _WHICH_ARE_IMAGES if name in self._taken and images}
         if "qformer_input_ids" in self._taken:
-            others["qformer_input_ids"] = ids
+            others["qformer_input_ids"] = ids[:, : self._config.qformer_config.max_position_embeddings]
         return {"input_ids": ids, **others}
 
     def generation(self, image: int | None, count: int) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -455,56 +432,3 @@ class _Inputs:
     def _numbers(self, *shape: int) -> Tensor:
         """Returns floating-point inputs in torch's default dtype, which is the model's dtype in an estimate."""
         return torch.zeros(self._batch, *shape)
-
-
-# ---------------------------------------------------------------------- diffusers
-
-
-def _load_diffusers(asked: Question, file: Path, raw: dict[str, Any]) -> ModelSource:
-    """Builds a diffusers model, or the trained part of a pipeline.
-
-    If ``--tokens`` was not given and the model takes prompts, this sets ``asked.tokens`` to the model's usual number of tokens.
-    """
-    kind = str(raw[_OF_DIFFUSERS])
-    notes: list[str] = []
-    diffusers = import_diffusers(asked.model, kind)
-    if kind.endswith("Pipeline"):
-        trained = trained_part(file)
-        notes.append(
-            f"{raw[_OF_DIFFUSERS]}: these sizes are of its {trained}. Its other parts are not counted: compute latents and "
-            "prompt embeddings before training (examples/guide/diffusion.md)."
-        )
-        file = file.parent / trained / "config.json"
-        raw = _read(file)
-        kind = str(raw.get(_OF_DIFFUSERS))
-    model: Any = getattr(diffusers, kind, None)
-    if nn.Module not in getattr(model, "__mro__", ()):  # for example the class of a scheduler
-        raise ValueError(
-            f"{str(file)!r}: expected a _class_name of a model of diffusers {diffusers.__version__}, got {kind!r}. If it is "
-            "newer: pip install -U diffusers"
-        )
-    notes += _quantised(raw, file)
-    unused = ("dtype", "torch_dtype", "quantization_config")
-    config = {name: value for name, value in raw.items() if name not in unused}
-    module = _make(model.from_config, config, file, "diffusers")
-    tokens = None if isinstance(asked.tokens, DefaultSize) else asked.tokens
-    inputs = LatentInputs(module, file, asked.batch_size, tokens, asked.frames)
-    if tokens is None:
-        asked.tokens = DefaultSize(inputs.tokens)
-    stored = stored_dtype(file)
-    if stored is None and asked.lora is not None and asked.precision.endswith("-mixed"):
-        notes.append(
-            f"{file} does not name the dtype of its weights: the frozen base is planned in float32. If you load it in bfloat16, "
-            'add "torch_dtype": "bfloat16" to the config.'
-        )
-    size = inputs.usual
-    if asked.image is not None:
-        size = asked.image if isinstance(asked.image, tuple) else (asked.image, asked.image)
-    return ModelSource(
-        module,
-        {inputs.items(size): lambda: ((), inputs.arguments(size))},
-        stored=stored,
-        notes=tuple(notes),
-        unit=inputs.unit,
-        loss=squared_error,
-    )

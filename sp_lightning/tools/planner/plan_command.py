@@ -10,13 +10,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sp_lightning.tools.planner.answer import Answer, answer
+from sp_lightning.tools.planner.answer import answer
 from sp_lightning.tools.planner.arguments import Question
-from sp_lightning.tools.planner.budget import best_first, budgets, fields, in_words
 from sp_lightning.tools.planner.estimate import estimate_model
 from sp_lightning.tools.planner.measured import with_rates
 from sp_lightning.tools.planner.model_source import find_config
-from sp_lightning.tools.planner.remedies import remedies
 from sp_lightning.tools.planner.report import as_fields, as_text
 
 
@@ -29,47 +27,17 @@ def run_plan(question: Question) -> None:
     """
     question = with_rates(question)
     find_config(question.model)  # raises an error about an invalid name before any model is built
+    question.predict = question.predict or question.generate is not None
     with _quiet():
-        found = (_within_hours if question.hours is not None else _at_once)(question)
+        if sys.stderr.isatty():
+            print(f"plan runs a batch of {question.model} without values …", file=sys.stderr, flush=True)
+        found = answer(estimate_model(question))
+        if question.json:
+            print(json.dumps(as_fields(found), indent=2))
+        else:
+            print("\n".join(as_text(found)))
     if found.status:
         raise SystemExit(found.status)
-
-
-def _at_once(question: Question) -> Answer:
-    """Prints the answer to a question without ``--hours``, and returns it. Sets ``question.predict`` for ``--generate``."""
-    question.predict = question.predict or question.generate is not None
-    _notify(f"runs a batch of {question.model} without values")
-    found = answer(estimate_model(question))
-    if question.json:
-        print(json.dumps(as_fields(found), indent=2))
-    else:
-        _print_with_remedies(found)
-    return found
-
-
-def _within_hours(question: Question) -> Answer:
-    """Prints the best way to train, and its plan. Returns its answer; if no way fits, the answer to the question itself."""
-    ways = best_first(budgets(question, _notify))
-    found = ways[0].answer if ways else answer(estimate_model(question))
-    if question.json:
-        print(json.dumps(as_fields(found) | (fields(ways[0]) if ways else {}), indent=2))
-    elif ways:
-        print("\n".join([*in_words(ways, question), "", *as_text(found, []), ""]))
-    else:
-        _print_with_remedies(found)
-    return found
-
-
-def _print_with_remedies(found: Answer) -> None:
-    """Prints an answer as text. If the model does not fit, remedies are tried."""
-    for line in as_text(found, remedies(found, _notify) if found.status else []):
-        print(line, flush=True)
-
-
-def _notify(what: str) -> None:
-    """Prints a message before a slow step, if the standard error is a terminal."""
-    if sys.stderr.isatty():
-        print(f"plan {what} …", file=sys.stderr, flush=True)
 
 
 @contextmanager

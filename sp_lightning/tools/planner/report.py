@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from sp_lightning.capabilities.activations.policy import summary
 from sp_lightning.core.device.host_kernels import host_kernels
 from sp_lightning.core.observe.stats import WAITED, remedy
 from sp_lightning.core.plan.units import in_gib, number
 from sp_lightning.tools.planner.answer import Answer, Row
-from sp_lightning.tools.planner.arguments import MODES, Question, changed, command
+from sp_lightning.tools.planner.arguments import MODES, Question
 from sp_lightning.tools.planner.estimate import Estimate
-from sp_lightning.tools.planner.verdict import speed, verdict
+from sp_lightning.tools.planner.verdict import verdict
 
 LEAST_WAITING = 0.05
 """The least share of the time for which the answer has advice on a cause of stalls."""
 _DAY = 24 * 60 * 60
-ROUNDED = "without float32 weights each update is rounded to 8 bits of mantissa, and small ones are lost"
 
 
-def as_text(answer: Answer, remedies: Iterable[Answer]) -> Iterator[str]:
-    """Yields the answer as text: the verdict, the remedies, windows if the question names several, and reasons.
-
-    Args:
-        answer: the answer.
-        remedies: the answers to changed questions that fit, which may be found when they are asked for.
-    """
+def as_text(answer: Answer) -> Iterator[str]:
+    """Yields the answer as text: the verdict, reasons, and windows if the question names several."""
     yield verdict(answer)
-    for index, other in enumerate(remedies):
-        yield from [*["These changes fit:"] * (index == 0), *_remedy(answer, other)]
     asked = answer.question
     windows = ["", *_windows(answer)] if len(asked.k or ()) > 1 or len(asked.k_prime or ()) > 1 else []
     yield from ["", *_reasons(answer), *windows]
-
-
-def _remedy(answer: Answer, other: Answer) -> list[str]:
-    """Returns the change of a question, its memory and speed, and its command."""
-    estimate, words = other.estimate, list[str]()
-    if other.best is not None:
-        device, host = in_gib(other.best.device_bytes), in_gib(other.host.nbytes)
-        words.append(f"{device} of GPU memory and {host} of host memory, {speed(other)}")
-    if rounds(other.question) and not rounds(answer.question):
-        words.append(f"but {ROUNDED}")
-    if other.question.lora != answer.question.lora:
-        words.append(f"{number(estimate.trained)} trained parameters")
-    if other.fits_plain:
-        words.append(f"plain Lightning fits ({in_gib(estimate.plain_bytes)} of GPU memory) and is faster")
-    return [f"  {changed(answer.question, other.question)}: {'; '.join(words)}", f"    {command(other.question)}"]
-
-
-def rounds(question: Question) -> bool:
-    """Returns True if weights are trained in 16 bits, without float32 masters."""
-    return not question.predict and question.stores_16_bits
 
 
 def _reasons(answer: Answer) -> list[str]:
@@ -239,7 +211,7 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
     saved = max((call.saved for call in work.calls), default=0)
     if largest is not None and (work.outside > work.saved(row.modes) / 4 or largest.nbytes > saved):
         loss = ""
-        if "token" in estimate.items and not estimate.unit:
+        if "token" in estimate.items:
             loss = " If they are the loss's logits, compute the loss in chunks (examples/guide/activations.md)."
         notes.append(
             f"{in_gib(work.outside)} of activations lie outside the layers (largest: {largest}). activations= does not reduce "

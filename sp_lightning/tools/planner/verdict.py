@@ -180,9 +180,7 @@ def beside(estimate: Estimate) -> str:
     question = estimate.question
     text = ""
     if question.gradient_checkpointing:
-        # Only models of diffusers have a unit.
-        enable = "enable_gradient_checkpointing" if estimate.unit else "gradient_checkpointing_enable"
-        text += f" and the model's {enable}()"
+        text += f" and the model's {estimate.checkpointing}()"
     if question.lora is not None:
         text += f' and PEFT\'s LoraConfig(r={question.lora}, target_modules="all-linear")'
     if question.pack_experts:
