@@ -393,7 +393,7 @@ class Run:
         self._refuse_to_lend("gpu_released()")
         with self.whole_after_failure():
             self.engine.updates.wait_for_all()
-            self.placement.complete_pending()
+            self._complete_writes()
         self.tuner.stop_timing()
         engine = self.engine
         plan, found, averages = engine.plan, engine.found, find_averages(self.module)
@@ -559,7 +559,16 @@ class Run:
             return
         with self.whole_after_failure():
             self.engine.updates.finish()
-            self.placement.complete_pending()
+            self._complete_writes()
+
+    def _complete_writes(self) -> None:
+        """Waits until all data that leaves memory is written to files.
+
+        Raises:
+            OSError: a write failed.
+        """
+        self.placement.complete_pending()
+        self.steps.state.complete_pending()
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Shrinks the window, so that code that catches the error can continue. Adds a note with remedies to the error.
@@ -582,7 +591,7 @@ class Run:
         """A context in which the module has the host parameters with up-to-date values, for example for a checkpoint."""
         if self.is_foreign:
             return nullcontext()
-        self.placement.complete_pending()
+        self._complete_writes()
         return self.engine.reading()
 
     @property

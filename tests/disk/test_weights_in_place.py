@@ -16,12 +16,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from safetensors.torch import save_file
+from sp_lightning.capabilities.disk.direct_file import DirectFile
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.capabilities.disk import host_budget
 from sp_lightning.capabilities.disk import tier as disk_tier
-from sp_lightning.capabilities.disk.direct_file import DirectFile
 from sp_lightning.capabilities.disk.file_source import FileSource
 from sp_lightning.capabilities.disk.state_placement import choose_in_files
 from sp_lightning.capabilities.disk.weights_in_files import FileBlock, FilePlace, WeightReader, identity_of, place_of

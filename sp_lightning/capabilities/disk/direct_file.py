@@ -1,7 +1,5 @@
 """Files that are read and written past the page cache if the file system allows it, in pieces, by a few threads.
 
-A scratch file is such a file without a name. Its parts are page-aligned, and its disk space is reserved in advance.
-
 Libraries were considered. kvikio and DeepNVMe read to GPU memory or need a compiler. Bindings of io_uring are compiled, and many
 containers forbid its calls. fsspec has no direct I/O. A few threads with ``preadv`` and ``pwritev`` on pieces of some MiB keep
 the queue of a drive full, so the standard library is enough.
@@ -12,20 +10,15 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sp_lightning.core.device.layout import PAGE, whole_pages
-from sp_lightning.core.plan.units import human_bytes
 
 with suppress(ImportError):  # Windows has no fcntl and no direct I/O
     import fcntl
@@ -182,209 +175,3 @@ def buffer_of(memory: Tensor) -> memoryview:
     """Returns flat ``uint8`` host memory as a buffer for system calls."""
     array: Any = memory.numpy()
     return memoryview(array)
-
-
-# ---------------------------------------------------------------------- scratch files
-
-
-@dataclass(eq=False)
-class Extent:
-    """A part of a scratch file. The part may be allocated again after this object is deleted.
-
-    Attributes:
-        offset, nbytes: the offset and the size of the part, multiples of a page.
-    """
-
-    offset: int
-    nbytes: int
-
-
-_MESSAGES = (
-    "A read from the scratch file failed",
-    "A write to the scratch file failed",
-    "The scratch file",
-    ". The step was not finished; go on from the last checkpoint",
-)
-
-
-class ScratchFile(DirectFile):
-    """A temporary file of one run. It has no name, so a killed process leaves nothing behind.
-
-    Args:
-        folder: the folder in which the file is created.
-        what: the contents of the file, for messages.
-        promised: True if the file is only mapped. Then its disk space must be reserved, and direct I/O is off.
-
-    Raises:
-        OSError: the file cannot be created.
-
-    Attributes:
-        read_bytes, written_bytes: the bytes whose read or write has begun so far.
-    """
-
-    def __init__(self, folder: Path, what: str = "optimizer state", *, promised: bool = False) -> None:
-        super().__init__(_create(folder), str(folder), _MESSAGES)
-        self._what, self._promised = what, promised
-        self._end = self._reserved = 0
-        self._free: dict[int, list[int]] = {}  # offsets by size
-        self._readers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
-        self._writers = ThreadPoolExecutor(THREADS, "superpipeline-disk")
-        self.read_bytes = self.written_bytes = 0
-        weakref.finalize(self, _close, self.descriptor, (self._readers, self._writers), os.getpid())
-        # A mapped file needs reserved space, and no direct I/O. If a file system cannot reserve space, glibc writes single bytes
-        # to the file instead, which direct I/O does not allow.
-        if self.direct and (promised or not self._works()):
-            self.direct = self._switch(direct=False)
-
-    def _works(self) -> bool:
-        """Returns True if direct I/O works. Writes and reads a page, because some file systems refuse direct I/O only then."""
-        memory = buffer_of(aligned_memory(PAGE))
-        try:
-            os.pwritev(self.descriptor, [memory], 0)
-            return os.preadv(self.descriptor, [memory], 0) == PAGE
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return False
-
-    def reserve(self, nbytes: int, others: int = 0) -> None:
-        """Reserves disk space, so that the disk cannot be full later.
-
-        Args:
-            nbytes: the bytes to reserve after the parts that are allocated.
-            others: the bytes that the run has taken in other files, for the error.
-
-        Raises:
-            OSError: the disk has no room. A file system that cannot reserve space is an error only for a mapped file.
-        """
-        wanted = self._end + nbytes
-        if wanted <= self._reserved:
-            return
-        try:
-            os.posix_fallocate(self.descriptor, self._reserved, wanted - self._reserved)
-        except OSError as error:
-            if not self._promised and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
-                return
-            os.ftruncate(self.descriptor, self._reserved)  # frees the space that the failed call has reserved
-            status = os.statvfs(self.path)
-            free = human_bytes(self._reserved + status.f_bavail * status.f_frsize)
-            what = self._what
-            if others:
-                what += f" beside {human_bytes(others)} for weights and gradients, which the run has taken"
-            raise OSError(
-                error.errno,
-                f"{human_bytes(wanted)} of scratch space are needed for {what}, and the disk has {free} for it "
-                f"({error.strerror}). {_MORE_ROOM}",
-                self.path,
-            ) from error
-        self._reserved = wanted
-
-    def allocate(self, nbytes: int) -> Extent:
-        """Returns a free part of the file.
-
-        Raises:
-            OSError: the disk is full.
-        """
-        nbytes = whole_pages(nbytes)
-        free = self._free.setdefault(nbytes, [])
-        if not free:
-            self.reserve(nbytes)
-            free.append(self._end)
-            self._end += nbytes
-        extent = Extent(free.pop(), nbytes)
-        weakref.finalize(extent, free.append, extent.offset).atexit = False
-        return extent
-
-    def begin_read(self, offset: int, memory: Tensor) -> Transfer:
-        """Begins to read whole pages into page-aligned memory."""
-        self.read_bytes += memory.nbytes
-        return Transfer(in_pieces(self._readers, lambda at, piece: self.read(piece, at), offset, memory))
-
-    def begin_write(self, offset: int, memory: Tensor) -> Transfer:
-        """Begins to write page-aligned memory in whole pages."""
-        self.written_bytes += memory.nbytes
-        return Transfer(in_pieces(self._writers, lambda at, piece: self.write(piece, at), offset, memory))
-
-
-_MORE_ROOM = "Free some, name a folder on another disk (SuperpipelineStrategy(disk=FOLDER)), or give more host_memory"
-
-
-def refuse_full(folder: Path, sizes: Mapping[str, int]) -> None:
-    """Raises an error if the disk has no room for the scratch files of a run. Called before any of them is created.
-
-    Args:
-        folder: the folder of the scratch files.
-        sizes: the bytes of the files by their use, without optimizer state, whose size is not known yet.
-
-    Raises:
-        OSError: the disk has no room.
-    """
-    status = os.statvfs(folder)
-    needed, free = sum(sizes.values()), status.f_bavail * status.f_frsize
-    if needed > free:
-        parts = " and ".join(f"{human_bytes(nbytes)} for {what}" for what, nbytes in sizes.items() if nbytes)
-        raise OSError(
-            errno.ENOSPC,
-            f"{parts} of scratch space are needed, and optimizer state comes on top; the disk has {human_bytes(free)}. "
-            f"{_MORE_ROOM}",
-            str(folder),
-        )
-
-
-def _create(folder: Path) -> int:
-    """Creates a file without a name, and returns its descriptor.
-
-    Raises:
-        OSError: it cannot be created.
-    """
-    try:
-        return _without_name(folder)
-    except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "Name another folder")
-        raise OSError(
-            error.errno,
-            f"No file can be created in the folder that disk= names ({error.strerror}). {remedy}: "
-            "SuperpipelineStrategy(disk=FOLDER)",
-            str(folder),
-        ) from error
-
-
-_REMEDIES = {
-    errno.ENOENT: "Create it (mkdir -p), or name another one",
-    errno.EACCES: "See that you may write there, or name another one",
-}
-
-
-def _without_name(folder: Path) -> int:
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        return os.open(folder, flags | os.O_TMPFILE, 0o600)
-    except (AttributeError, OSError) as error:
-        # The file system or the system has no files without names. A kernel before 3.11 takes the flag for O_DIRECTORY (EISDIR).
-        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
-            raise
-    created, name = tempfile.mkstemp(prefix=".superpipeline-", dir=folder)
-    try:
-        return os.open(name, flags)
-    finally:
-        os.close(created)
-        os.unlink(name)
-
-
-def _close(descriptor: int, threads: Sequence[ThreadPoolExecutor], process: int) -> None:
-    for pool in threads if os.getpid() == process else ():  # a forked process does not have the threads
-        pool.shutdown(wait=False)  # a transfer holds the file, so no transfer is in flight when the file is deleted
-    os.close(descriptor)
-
-
-def file_system(folder: Path) -> str:
-    """Returns the type of a folder's file system (``ext4``); an empty string if it is unknown."""
-    try:
-        device = os.stat(folder).st_dev
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    for fields in map(str.split, lines):
-        if fields[2] == f"{os.major(device)}:{os.minor(device)}":
-            return fields[fields.index("-") + 1]
-    return ""
