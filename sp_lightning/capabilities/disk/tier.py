@@ -32,7 +32,7 @@ from sp_lightning.capabilities.disk.state_placement import (
     choose_on_disk,
     place_state,
 )
-from sp_lightning.capabilities.disk.weights_in_files import BOUNCE, FilePlace, Mappings
+from sp_lightning.capabilities.disk.weights_in_files import FilePlace, Mappings
 from sp_lightning.core.device.host_memory import free_garbage, return_free_memory, return_large_blocks
 from sp_lightning.core.device.layout import PAGE, whole_pages
 from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
@@ -327,7 +327,7 @@ def _place_in_files(
             "with ckpt_path= or SuperpipelineStrategy(load_weights_from=FILE)."
         )
     largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
-    names = choose_in_files(files.sizes, files.others, room, STAGED * whole_pages(largest) + BOUNCE, host_memory)
+    names = choose_in_files(files.sizes, files.others, room, STAGED * whole_pages(largest), host_memory)
     if not names:
         return ONE_DEVICE
     stay, nbytes = {name: files.places[name] for name in names}, sum(files.sizes[name] for name in names)
