@@ -565,10 +565,15 @@ class Run:
         """Waits until all data that leaves memory is written to files.
 
         Raises:
-            OSError: a write failed.
+            OSError: a write failed. The weights then count as torn: with the state or the gradients that were lost, no later
+                checkpoint would be one of a whole step.
         """
-        self.placement.complete_pending()
-        self.steps.state.complete_pending()
+        try:
+            self.placement.complete_pending()
+            self.steps.state.complete_pending()
+        except OSError as error:
+            self.engine.updates.torn = f"data on the disk could not be written: {error!r}"
+            raise
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Shrinks the window, so that code that catches the error can continue. Adds a note with remedies to the error.

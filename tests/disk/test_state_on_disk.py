@@ -336,7 +336,7 @@ def test_a_forked_process_says_that_it_cannot_read_it(tmp_path: Path) -> None:
 
 @pytest.mark.rest("takes tenths of a second")
 def test_a_system_that_maps_no_files_is_refused_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_file, "libc", None)
+    monkeypatch.setattr(mapped_file, "supported", lambda: False)
     with pytest.raises(OSError, match=r"disk= needs Linux, because its files are mapped to memory\. Leave disk= out"):
         fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
 

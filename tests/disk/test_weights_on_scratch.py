@@ -35,6 +35,7 @@ from tests.support.on_disk import (
     mapped_bytes,
     on_disk,
     refusal_in_fork,
+    state_in_memory,
     without_room,
 )
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
@@ -125,7 +126,8 @@ class Wide(Module):
 
 
 @pytest.mark.long("takes a second or more")
-def test_few_layers_are_in_memory(tmp_path: Path) -> None:
+def test_few_layers_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state_in_memory(monkeypatch)
     sizes: list[int] = []
 
     class Looks(Callback):

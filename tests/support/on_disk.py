@@ -35,6 +35,14 @@ def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
     monkeypatch.setattr(state_on_disk, "LEAST", 64)
 
 
+def state_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All optimizer state stays in memory."""
+    from sp_lightning.capabilities.disk import tier as disk_tier
+    from sp_lightning.capabilities.disk.state_placement import StatePlacement
+
+    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, *_: StatePlacement(sizes, {}, 0, None))
+
+
 def everything_below(monkeypatch: pytest.MonkeyPatch, *, window: int) -> None:
     """Nothing that may be on the disk is in memory: state, trained weights, gradients; a few layers' at a time."""
     from sp_lightning.capabilities.disk import mapped_file, state_placement
