@@ -63,6 +63,7 @@ class DiskTier(StateStore):
 
     option = "disk="
     placement: StatePlacement
+    _file: MappedFile
 
     def __init__(self, folder: Path, host_memory: int | float | None, log: logging.Logger) -> None:
         return_large_blocks()
@@ -103,9 +104,7 @@ class DiskTier(StateStore):
         self._file = MappedFile(self._folder, "optimizer state", self.placement.window)
         if self.placement.on_disk:
             self._file.reserve(self.placement.disk_bytes + PAGE, beside)
-            self._file.allocate(
-                PAGE, pin=False
-            )  # if files cannot be mapped, it raises the error now, and not in the first step
+            self._file.allocate(PAGE, pin=False)  # if files cannot be mapped, the error is raised now and not in a step
             self.state = StateOnDisk(self._file, self.placement.in_memory)
 
     # ------------------------------------------------------------------ the state of a layer
