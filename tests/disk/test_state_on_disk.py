@@ -297,6 +297,22 @@ def test_files_are_plain_lightning_s_and_back(overlap: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.rest("takes tenths of a second")
+def test_loaded_state_is_on_the_disk_before_the_first_step(tmp_path: Path) -> None:
+    """What is still mapped from the checkpoint is copied to memory then, which must not bring back what was moved."""
+    found: list[int] = []
+
+    class Begins(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            found.append(away(trainer.optimizers[0]))
+
+    make = made_with(OPTIMIZERS["AdamW"])
+    fit(make, vectors(1), recorded="nothing").trainer.save_checkpoint(tmp_path / "half.ckpt")
+    options: Any = {"recorded": "nothing", "max_epochs": 2, "ckpt_path": tmp_path / "half.ckpt"}
+    fit(make, vectors(1), on_disk(tmp_path), callbacks=[Begins()], **options)
+    assert found == [2 * len(list(Stack().parameters()))]
+
+
+@pytest.mark.rest("takes tenths of a second")
 def test_a_checkpoint_is_written_tensor_by_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors stay away, and the file is the one that ``torch.save`` writes."""
     strategy = on_disk(tmp_path)
