@@ -33,6 +33,7 @@ from sp_lightning.core.torch_compat.modes import no_inference_mode
 
 _PAGE_OUT = 21  # MADV_PAGEOUT, from Linux 5.4 on
 _POPULATE_READ = 22  # MADV_POPULATE_READ, from Linux 5.14 on. A failed read is an error, and not a signal
+_AHEAD = 2**17  # Linux's default of a device's read_ahead_kb
 _ZERO_RANGE = 0x10 | 0x01  # for fallocate: blocks stay allocated; their contents are neither written nor read
 _WRITE_OUT = 1 | 2 | 4  # for sync_file_range: waits for writes in flight, begins the other writes, and waits for them
 
@@ -63,9 +64,11 @@ class MappedFile:
         self._uses = defaultdict[int, AccessPredictor[MappedMemory]](lambda: AccessPredictor(2))
         self._leaving: deque[Future[None]] = deque()
         self._failure: OSError | None = None
-        self._thread = ThreadPoolExecutor(1, "superpipeline-mapped")
+        self._threads = ThreadPoolExecutor(
+            2, "superpipeline-mapped"
+        )  # a block is read ahead while another one is written
         self.read_bytes = self.written_bytes = 0
-        weakref.finalize(self, self._thread.shutdown, wait=False)
+        weakref.finalize(self, self._threads.shutdown, wait=False)
 
     def allocate(self, nbytes: int, pin: bool) -> MappedMemory:
         """Allocates memory for a block.
@@ -99,7 +102,7 @@ class MappedFile:
         if number := populate(memory.common.data_ptr(), len(memory.pages)):
             raise self._failed("read", number)
         if following is not None and following is not memory:
-            following.advise(mmap.MADV_WILLNEED)
+            self._threads.submit(following.read_ahead)
 
     def renew(self, memory: MappedMemory) -> None:
         """Prepares a block that the caller is about to overwrite. Drops its contents, so that they are not read.
@@ -183,7 +186,7 @@ class MappedFile:
         self.written_bytes += memory.nbytes
         # In a shared mapping this only unmaps the pages: the page cache keeps them with their changes.
         memory.advise(mmap.MADV_DONTNEED)
-        self._leaving.append(self._thread.submit(self._write_out, memory))
+        self._leaving.append(self._threads.submit(self._write_out, memory))
 
     def _write_out(self, memory: MappedMemory) -> None:
         """Writes a block's changed pages from the page cache to the disk, and drops all its pages from the page cache."""
@@ -244,6 +247,12 @@ class MappedMemory(BlockMemory):
     def contains(self, tensor: Tensor) -> bool:
         """Returns True if a tensor's memory begins in this memory."""
         return 0 <= tensor.data_ptr() - self.common.data_ptr() < self.nbytes
+
+    def read_ahead(self) -> None:
+        """Begins to read the pages to the page cache. Linux reads no more than :data:`_AHEAD` bytes of one call's pages ahead."""
+        for begin in range(0, len(self.pages), _AHEAD):
+            size = min(_AHEAD, len(self.pages) - begin)
+            advise(self.common.data_ptr() + begin, size, mmap.MADV_WILLNEED)
 
     def advise(self, advice: int) -> int:
         """Calls :func:`~sp_lightning.capabilities.disk.mapped_file.advise` for all pages."""

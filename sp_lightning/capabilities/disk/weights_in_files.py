@@ -133,14 +133,13 @@ class WeightReader:
         return self._thread.submit(self._read, places, targets)
 
     def _read(self, places: Sequence[FilePlace], targets: Sequence[Tensor]) -> None:
-        self._advise(places, targets, os.POSIX_FADV_WILLNEED)
         for place, target in zip(places, targets, strict=True):
             self._refuse_changed(place)
             array: Any = target.numpy()
-            view, done = memoryview(array), 0
+            descriptor, done = self._descriptors[place.path], 0
             while done < target.nbytes:
                 try:
-                    count = os.preadv(self._descriptors[place.path], [view[done:]], place.offset + done)
+                    count = os.preadv(descriptor, [memoryview(array)[done:]], place.offset + done)
                 except OSError as error:
                     raise OSError(error.errno, f"Weights could not be read: {error.strerror}", place.path) from error
                 if not count:
@@ -148,11 +147,7 @@ class WeightReader:
                     raise OSError(errno.EIO, f"This file of weights ends {missing} bytes too early", place.path)
                 done += count
             self._refuse_changed(place)  # another program may have changed the file during the read
-        self._advise(places, targets, os.POSIX_FADV_DONTNEED)
-
-    def _advise(self, places: Sequence[FilePlace], targets: Sequence[Tensor], advice: int) -> None:
-        for place, target in zip(places, targets, strict=True):
-            os.posix_fadvise(self._descriptors[place.path], place.offset, target.nbytes, advice)
+            os.posix_fadvise(descriptor, place.offset, target.nbytes, os.POSIX_FADV_DONTNEED)
 
     def _refuse_changed(self, place: FilePlace) -> None:
         """Raises an error if another program has changed a file since a place in it was found.
