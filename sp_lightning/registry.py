@@ -214,7 +214,7 @@ def disk_tier() -> Any:
 
 
 def checkpoint_writer() -> Callable[[Any, IO[bytes]], None]:
-    """Returns the function that writes a checkpoint: ``torch.save``, or one that can also write tensors on a disk.
+    """Returns the function that writes a checkpoint: ``torch.save``, or one that reads tensors on a disk one at a time.
 
     Such tensors can only be in a checkpoint if this process has imported the module that makes them.
     """

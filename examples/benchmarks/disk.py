@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader
 
 from examples.benchmarks import rows
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.disk.direct_file import ScratchFile, aligned_memory
+from sp_lightning.capabilities.disk.mapped_file import MappedFile, populate
 from sp_lightning.core.plan.units import human_bytes, parse_bytes
 
 STEPS = 6  # by default in training, else always
@@ -255,19 +255,29 @@ def _answer(work: Callable[[dict[str, Any]], dict[str, Any]], asked: dict[str, A
 
 
 def speeds(folder: Path) -> tuple[float, float, float]:
-    """Bytes per second that this disk reads, writes, and moves if it does both at the same time."""
-    file, memory = ScratchFile(folder), [aligned_memory(_PROBE) for _ in range(2)]
-    extents = [file.allocate(_PROBE) for _ in range(8)]
-    for extent in extents:
-        file.begin_write(extent.offset, memory[0]).wait()
+    """Bytes per second that this disk reads, writes, and moves if it does both at the same time, through mapped memory."""
+    file = MappedFile(folder)
+    memories = [file.allocate(_PROBE, pin=False) for _ in range(8)]
+    for memory in memories:
+        memory.renew()
+        memory.common.fill_(1)
+    file.leave()
 
     def measured(reads: int, writes: int) -> float:
+        for memory in memories[len(memories) - writes :]:
+            memory.renew()
+            memory.common.fill_(1)
         begun = time.perf_counter()
-        transfers = [file.begin_read(extent.offset, memory[0]) for extent in extents[:reads]]
-        transfers += [file.begin_write(extent.offset, memory[1]) for extent in extents[len(extents) - writes :]]
-        for transfer in transfers:
-            transfer.wait()
-        return len(transfers) * _PROBE / (time.perf_counter() - begun)
+        written = threading.Thread(target=file.leave)
+        written.start()
+        for memory in memories[:reads]:
+            populate(memory.common.data_ptr(), _PROBE)
+        written.join()
+        seconds = time.perf_counter() - begun
+        for memory in memories[:reads]:
+            memory.use()
+        file.leave()
+        return (reads + writes) * _PROBE / seconds
 
     return measured(4, 0), measured(0, 4), measured(4, 4)
 

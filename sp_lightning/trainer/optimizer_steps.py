@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -391,9 +391,7 @@ class OptimizerSteps:
         if self._options.disk is None:
             return ledger.state or 0
         optimizers = self._real_optimizers
-        self.state, nbytes = registry.disk_tier().open_store(
-            self._run, self._options, optimizers, ledger, self._still, self._log
-        )
+        self.state, nbytes = registry.disk_tier().open_store(self._run, self._options, optimizers, ledger, self._log)
         return nbytes
 
     def _absorb_state(self) -> None:
@@ -434,15 +432,6 @@ class OptimizerSteps:
         ledger = make_ledger(self._run.engine.plan, trainer.optimizers, steps)
         fused = all(runs_fused(o, g, fuse=self._may_fuse(o)) for o in trainer.optimizers for g in o.param_groups)
         return self.state.count(placement.count(replace(ledger, fused=fused)), placement)
-
-    @contextmanager
-    def _still(self) -> Generator[None, None, None]:
-        """A context in which no update is under way, in any thread. The store of state on a disk uses it."""
-        with ExitStack() as stack:
-            if self._run.streamer is not None:  # user code may read tensors on the disk even after the run
-                self._run.finish_updates()  # raises errors of updates, and waits for writes to files
-                stack.enter_context(self._run.engine.updates.still())
-            yield
 
     def _clips(self) -> str | None:
         """Returns how the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""

@@ -385,7 +385,7 @@ class Run:
         self._refuse_to_lend("gpu_released()")
         with self.whole_after_failure():
             self.engine.updates.wait_for_all()
-            self.placement.complete_pending()
+            self._complete_writes()
         self.tuner.stop_timing()
         engine = self.engine
         plan, found, averages = engine.plan, engine.found, find_averages(self.module)
@@ -551,7 +551,21 @@ class Run:
             return
         with self.whole_after_failure():
             self.engine.updates.finish()
+            self._complete_writes()
+
+    def _complete_writes(self) -> None:
+        """Waits until all data that leaves memory is written to files.
+
+        Raises:
+            OSError: a write failed. The weights then count as torn: with the state or the gradients that were lost, no later
+                checkpoint would be one of a whole step.
+        """
+        try:
             self.placement.complete_pending()
+            self.steps.state.complete_pending()
+        except OSError as error:
+            self.engine.updates.torn = f"data on the disk could not be written: {error!r}"
+            raise
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Shrinks the window, so that code that catches the error can continue. Adds a note with remedies to the error.
@@ -574,7 +588,7 @@ class Run:
         """A context in which the module has the host parameters with up-to-date values, for example for a checkpoint."""
         if self.is_foreign:
             return nullcontext()
-        self.placement.complete_pending()
+        self._complete_writes()
         return self.engine.reading()
 
     @property

@@ -27,8 +27,10 @@ from tests.support.on_disk import (
     break_calls,
     everything_below,
     fill_disk,
+    mapped_bytes,
     on_disk,
     refusal_in_fork,
+    state_in_memory,
 )
 from tests.support.overlapping import taken_apart
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, superpipeline
@@ -159,14 +161,13 @@ CLIPS: dict[str, dict[str, Any]] = {
 def test_few_gradients_are_in_memory(
     heard: bool, clip: str, overlap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    state_in_memory(monkeypatch)
     sizes: list[int] = []
     take = LayerwiseStep.submit
 
     def looks(self: Any, *closure: Any) -> bool:  # after backward and clipping, before the updates
         assert sum(is_on_disk(p.grad) for group in self._optimizer.param_groups for p in group["params"]) == 16
-        text = Path("/proc/self/smaps").read_text().split("VmFlags")
-        rss = [each for each in text if str(tmp_path) in each]
-        sizes.append(sum(int(each.split("Rss:")[1].split()[0]) * 1024 for each in rss))
+        sizes.append(mapped_bytes(tmp_path))
         return take(self, *closure)
 
     monkeypatch.setattr(LayerwiseStep, "submit", looks)
@@ -330,6 +331,7 @@ def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
 ) -> None:
     """The last checkpoint is the one of the first step, with plain Lightning's weights."""
     gradients_alone(monkeypatch)
+    state_in_memory(monkeypatch)
     make = fused(stack)
     plain = fit(make, vectors()[:1], recorded="nothing")
 

@@ -80,6 +80,17 @@ def test_memory_that_the_system_does_not_map_leaves_its_place(tmp_path: Path, mo
     assert size_of(file) == SIZE
 
 
+def test_a_block_is_read_ahead_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each call, Linux reads no more ahead than the device's read_ahead_kb. Of a large layer nearly nothing was."""
+    memory = MappedFile(tmp_path).allocate(5 * SIZE + 1, False)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(mapped_file, "advise", lambda address, nbytes, _: asked.append((address, nbytes)))
+    memory.read_ahead()
+    assert [address - memory.common.data_ptr() for address, _ in asked] == [0, 2 * SIZE, 4 * SIZE]
+    assert max(nbytes for _, nbytes in asked) <= 128 * 1024
+    assert sum(nbytes for _, nbytes in asked) == 5 * SIZE + 4096
+
+
 def test_memory_of_another_size_has_a_place_of_its_own(tmp_path: Path) -> None:
     file = MappedFile(tmp_path)
     file.allocate(SIZE, False)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import errno
 import io
-import multiprocessing
+import os
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,15 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.disk import host_budget
+from sp_lightning.capabilities.disk import host_budget, mapped_file
 from sp_lightning.capabilities.disk import tier as disk_tier
 from sp_lightning.capabilities.disk.away import save
-from sp_lightning.capabilities.disk.state_placement import StatePlacement, place_state
+from sp_lightning.capabilities.disk.mapped_file import MappedFile
+from sp_lightning.capabilities.disk.state_placement import place_state
 from sp_lightning.core.plan import host_memory
 from sp_lightning.core.plan.units import parse_bytes
 from tests.support.models import Module, Stack, vectors
-from tests.support.on_disk import Unfreezes, away, on_disk, without_room
+from tests.support.on_disk import NoBatch, Unfreezes, away, mapped_bytes, on_disk, refusal_in_fork, without_room
 from tests.support.runs import assert_equal, assert_same, fit, fused, trainer_for
 from tests.support.tiers import first
 
@@ -233,27 +238,6 @@ def test_new_state_is_in_the_order_of_the_groups(tmp_path: Path) -> None:
     assert_same(fit(made_with(split), vectors(), on_disk(tmp_path)), fit(made_with(split), vectors()))
 
 
-@pytest.mark.long("takes a second or more")
-def test_no_more_is_in_memory_than_the_ring_has_while_all_of_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = 8 * 2**10
-    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, *_: StatePlacement({}, sizes, room, room))
-    most = []
-
-    def reads(optimizer: Any) -> None:
-        for state in optimizer.state.values():
-            assert state["exp_avg"].norm() + state["exp_avg_sq"].norm() > 0
-            values = [value for each in optimizer.state.values() for value in each.values() if value.dim()]
-            most.append(sum(value.nbytes for value in values if type(value) is Tensor))
-
-    strategy = on_disk(tmp_path)
-    ours = fit(made_with(OPTIMIZERS["AdamW"]), vectors(), strategy, callbacks=[Looks(reads)])
-    assert_same(ours, fit(made_with(OPTIMIZERS["AdamW"]), vectors(), callbacks=[Looks(reads)]))
-    ours_most = most[: len(most) // 2]
-    assert room // 2 < max(ours_most) <= room
-
-
 @pytest.mark.rest("takes tenths of a second")
 def test_a_view_that_somebody_holds_goes_on_seeing_the_updates(tmp_path: Path) -> None:
     held: list[Tensor] = []
@@ -313,6 +297,22 @@ def test_files_are_plain_lightning_s_and_back(overlap: Any, tmp_path: Path) -> N
 
 
 @pytest.mark.rest("takes tenths of a second")
+def test_loaded_state_is_on_the_disk_before_the_first_step(tmp_path: Path) -> None:
+    """What is still mapped from the checkpoint is copied to memory then, which must not bring back what was moved."""
+    found: list[int] = []
+
+    class Begins(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            found.append(away(trainer.optimizers[0]))
+
+    make = made_with(OPTIMIZERS["AdamW"])
+    fit(make, vectors(1), recorded="nothing").trainer.save_checkpoint(tmp_path / "half.ckpt")
+    options: Any = {"recorded": "nothing", "max_epochs": 2, "ckpt_path": tmp_path / "half.ckpt"}
+    fit(make, vectors(1), on_disk(tmp_path), callbacks=[Begins()], **options)
+    assert found == [2 * len(list(Stack().parameters()))]
+
+
+@pytest.mark.rest("takes tenths of a second")
 def test_a_checkpoint_is_written_tensor_by_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors stay away, and the file is the one that ``torch.save`` writes."""
     strategy = on_disk(tmp_path)
@@ -338,23 +338,49 @@ def test_a_checkpoint_is_written_tensor_by_tensor(tmp_path: Path, monkeypatch: p
 def test_a_forked_process_says_that_it_cannot_read_it(tmp_path: Path) -> None:
     said: list[str] = []
 
-    def child(queue: Any, tensor: Tensor) -> None:
-        try:
-            tensor.norm()
-        except RuntimeError as error:
-            queue.put(str(error))
-
     def forks(optimizer: Any) -> None:
-        context = multiprocessing.get_context("fork")
-        queue = context.SimpleQueue()
-        process = context.Process(target=child, args=(queue, next(iter(optimizer.state.values()))["exp_avg"]))
-        process.start()
-        said.append(queue.get())
-        process.join()
+        state = next(iter(optimizer.state.values()))["exp_avg"]
+        assert state.shape == (16, 16)
+        said.append(refusal_in_fork(state.norm))
 
     ours = fit(made_with(OPTIMIZERS["AdamW"]), vectors(), on_disk(tmp_path), callbacks=[Looks(forks)])
     assert_same(ours, fit(made_with(OPTIMIZERS["AdamW"]), vectors(), callbacks=[Looks()]))
-    assert "a forked process cannot read it" in said[0].lower()
+    assert said[0].startswith(
+        "This optimizer state is on a disk, in a file of the training process. A forked process cannot"
+    )
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_a_system_that_maps_no_files_is_refused_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_file, "supported", lambda: False)
+    with pytest.raises(OSError, match=r"disk= needs Linux, because its files are mapped to memory\. Leave disk= out"):
+        fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize(
+    ("call", "number", "said"),
+    [
+        (
+            "posix_fallocate",
+            errno.EOPNOTSUPP,
+            r"the file system cannot reserve space \(Operation not supported\). Name a folder",
+        ),
+        ("mmap", errno.ENODEV, r"of a scratch file could not be mapped \(No such device\)"),
+    ],
+)
+def test_a_file_system_that_lacks_a_call_is_refused_before_work(
+    call: str, number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any) -> int:
+        if call == "posix_fallocate":
+            raise OSError(number, os.strerror(number))
+        ctypes.set_errno(number)
+        return 2**64 - 1  # MAP_FAILED
+
+    monkeypatch.setattr(os if call == "posix_fallocate" else mapped_file.libc, call, refuses)
+    with pytest.raises(OSError, match=said):
+        fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -385,7 +411,7 @@ def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
         fit(Sparse, vectors(), on_disk(tmp_path))
 
 
-class Skips(Module):
+class Late(Module):
     """The first batch leaves out the last block, whose momentum begins with the second."""
 
     def __init__(self) -> None:
@@ -406,7 +432,7 @@ class Skips(Module):
 @pytest.mark.long("takes a second or more")
 def test_momentum_that_some_layers_lack_is_refused_with_a_remedy(tmp_path: Path) -> None:
     def train(overlap: Any) -> Any:
-        return fit(Skips, vectors(), on_disk(tmp_path, optimizer_overlap=overlap), recorded="losses")
+        return fit(Late, vectors(), on_disk(tmp_path, optimizer_overlap=overlap), recorded="losses")
 
     with pytest.raises(
         RuntimeError, match=r"others have none yet. Pass optimizer_overlap='forward', or leave disk= out"
@@ -503,12 +529,178 @@ class RollsBack(Callback):
 
 
 def deep() -> Module:
-    """So many layers that what is looked at has to make room for more."""
-    return Module(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(8))))
+    """Layers of one size, more than are in memory at a time, with an optimizer that can step them in backward."""
+    module = Module(nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(8))))
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), fused=True)  # type: ignore[method-assign]
+    return module
+
+
+def few(count: int) -> list[Tensor]:
+    return list(torch.randn(count, 2, 32, generator=torch.Generator().manual_seed(3)))
 
 
 @pytest.mark.long("takes a second or more")
 def test_what_was_looked_at_and_replaced_does_not_come_back(tmp_path: Path) -> None:
-    batches = list(torch.randn(8, 2, 32))
-    ours = fit(deep, batches, on_disk(tmp_path), callbacks=[RollsBack()])
-    assert_same(ours, fit(deep, batches, callbacks=[RollsBack()]))
+    ours = fit(deep, few(8), on_disk(tmp_path), callbacks=[RollsBack()])
+    assert_same(ours, fit(deep, few(8), callbacks=[RollsBack()]))
+
+
+# ---------------------------------------------------------------------- what is read, what is in memory
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> list[MappedFile]:
+    """The files of state of every run, to look at afterwards."""
+    made: list[MappedFile] = []
+
+    def noted(*arguments: Any) -> MappedFile:
+        made.append(MappedFile(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(disk_tier, "MappedFile", noted)
+    return made
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
+def test_nothing_is_read_in_vain(overlap: Any, tmp_path: Path, files: list[MappedFile]) -> None:
+    """There is no state to be read in the first step. Each other step reads each layer's state once."""
+    read: list[int] = []
+
+    class Notes(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            assert trainer.optimizers[0].state  # waits for the updates
+            read.append(files[-1].read_bytes)
+
+    strategy = on_disk(tmp_path, optimizer_overlap=overlap)
+    fit(deep, few(6), strategy, callbacks=[Notes()], recorded="nothing")
+    whole = 8 * 4 * 4096  # four tensors, of a page each
+    stay = 2 * whole // 8  # two layers are in memory when a step begins, and are updated first or last
+    steps = [after - before for before, after in pairwise([0, *read])]
+    assert steps[0] == 0
+    assert all(whole - stay <= each <= whole for each in steps[1:])
+    assert files[-1].written_bytes >= 5 * whole - stay
+
+
+class Wide(Module):
+    """Eight layers with two MiB of state each."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+
+@pytest.mark.long("takes a second or more")
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "backward", why="its other modes"))
+def test_few_layers_are_in_memory(overlap: Any, tmp_path: Path) -> None:
+    """What user code reads is mapped until the next update of its layer; a checkpoint reads one tensor at a time."""
+    sizes: list[tuple[int, ...]] = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            states = trainer.optimizers[0].state.values()
+            stepped = mapped_bytes(tmp_path)
+            assert sum(float(state["exp_avg_sq"].sum()) for state in states) > 0
+            read = mapped_bytes(tmp_path)
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            sizes.append((stepped, read, mapped_bytes(tmp_path)))
+
+    batches = list(torch.randn(3, 2, 512))
+    options: Any = {"recorded": "nothing", "callbacks": [Looks()]}
+    fit(Wide, batches, on_disk(tmp_path, optimizer_overlap=overlap), **options)
+    for stepped, read, saved in sizes:
+        assert 0 < stepped <= 3 * 2 * 2**20 + 2**16
+        assert read >= 8 * 2**20
+        assert saved < 2**20
+
+
+class Skips(Module):
+    """Uses its layers in an order of each batch's own, and not all of them."""
+
+    def __init__(self) -> None:
+        super().__init__(deep().net)
+        self.batches = 0
+
+    def loss(self, batch: Any) -> Any:
+        self.batches += 1
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(self.batches))
+        for index in order[: 3 + self.batches % 6].tolist():
+            batch = self.net[index](batch)  # type: ignore[index]
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+@pytest.mark.long("takes a second or more")
+@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
+def test_layers_that_come_in_another_order(overlap: Any, tmp_path: Path) -> None:
+    ours = fit(Skips, few(12), on_disk(tmp_path, optimizer_overlap=overlap), recorded="losses")
+    assert_same(ours, fit(Skips, few(12), recorded="losses"))
+
+
+class Meanwhile(Callback):
+    """Does something in another thread, again and again, while a model trains."""
+
+    def __init__(self, does: Any) -> None:
+        self.does = does
+        self.count = 0
+        self.errors: list[Exception] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.run, args=(trainer,), daemon=True)
+        self.thread.start()
+
+    def run(self, trainer: Any) -> None:
+        try:
+            while not self.over.is_set():
+                self.does(trainer)
+                self.count += 1
+        except Exception as error:
+            self.errors.append(error)
+
+    def on_train_end(self, *_: Any) -> None:
+        self.over.set()
+        self.thread.join()
+
+
+def forks(_: Any) -> None:
+    if not (child := os.fork()):
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def reads(trainer: Any) -> None:
+    for state in list(trainer.optimizers[0].state.values()):
+        for value in list(state.values()):
+            value.sum()
+
+
+@pytest.mark.long("takes a second or more")
+@pytest.mark.parametrize("does", [forks, reads])
+def test_another_thread_forks_or_reads_state_while_layers_are_updated(does: Any, tmp_path: Path) -> None:
+    meanwhile = Meanwhile(does)
+    strategy = on_disk(tmp_path, optimizer_overlap="forward")
+    ours = fit(deep, few(10), strategy, callbacks=[meanwhile], recorded="losses")
+    assert not meanwhile.errors
+    assert meanwhile.count
+    assert_same(ours, fit(deep, few(10), recorded="losses"))
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_memory_and_disk_space_of_replaced_state_are_free_again(tmp_path: Path, files: list[MappedFile]) -> None:
+    """User code gives each layer a new average after each batch."""
+
+    class Replaces(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            for state in trainer.optimizers[0].state.values():
+                state["exp_avg"] = state["exp_avg"] * 0.5
+
+    strategy = on_disk(tmp_path)
+    ours = fit(deep, few(12), strategy, callbacks=[Replaces()])
+    assert_same(ours, fit(deep, few(12), callbacks=[Replaces()]))
+    whole = 8 * 4 * 4096
+    assert os.fstat(files[0]._file.descriptor).st_size <= 2 * whole + 4096

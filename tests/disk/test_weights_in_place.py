@@ -21,7 +21,6 @@ from torch import nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.capabilities.disk import host_budget
 from sp_lightning.capabilities.disk import tier as disk_tier
-from sp_lightning.capabilities.disk.direct_file import DirectFile
 from sp_lightning.capabilities.disk.file_source import FileSource
 from sp_lightning.capabilities.disk.state_placement import choose_in_files
 from sp_lightning.capabilities.disk.weights_in_files import FileBlock, FilePlace, WeightReader, identity_of, place_of
@@ -407,9 +406,9 @@ def test_a_file_that_is_written_while_it_is_read_ends_in_an_error(
     place, reader = FilePlace(str(file), 0, identity_of(file.stat())), WeightReader()
     reader.open(place)
     monkeypatch.setattr(os, "preadv", and_written)
-    transfer = reader.read([place], [torch.empty(64, dtype=torch.uint8)])
+    read = reader.read([place], [torch.empty(64, dtype=torch.uint8)])
     with pytest.raises(OSError, match="was changed while a run reads it"):
-        transfer.wait()
+        read.result()
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -431,13 +430,8 @@ def test_a_read_that_fails_ends_in_an_error(fault: str, tmp_path: Path, monkeypa
 
 
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("direct", [True, False])
-def test_short_reads_go_on_and_files_without_direct_io_are_read(
-    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Past the page cache they go on at a page, through it anywhere: there a read may give less than a page."""
+def test_short_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(made(), tmp_path, "one file")
     preadv = os.preadv
-    monkeypatch.setattr(DirectFile, "_switch", lambda *_, **__: direct)
-    monkeypatch.setattr(os, "preadv", lambda d, b, at: preadv(d, [b[0][: 5000 if direct else 3000]], at))
+    monkeypatch.setattr(os, "preadv", lambda d, b, at: preadv(d, [b[0][:300]], at))
     assert_equal(predict(without_values(), in_place(file, tmp_path)), predict(made()), "predictions")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import os
-import re
 from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 
 from sp_lightning.capabilities.disk import mapped_file
 from sp_lightning.capabilities.disk import tier as disk_tier
-from sp_lightning.capabilities.disk.direct_file import ScratchFile
 from sp_lightning.capabilities.disk.mapped_file import is_on_disk
+from sp_lightning.capabilities.disk.scratch_file import ScratchFile
 from sp_lightning.capabilities.disk.state_placement import OnDisk, choose_on_disk
 from tests.support.in_files import stay
 from tests.support.models import CASES, Module, Stack, vectors
@@ -33,8 +32,10 @@ from tests.support.on_disk import (
     Unfreezes,
     break_calls,
     fill_disk,
+    mapped_bytes,
     on_disk,
     refusal_in_fork,
+    state_in_memory,
     without_room,
 )
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
@@ -117,13 +118,6 @@ def test_models(name: str, memory: str, tmp_path: Path) -> None:
     assert_same(ours, plain)
 
 
-def _resident(folder: Path) -> int:
-    """Bytes of a scratch file that are in this process's memory."""
-    text = Path("/proc/self/smaps").read_text()
-    found = re.findall(r"^\S+ \S+ \S+ \S+ [1-9]\d* +(.*)\n(?:.*\n)*?Rss: +(\d+) kB", text, re.MULTILINE)
-    return sum(int(kib) * 1024 for path, kib in found if path.startswith(str(folder)))
-
-
 class Wide(Module):
     """Eight layers of a MiB each."""
 
@@ -132,13 +126,14 @@ class Wide(Module):
 
 
 @pytest.mark.long("takes a second or more")
-def test_few_layers_are_in_memory(tmp_path: Path) -> None:
+def test_few_layers_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state_in_memory(monkeypatch)
     sizes: list[int] = []
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             assert all(map(is_on_disk, pl_module.parameters()))
-            sizes.append(_resident(tmp_path))
+            sizes.append(mapped_bytes(tmp_path))
 
     batches = [torch.randn(2, 512) for _ in range(3)]
     fit(Wide, batches, on_disk(tmp_path), recorded="nothing", callbacks=[Looks()])
@@ -153,9 +148,9 @@ def test_a_checkpoint_is_written_with_few_weights_in_memory(tmp_path: Path) -> N
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             for parameter in pl_module.parameters():
                 parameter.norm()
-            assert _resident(tmp_path) >= 8 * 2**20
+            assert mapped_bytes(tmp_path) >= 8 * 2**20
             trainer.save_checkpoint(tmp_path / "saved.ckpt")
-            sizes.append(_resident(tmp_path))
+            sizes.append(mapped_bytes(tmp_path))
 
     ours = fit(Wide, [torch.randn(2, 512)], on_disk(tmp_path), recorded="nothing", callbacks=[Saves()])
     assert sizes[0] < 2**20  # edges of tensors that share a page

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.disk.direct_file import ScratchFile, Transfer
 from sp_lightning.core.device.device import Wait
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, alternating
-from tests.support.on_disk import assert_whole, away, everything_below, fails, on_disk, without_room
+from tests.support.on_disk import FAULTS, assert_whole, away, break_calls, everything_below, on_disk, without_room
 from tests.support.runs import Outcome, assert_same, fit, loader, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
@@ -74,17 +71,9 @@ def test_all_may_be_on_the_disk(
 @pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", first(OPTIMIZERS, "NAdam", why="state of the same kind"))
 def test_state_is_on_the_disk_between_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has left the device when its write begins, which a fast disk ends before anything else is done."""
+    """It has left the device before it is moved into the file."""
     without_room(monkeypatch)
     found: list[int] = []
-    begin = ScratchFile.begin_write
-
-    def write(self: ScratchFile, *args: Any) -> Transfer:
-        transfer = begin(self, *args)
-        transfer.wait()
-        return transfer
-
-    monkeypatch.setattr(ScratchFile, "begin_write", write)
 
     class Looks(Stepped):
         def on_train_batch_end(self, *_: Any) -> None:
@@ -104,15 +93,15 @@ def test_what_has_no_gradient_keeps_its_state(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize(("call", "said"), [("pwritev", "A write to"), ("preadv", "A read from")])
+@pytest.mark.parametrize("fault", ["write error", "read error"])
 def test_a_disk_that_fails_ends_the_step_with_one_error(
-    call: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_room(monkeypatch)
     module, trainer = Stepped(), trainer_for(both(tmp_path, optimizer_overlap="forward"), max_epochs=2)
     with monkeypatch.context() as patch:
-        patch.setattr(os, call, fails(getattr(os, call), 12, errno.EIO))
-        with pytest.raises(OSError, match=f"{said} the scratch file failed: Input/output error"):
+        break_calls(patch, fault, 12)
+        with pytest.raises(OSError, match=f"Optimizer state on the disk {FAULTS[fault][2]}"):
             trainer.fit(module, loader(vectors()))
         with pytest.raises(RuntimeError, match="not those of any whole step"):
             trainer.save_checkpoint(tmp_path / "after.ckpt")

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,14 @@ def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
 
     monkeypatch.setattr(disk_tier, "place_state", place)
     monkeypatch.setattr(state_on_disk, "LEAST", 64)
+
+
+def state_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All optimizer state stays in memory."""
+    from sp_lightning.capabilities.disk import tier as disk_tier
+    from sp_lightning.capabilities.disk.state_placement import StatePlacement
+
+    monkeypatch.setattr(disk_tier, "place_state", lambda sizes, *_: StatePlacement(sizes, {}, 0, None))
 
 
 def everything_below(monkeypatch: pytest.MonkeyPatch, *, window: int) -> None:
@@ -85,9 +94,16 @@ class Unfreezes(BaseFinetuning):
 
 def away(optimizer: Any) -> int:
     """How many tensors of an optimizer's state are on the disk."""
-    from sp_lightning.capabilities.disk.away import OnDiskTensor
+    from sp_lightning.capabilities.disk.mapped_file import is_on_disk
 
-    return sum(type(value) is OnDiskTensor for state in optimizer.state.values() for value in state.values())
+    return sum(map(is_on_disk, (value for state in optimizer.state.values() for value in state.values())))
+
+
+def mapped_bytes(folder: Path) -> int:
+    """Bytes of scratch files in a folder that are in this process's memory."""
+    text = Path("/proc/self/smaps").read_text()
+    found = re.findall(r"^\S+ \S+ \S+ \S+ [1-9]\d* +(.*)\n(?:.*\n)*?Rss: +(\d+) kB", text, re.MULTILINE)
+    return sum(int(kib) * 1024 for path, kib in found if path.startswith(str(folder)))
 
 
 FAULTS = {
@@ -113,21 +129,6 @@ def break_calls(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
         return -1
 
     monkeypatch.setattr(mapped_file.libc, name, called)
-
-
-def fails(call: Callable[..., int], at: int, error: Any) -> Callable[..., int]:
-    """A call of the system that fails for the state of layers from the ``at``-th time on."""
-    count = iter(range(10**9))
-
-    def called(*arguments: Any) -> int:
-        whole_layer = len(arguments[1][0]) > 4096  # a checkpoint reads tensor by tensor
-        if not whole_layer or next(count) < at:
-            return call(*arguments)
-        if isinstance(error, int):
-            raise OSError(error, os.strerror(error))
-        return 0
-
-    return called
 
 
 def assert_whole(module: nn.Module, folder: Path) -> None:

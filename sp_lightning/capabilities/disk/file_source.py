@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
-from sp_lightning.capabilities.disk.direct_file import Transfer
 from sp_lightning.capabilities.disk.state_placement import AccessPredictor
 from sp_lightning.capabilities.disk.weights_in_files import FileBlock
 from sp_lightning.core.device.device import Device, Wait
@@ -36,7 +36,7 @@ class _Buffer:
 
     memory: PinnedMemory
     layer: StreamedLayer | None = None
-    transfer: Transfer | None = None
+    transfer: futures.Future[None] | None = None
     staged: int | None = None
 
     @property
@@ -79,7 +79,7 @@ class FileSource(HostSource):
         if not isinstance(layer.block, FileBlock):
             return super().ready(layer)
         buffer = self._read(layer)
-        there = buffer is not None and buffer.transfer is not None and buffer.transfer.done
+        there = buffer is not None and buffer.transfer is not None and buffer.transfer.done()
         return there and super().ready(layer)
 
     def stage(self, layer: StreamedLayer) -> Staged:
@@ -94,7 +94,7 @@ class FileSource(HostSource):
         assert buffer is not None
         assert buffer.transfer is not None
         try:
-            buffer.transfer.wait()
+            buffer.transfer.result()
         except OSError:
             buffer.layer = buffer.transfer = None  # so that the next call reads the layer again
             raise
@@ -148,5 +148,5 @@ class FileSource(HostSource):
         allocates another one."""
         buffer = next((each for each in self._buffers if each.staged is None), None) or self._allocate()
         if buffer.transfer is not None:
-            buffer.transfer.finish()
+            futures.wait([buffer.transfer])
         buffer.layer = buffer.transfer = None

@@ -1,9 +1,8 @@
-"""Weights and gradients on a disk: memory that is mapped from a scratch file, with the pages of a few layers in memory.
+"""Data of layers on a disk: memory that is mapped from a scratch file, with the pages of a few layers in memory.
 
-User code finds ordinary tensors. The system reads the pages that user code touches, and writes changed pages to the file when
-their layer is evicted. So the engine need not notice when user code reads or writes them. Optimizer state has another file, which
-is read and written past the page cache. The disk space of a mapped file is reserved before it is mapped. A mapped file never
-shrinks.
+Weights, gradients and optimizer state have a file each. User code finds ordinary tensors. The system reads the pages that user
+code touches, and writes changed pages to the file when their layer is evicted. So the engine need not notice when user code reads
+or writes them. The disk space of a mapped file is reserved before it is mapped. A mapped file never shrinks.
 """
 
 from __future__ import annotations
@@ -23,42 +22,53 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from sp_lightning.capabilities.disk.direct_file import Extent, ScratchFile
+from sp_lightning.capabilities.disk.scratch_file import Extent, ScratchFile
 from sp_lightning.capabilities.disk.state_placement import WINDOW, AccessPredictor
-from sp_lightning.core.device.layout import PAGE, whole_pages
+from sp_lightning.core.device.layout import PAGE, strided, whole_pages
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.core.store.block_memory import BlockMemory
+from sp_lightning.core.torch_compat.modes import no_inference_mode
 
 _PAGE_OUT = 21  # MADV_PAGEOUT, from Linux 5.4 on
 _POPULATE_READ = 22  # MADV_POPULATE_READ, from Linux 5.14 on. A failed read is an error, and not a signal
+_AHEAD = 2**17  # Linux's default of a device's read_ahead_kb
 _ZERO_RANGE = 0x10 | 0x01  # for fallocate: blocks stay allocated; their contents are neither written nor read
 _WRITE_OUT = 1 | 2 | 4  # for sync_file_range: waits for writes in flight, begins the other writes, and waits for them
 
 
 class MappedFile:
-    """A scratch file whose parts are mapped, with at most ``WINDOW`` blocks in memory.
+    """A scratch file whose parts are mapped, with few blocks in memory.
 
     Args:
         folder: the folder of the file.
         what: the contents of the file, for messages.
+        window: the most bytes of blocks in memory, unless one block has more; None for ``WINDOW`` blocks of any size.
+
+    Raises:
+        OSError: the system cannot map files as this package needs it, or no file can be created in the folder.
 
     Attributes:
         read_bytes, written_bytes: the bytes of the blocks that were read and evicted so far.
     """
 
-    def __init__(self, folder: Path, what: str = "weights") -> None:
-        self._what = what
-        self._file = ScratchFile(folder, what, promised=True)
+    def __init__(self, folder: Path, what: str = "weights", window: int | None = None) -> None:
+        if not supported():
+            raise OSError(errno.ENOSYS, "disk= needs Linux, because its files are mapped to memory. Leave disk= out")
+        self._what, self._window = what, window
+        self._file = ScratchFile(folder, what)
         self._lock = threading.RLock()
         self._in_memory: deque[MappedMemory] = deque()
         # By thread, because updates in the background use blocks in another order.
         self._uses = defaultdict[int, AccessPredictor[MappedMemory]](lambda: AccessPredictor(2))
         self._leaving: deque[Future[None]] = deque()
         self._failure: OSError | None = None
-        self._thread = ThreadPoolExecutor(1, "superpipeline-mapped")
+        self._threads = ThreadPoolExecutor(
+            2, "superpipeline-mapped"
+        )  # a block is read ahead while another one is written
         self.read_bytes = self.written_bytes = 0
-        weakref.finalize(self, self._thread.shutdown, wait=False)
+        weakref.finalize(self, self._threads.shutdown, wait=False)
 
     def allocate(self, nbytes: int, pin: bool) -> MappedMemory:
         """Allocates memory for a block.
@@ -74,13 +84,9 @@ class MappedFile:
             extent = self._file.allocate(nbytes)
         return MappedMemory(self, extent.offset, nbytes, map_pages(self._file, extent))
 
-    def reserve(self, nbytes: int) -> None:
-        """Reserves disk space for memory that will be allocated.
-
-        Raises:
-            OSError: the disk has no room.
-        """
-        self._file.reserve(nbytes)
+    def reserve(self, nbytes: int, others: int = 0) -> None:
+        """Reserves disk space for memory that will be allocated. See :meth:`ScratchFile.reserve`."""
+        self._file.reserve(nbytes, others)
 
     def use(self, memory: MappedMemory) -> None:
         """Reads a block's pages to memory, evicts the least recently used blocks, and prefetches the block predicted next.
@@ -93,11 +99,10 @@ class MappedFile:
             uses = self._uses[threading.get_ident()]
             uses.note(memory)
             following = next(uses.coming(), None)
-        number = memory.advise(_POPULATE_READ)
-        if number not in (0, errno.EINVAL):  # EINVAL: an older kernel, which reads pages when they are touched
-            raise self._failed("read", errno.EIO if number == errno.EFAULT else number)
+        if number := populate(memory.common.data_ptr(), len(memory.pages)):
+            raise self._failed("read", number)
         if following is not None and following is not memory:
-            following.advise(mmap.MADV_WILLNEED)
+            self._threads.submit(following.read_ahead)
 
     def renew(self, memory: MappedMemory) -> None:
         """Prepares a block that the caller is about to overwrite. Drops its contents, so that they are not read.
@@ -113,7 +118,7 @@ class MappedFile:
         libc.fallocate(self._file.descriptor, _ZERO_RANGE, memory.begin, len(memory.pages))
 
     def _enter(self, memory: MappedMemory) -> bool:
-        """Makes a block the most recently used one, and evicts blocks until at most ``WINDOW`` are in memory.
+        """Makes a block the most recently used one, and evicts the others until the window suffices.
 
         Returns:
             True if the block was not in memory.
@@ -129,9 +134,21 @@ class MappedFile:
         if not came:
             self._in_memory.remove(memory)
         self._in_memory.append(memory)
-        while len(self._in_memory) > WINDOW:
+        while len(self._in_memory) > 1 and self._exceeds_window():
             self._leave(self._in_memory.popleft())
         return came
+
+    def _exceeds_window(self) -> bool:
+        if self._window is None:
+            return len(self._in_memory) > WINDOW
+        return sum(memory.nbytes for memory in self._in_memory) > self._window
+
+    def forget(self, memory: MappedMemory) -> None:
+        """Drops all references to a block that is not used any more. The order of uses is learned again."""
+        with self._lock:
+            self._uses.clear()
+            if memory in self._in_memory:
+                self._in_memory.remove(memory)
 
     def leave(self) -> None:
         """Evicts all blocks, and waits until their pages are written.
@@ -169,7 +186,7 @@ class MappedFile:
         self.written_bytes += memory.nbytes
         # In a shared mapping this only unmaps the pages: the page cache keeps them with their changes.
         memory.advise(mmap.MADV_DONTNEED)
-        self._leaving.append(self._thread.submit(self._write_out, memory))
+        self._leaving.append(self._threads.submit(self._write_out, memory))
 
     def _write_out(self, memory: MappedMemory) -> None:
         """Writes a block's changed pages from the page cache to the disk, and drops all its pages from the page cache."""
@@ -189,7 +206,7 @@ class MappedFile:
 
 
 class MappedMemory(BlockMemory):
-    """The memory of a block whose weights or gradients are on a disk.
+    """The memory of a block whose weights, gradients or optimizer state are on a disk.
 
     Attributes:
         begin: the offset of the memory in the file.
@@ -217,6 +234,25 @@ class MappedMemory(BlockMemory):
 
     def renew(self) -> None:
         self._file.renew(self)
+
+    def part(self, offset: int, like: Tensor) -> Tensor:
+        """Returns a part as a tensor with the shape, strides and dtype of ``like``, with a storage of its own.
+
+        A checkpoint writes whole storages.
+        """
+        with no_inference_mode():
+            flat = torch.frombuffer(self.pages, dtype=torch.uint8, count=like.nbytes, offset=offset)
+        return strided(flat, 0, like.dtype, like.shape, like.stride())
+
+    def contains(self, tensor: Tensor) -> bool:
+        """Returns True if a tensor's memory begins in this memory."""
+        return 0 <= tensor.data_ptr() - self.common.data_ptr() < self.nbytes
+
+    def read_ahead(self) -> None:
+        """Begins to read the pages to the page cache. Linux reads no more than :data:`_AHEAD` bytes of one call's pages ahead."""
+        for begin in range(0, len(self.pages), _AHEAD):
+            size = min(_AHEAD, len(self.pages) - begin)
+            advise(self.common.data_ptr() + begin, size, mmap.MADV_WILLNEED)
 
     def advise(self, advice: int) -> int:
         """Calls :func:`~sp_lightning.capabilities.disk.mapped_file.advise` for all pages."""
@@ -314,6 +350,19 @@ def page_out(address: int, nbytes: int) -> None:
     begin, end = whole_pages(address), (address + nbytes) // PAGE * PAGE
     if end > begin:
         advise(begin, end - begin, _PAGE_OUT)
+
+
+def populate(address: int, nbytes: int) -> int:
+    """Reads the pages of a mapped area to memory, so that a failed read is no signal.
+
+    Returns:
+        The number of the error; 0 if the read succeeded.
+    """
+    begin = address // PAGE * PAGE
+    number = advise(begin, address + nbytes - begin, _POPULATE_READ)
+    if number == errno.EINVAL:  # an older kernel, which reads pages when they are touched
+        return 0
+    return errno.EIO if number == errno.EFAULT else number
 
 
 def advise(address: int, nbytes: int, advice: int) -> int:

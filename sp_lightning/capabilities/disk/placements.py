@@ -99,7 +99,7 @@ class ScratchPlacement(Placement):
     ) -> HostBlock:
         if planned.name in self._with_gradients:  # also for masters, which have the name of their layer
             staging = Staging(device, pin=False, allocate=self._gradients.allocate)
-            note_on_disk([parameter for _, parameter in layer.parameters])
+            note_on_disk(parameter for _, parameter in layer.parameters)
         if id(planned) not in self._chosen:
             return self._inner.block(layer, planned, device, staging, allocate, **options)
         sources = [(parameter.data_ptr(), parameter.nbytes) for _, parameter in layer.parameters]

@@ -25,7 +25,7 @@ class StatePlacement:
 
     Attributes:
         in_memory, on_disk: bytes of state, by layer.
-        staging: bytes of host memory for state in flight to and from the disk.
+        staging: bytes of host memory for state that is in memory for its update, or on its way.
         room: bytes of host memory for all state; None if the system does not report them.
     """
 
@@ -36,13 +36,18 @@ class StatePlacement:
 
     @property
     def memory_bytes(self) -> int:
-        """The bytes of host memory for the state, with the buffers of transfers."""
+        """The bytes of host memory for the state, with that in flight."""
         return sum(self.in_memory.values()) + self.staging
 
     @property
     def disk_bytes(self) -> int:
         """The bytes of state on the disk. Each step reads and writes all of them."""
         return sum(self.on_disk.values())
+
+    @property
+    def window(self) -> int:
+        """The most bytes of mapped state in memory. The rest of ``staging`` is for new state that an optimizer makes."""
+        return self.staging - max(self.on_disk.values(), default=0)
 
     def __str__(self) -> str:
         """One sentence for the user."""
@@ -65,20 +70,20 @@ def staging_bytes(sizes: Mapping[str, int]) -> int:
     """Returns the host memory for state in flight, in bytes: three median layers or twice the largest layer, whichever is larger.
 
     Of three layers one is read, one is updated and one is written. The largest layer counts twice, because an optimizer makes a
-    layer's first state in memory of its own, from which it is copied to a buffer.
+    layer's first state in memory of its own, from which it is copied to the file.
     """
     return max(2 * max(sizes.values()), 3 * int(median(sizes.values()))) if sizes else 0
 
 
 def least_room(sizes: Mapping[str, int]) -> int:
-    """Returns the least host memory for state, in bytes: of all layers, or of some, with buffers for the others' in flight."""
+    """Returns the least host memory for state, in bytes: of all layers, or of some, with memory for the others' in flight."""
     return min(sum(sizes.values()), _fewest(sizes)[0])
 
 
 def _fewest(sizes: Mapping[str, int]) -> tuple[int, list[str]]:
     """Returns the least memory if some state is on the disk, and the layers whose state is in memory in this case.
 
-    These layers are the largest ones. The buffers have twice the size of the next layer.
+    These layers are the largest ones. The state in flight takes twice the size of the next layer.
     """
     names = sorted(sizes, key=sizes.__getitem__, reverse=True)
     taken = ((sum(sizes[each] for each in names[:i]) + 2 * sizes[names[i]], names[:i]) for i in range(len(names)))
@@ -88,7 +93,7 @@ def _fewest(sizes: Mapping[str, int]) -> tuple[int, list[str]]:
 def place_state(sizes: Mapping[str, int], room: int | None, given: int | float | None = None) -> StatePlacement:
     """Chooses the layers whose state is in memory, as many as fit. The other layers' state is on the disk.
 
-    Layers with the most state are chosen first. Then only smaller layers are on the disk, and smaller staging buffers suffice.
+    Layers with the most state are chosen first. Then only smaller layers are on the disk, and need less memory in flight.
 
     Args:
         sizes: bytes of the state of each layer.
@@ -113,7 +118,7 @@ def place_state(sizes: Mapping[str, int], room: int | None, given: int | float |
         rest = {other: nbytes for other, nbytes in below.items() if other != name}
         if sum(above.values()) + sizes[name] + staging_bytes(rest) <= room:
             below, above[name] = rest, sizes[name]
-    # Buffers for three median layers do not fit. Buffers for twice the largest layer do, with the layers that `_fewest` chose.
+    # Three median layers do not fit. Twice the largest layer does, with the layers that `_fewest` chose in memory.
     if sum(above.values()) + 2 * max(below.values()) > room:
         above = {name: sizes[name] for name in names}
         below = {name: nbytes for name, nbytes in sizes.items() if name not in above}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from torch import nn
 
 from sp_lightning.capabilities.disk import state_on_disk
 from sp_lightning.capabilities.disk.away import leave_files
-from sp_lightning.capabilities.disk.direct_file import ScratchFile, file_system, refuse_full
 from sp_lightning.capabilities.disk.file_source import WINDOW as STAGED
 from sp_lightning.capabilities.disk.host_budget import room_for
-from sp_lightning.capabilities.disk.mapped_file import is_on_disk, supported
+from sp_lightning.capabilities.disk.mapped_file import MappedFile, is_on_disk, supported
 from sp_lightning.capabilities.disk.placements import FilePlacement, ScratchPlacement, on_disk
+from sp_lightning.capabilities.disk.scratch_file import file_system, refuse_full
 from sp_lightning.capabilities.disk.state_on_disk import StateOnDisk
 from sp_lightning.capabilities.disk.state_placement import (
     WINDOW,
@@ -32,9 +32,9 @@ from sp_lightning.capabilities.disk.state_placement import (
     choose_on_disk,
     place_state,
 )
-from sp_lightning.capabilities.disk.weights_in_files import BOUNCE, FilePlace, Mappings
+from sp_lightning.capabilities.disk.weights_in_files import FilePlace, Mappings
 from sp_lightning.core.device.host_memory import free_garbage, return_free_memory, return_large_blocks
-from sp_lightning.core.device.layout import whole_pages
+from sp_lightning.core.device.layout import PAGE, whole_pages
 from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.core.engine.state_store import IN_MEMORY, Key, StateStore
 from sp_lightning.core.layers.layer import StreamedLayer
@@ -55,37 +55,30 @@ class DiskTier(StateStore):
         host_memory: the limit of host memory in bytes, or a share of the free memory; None for all free memory.
         log: the logger for messages to the user.
 
-    Raises:
-        OSError: no file can be created in the folder.
-
     Attributes:
         placement: which state is in memory and which is on the disk, from :meth:`place`.
-        state: reads optimizer state from the disk before updates, and writes it back; None if all state is in memory.
+        state: the optimizer state on the disk; None if all state is in memory.
         steps: the number of optimizer steps so far.
     """
 
     option = "disk="
     placement: StatePlacement
+    _file: MappedFile
 
     def __init__(self, folder: Path, host_memory: int | float | None, log: logging.Logger) -> None:
-        self._file = ScratchFile(folder)
         return_large_blocks()
-        self._host_memory = host_memory
+        self._folder, self._host_memory = folder, host_memory
         self.state: StateOnDisk | None = None
         self.steps = 0
         self._moved_first = 0  # bytes before the second step, which the average leaves out: the first reads no state
         if file_system(folder) in ("tmpfs", "ramfs"):
             tmpfs = "is on a tmpfs, which is CPU memory and no disk. It saves none: name a folder on a drive."
             say_once(log, f"Superpipeline: disk={str(folder)!r} {tmpfs}")
-        elif not self._file.direct:
-            copied = "has no direct I/O: bytes are copied once more."
-            say_once(log, f"Superpipeline: the file system of disk={str(folder)!r} {copied}")
 
     def place(
         self,
         optimizers: Sequence[Any],
         layer_of: Callable[[nn.Parameter], StreamedLayer | None],
-        still: Callable[[], AbstractContextManager[None]],
         others: int,
         elsewhere: int,
         beside: int,
@@ -95,7 +88,6 @@ class DiskTier(StateStore):
         Args:
             optimizers: the optimizers.
             layer_of: the layer that a parameter is updated with.
-            still: a context in which no update is under way.
             others: bytes of host memory for gradients, and for the memory of a device that computes on the host.
             elsewhere: bytes that other processes have taken of ``host_memory``.
             beside: bytes of weights and gradients on the disk, for the error.
@@ -103,15 +95,17 @@ class DiskTier(StateStore):
         Raises:
             ValueError: the size of an optimizer's state is unknown before the first step.
             MemoryError: host memory is too small even with a disk.
-            OSError: the disk has no room.
+            OSError: the folder can have no mapped file, or the disk has no room.
         """
         small, large = _state_bytes(optimizers, layer_of)
         return_free_memory()
         room = room_for(self._host_memory, elsewhere)
         self.placement = place_state(large, None if room is None else room - others - small, self._host_memory)
-        self._file.reserve(self.placement.disk_bytes, beside)
+        self._file = MappedFile(self._folder, "optimizer state", self.placement.window)
         if self.placement.on_disk:
-            self.state = StateOnDisk(self._file, self.placement, still)
+            self._file.reserve(self.placement.disk_bytes + PAGE, beside)
+            self._file.allocate(PAGE, pin=False)  # if files cannot be mapped, the error is raised now and not in a step
+            self.state = StateOnDisk(self._file, self.placement.in_memory)
 
     # ------------------------------------------------------------------ the state of a layer
 
@@ -124,14 +118,15 @@ class DiskTier(StateStore):
         return str(self.placement)
 
     def load(self, key: Key, part: Any) -> None:
-        if self.state is None:
-            super().load(key, part)
-        else:
-            self.state.load(key, part)
+        if self.state is not None:
+            self.state.load(key)
 
     def store(self, key: Key, part: Any) -> None:
         if self.state is not None:
             self.state.store(key, part)
+
+    def complete_pending(self) -> None:
+        self._file.sync()
 
     def absorb(self, optimizers: Iterable[Any], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
         if self.state is not None:
@@ -165,7 +160,6 @@ def open_store(
     options: Options,
     optimizers: Sequence[Any],
     ledger: Ledger,
-    still: Callable[[], AbstractContextManager[None]],
     log: logging.Logger,
 ) -> tuple[StateStore, int]:
     """Opens the state store of a run with a disk.
@@ -178,7 +172,6 @@ def open_store(
         options: the user's options.
         optimizers: the optimizers.
         ledger: host memory without the store.
-        still: a context in which no update is under way.
         log: the logger for messages to the user.
 
     Returns:
@@ -200,9 +193,8 @@ def open_store(
         streamer, below = run.engine, on_disk(run.placement)
         on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
         others = ledger.gradients + on_host + below.window
-        tier.place(
-            optimizers, streamer.updating.layer_of, still, others, elsewhere, below.weight_bytes + below.gradient_bytes
-        )
+        beside = below.weight_bytes + below.gradient_bytes
+        tier.place(optimizers, streamer.updating.layer_of, others, elsewhere, beside)
         nbytes = tier.placement.memory_bytes
     return store, run.group.gather(nbytes, "where optimizers' state is")[0]
 
@@ -334,7 +326,7 @@ def _place_in_files(
             "with ckpt_path= or SuperpipelineStrategy(load_weights_from=FILE)."
         )
     largest = max(layer.nbytes for layer in plan.layers if layer.name in files.places)
-    names = choose_in_files(files.sizes, files.others, room, STAGED * whole_pages(largest) + BOUNCE, host_memory)
+    names = choose_in_files(files.sizes, files.others, room, STAGED * whole_pages(largest), host_memory)
     if not names:
         return ONE_DEVICE
     stay, nbytes = {name: files.places[name] for name in names}, sum(files.sizes[name] for name in names)

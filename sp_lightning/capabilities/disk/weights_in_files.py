@@ -9,13 +9,11 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sp_lightning.capabilities.disk.direct_file import PIECE, THREADS, DirectFile, Transfer, aligned_memory, in_pieces
 from sp_lightning.capabilities.disk.mapped_file import page_out
 from sp_lightning.core.device.layout import PAGE, bytes_of, whole_pages
 from sp_lightning.core.device.pages import pages_in_memory, was_written
@@ -100,22 +97,17 @@ class Mappings:
         return FilePlace(path, offset + address - begin, identity)
 
 
-BOUNCE = THREADS * (PIECE + PAGE)
-"""Bytes of the buffers into which pages are read, before the bytes of weights are copied to their places."""
-
-
 class WeightReader:
-    """Reads weights past the page cache if the file system allows it.
+    """Reads weights from the user's files in a thread, and drops what it has read from the page cache.
 
-    The pages around a weight are read into a buffer, and the weight's bytes are copied to an aligned place: kernels compute other
-    last bits at other alignments. Files stay open, so that a new file of the same name changes nothing. A file's size and the
-    time of its last change are compared before and after each read.
+    Weights are copied to an aligned place: kernels compute other last bits at other alignments. They are read and not copied from
+    their mapping, where the end of a file that was truncated is a signal instead of an error. Files stay open, so that a new file
+    of the same name changes nothing. A file's size and the time of its last change are compared before and after each read.
     """
 
     def __init__(self) -> None:
-        self._files: dict[str, DirectFile] = {}
-        self._threads = ThreadPoolExecutor(THREADS, "superpipeline-weights")
-        self._bounce = threading.local()
+        self._descriptors: dict[str, int] = {}
+        self._thread = ThreadPoolExecutor(1, "superpipeline-weights")
 
     def open(self, place: FilePlace) -> None:
         """Opens the file of a place, if it is not open already.
@@ -123,56 +115,52 @@ class WeightReader:
         Raises:
             OSError: the file was changed since the place was found, or cannot be opened.
         """
-        if place.path not in self._files:
-            descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
-            self._files[place.path] = file = DirectFile(descriptor, place.path, _MESSAGES)
-            weakref.finalize(file, os.close, descriptor)
-            _refuse_changed(file, place)
+        if place.path not in self._descriptors:
+            self._descriptors[place.path] = descriptor = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, descriptor)
+            self._refuse_changed(place)
 
-    def read(self, places: Sequence[FilePlace], targets: Sequence[Tensor]) -> Transfer:
+    def read(self, places: Sequence[FilePlace], targets: Sequence[Tensor]) -> Future[None]:
         """Begins to read weights to flat ``uint8`` memory.
 
         Args:
             places: the places of the weights. :meth:`open` has opened their files.
             targets: the memory for each weight.
 
-        Raises:
-            OSError: a file was changed since the place was found.
+        Returns:
+            The read, whose errors are OSErrors.
         """
-        pieces = []
+        return self._thread.submit(self._read, places, targets)
+
+    def _read(self, places: Sequence[FilePlace], targets: Sequence[Tensor]) -> None:
         for place, target in zip(places, targets, strict=True):
-            file = self._files[place.path]
-            _refuse_changed(file, place)
-            pieces += in_pieces(self._threads, partial(self._read, file, place), place.offset, target)
-        return Transfer(pieces)
+            self._refuse_changed(place)
+            array: Any = target.numpy()
+            descriptor, done = self._descriptors[place.path], 0
+            while done < target.nbytes:
+                try:
+                    count = os.preadv(descriptor, [memoryview(array)[done:]], place.offset + done)
+                except OSError as error:
+                    raise OSError(error.errno, f"Weights could not be read: {error.strerror}", place.path) from error
+                if not count:
+                    missing = target.nbytes - done
+                    raise OSError(errno.EIO, f"This file of weights ends {missing} bytes too early", place.path)
+                done += count
+            self._refuse_changed(place)  # another program may have changed the file during the read
+            os.posix_fadvise(descriptor, place.offset, target.nbytes, os.POSIX_FADV_DONTNEED)
 
-    def _read(self, file: DirectFile, place: FilePlace, offset: int, target: Tensor) -> None:
-        """Reads one piece of a weight, through this thread's buffer."""
-        before = offset % PAGE
-        needed = before + target.nbytes
-        if not hasattr(self._bounce, "memory"):
-            self._bounce.memory = aligned_memory(PIECE + PAGE)
-        bounce: Tensor = self._bounce.memory
-        file.read(bounce[: whole_pages(needed)], offset - before, needed)
-        _refuse_changed(file, place)  # another program may have changed the file during the read
-        target.copy_(bounce[before:needed])
+    def _refuse_changed(self, place: FilePlace) -> None:
+        """Raises an error if another program has changed a file since a place in it was found.
 
-
-_MESSAGES = "Weights could not be read", "", "This file of weights", ""
-
-
-def _refuse_changed(file: DirectFile, place: FilePlace) -> None:
-    """Raises an error if another program has changed a file since a place in it was found.
-
-    Raises:
-        OSError: the size of the file, or the time of its last change, differs.
-    """
-    if identity_of(os.fstat(file.descriptor)) != place.identity:
-        raise OSError(
-            errno.ESTALE,
-            "This file of weights was changed while a run reads it. Run again, and write a new file beside it instead",
-            file.path,
-        )
+        Raises:
+            OSError: the size of the file, or the time of its last change, differs.
+        """
+        if identity_of(os.fstat(self._descriptors[place.path])) != place.identity:
+            raise OSError(
+                errno.ESTALE,
+                "This file of weights was changed while a run reads it. Run again, and write a new file beside it instead",
+                place.path,
+            )
 
 
 # ---------------------------------------------------------------------- the block of a layer
@@ -198,7 +186,7 @@ class FileBlock(HostBlock):
     """A block with memory for casts and for some weights. The other weights stay in the user's memory, mapped from files.
 
     User code finds ordinary parameters: the system reads the pages that user code touches, and copies pages that it writes. An
-    upload reads files past the page cache. A weight that was written is copied from memory.
+    upload reads files. A weight that was written is copied from memory.
 
     Args:
         layer, args, pin: as for :class:`~sp_lightning.core.store.block.HostBlock`. ``allocate`` is not called.
@@ -245,7 +233,7 @@ class FileBlock(HostBlock):
         with no_inference_mode():
             return self._mapped[index].reshape(-1).view(torch.uint8)
 
-    def read(self, memory: Tensor) -> Transfer:
+    def read(self, memory: Tensor) -> Future[None]:
         """Begins to read weights from files to memory of the block's size, each weight to its place."""
         indices = sorted(self.in_file)
         targets = [bytes_of(memory, self.planned.spans[index]) for index in indices]

@@ -13,7 +13,6 @@ from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.device.layout import lay_out, part, total_bytes, view
 from sp_lightning.core.device.lease import lend
-from sp_lightning.core.store.absent_tensor import AbsentTensor
 from sp_lightning.core.torch_compat.private import tree_leaves
 
 
@@ -107,14 +106,9 @@ def of_device(groups: Iterable[dict[str, Any]], state: dict[Any, Any], known: Co
             for name, value in dict.get(state, p, {}).items():
                 for leaf in tree_leaves(value):
                     counts = name == "step" and not counts_there and id(leaf) not in known
-                    if is_plain(leaf) and leaf.layout is torch.strided and id(leaf) not in seen and not counts:
+                    if type(leaf) is Tensor and leaf.layout is torch.strided and id(leaf) not in seen and not counts:
                         seen.add(id(leaf))
                         yield leaf
-
-
-def is_plain(leaf: Any) -> bool:
-    """Returns True for a plain tensor, or one whose values are elsewhere between two updates (:class:`AbsentTensor`)."""
-    return type(leaf) is Tensor or issubclass(type(leaf), AbsentTensor)
 
 
 def unshare(groups: Iterable[dict[str, Any]], state: dict[Any, Any], constants: Set[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.capabilities.gpu_steps.host_state import HostState, SeparateState, is_plain, of_device, unshare
+from sp_lightning.capabilities.gpu_steps.host_state import HostState, SeparateState, of_device, unshare
 from sp_lightning.capabilities.gpu_steps.twins import made_on, to_host
 from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.device.timeline import Kind
@@ -122,7 +122,7 @@ class StateExchange:
         def for_step(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and is_traceable_wrapper_subclass(leaf):  # quantised state, which is small
                 return leaf.to(self._device.device)
-            if is_plain(leaf) and id(leaf) not in uploaded:
+            if type(leaf) is Tensor and id(leaf) not in uploaded:
                 # It stays on the host, as on plain Lightning: a step counter, for example. A copy is stepped, so that a step that
                 # fails leaves the user's state unchanged. Later, `give_back` copies the new values to that state.
                 stay.append((leaf, leaf.clone()))

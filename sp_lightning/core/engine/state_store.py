@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from sp_lightning.core.engine.placement import Placement
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.plan.ledger import Ledger
-from sp_lightning.core.store.absent_tensor import AbsentTensor
-from sp_lightning.core.torch_compat.patched import state_of
 
 Key = tuple[StreamedLayer, Optimizer]
 """A layer, and the optimizer whose state of that layer is meant: several optimizers may update parameters of one layer."""
@@ -41,14 +39,16 @@ class StateStore:
         Raises:
             OSError: the state could not be read.
         """
-        state = state_of(part)
-        for parameter in [p for group in part.param_groups for p in group["params"]]:
-            for value in state.get(parameter, {}).values():
-                if issubclass(type(value), AbsentTensor):  # an earlier run has left the tensor on a disk
-                    value.load()
 
     def store(self, key: Key, part: Any) -> None:
         """Stores the state of a layer after its update. The arguments are those of :meth:`load`."""
+
+    def complete_pending(self) -> None:
+        """Waits until all writes of state are complete.
+
+        Raises:
+            OSError: a write failed.
+        """
 
     def absorb(self, optimizers: Iterable[Optimizer], layer_of: Callable[[nn.Parameter], StreamedLayer | None]) -> None:
         """Takes state that no update has made: the state of a checkpoint, or of an optimizer's own set-up.

@@ -12,9 +12,8 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -50,7 +49,6 @@ class BackgroundUpdates:
     ``wait_for_all``       all          yes     no     yes       by the next optimizer step; by a step that ends with its updates
     ``finish``             all          yes     yes    yes       before code reads weights or an optimizer's state: checkpoints,
                                                                  the end of training
-    ``still``              all          yes     yes    yes       while state on a disk is read, so that no update begins
     ``complete_pending``   all or some  yes     if all  yes      before code uses parameters whose updates are under way
     ``join``               all          no      yes    yes       before slots are freed; before a fork
     ``recover``            all          no      yes    yes       after an error, and at the end of the run
@@ -305,13 +303,6 @@ class BackgroundUpdates:
             return list(self._under_way)
         found = (self._layer_of.get(id(value)) for value in values)
         return list(dict.fromkeys(layer for layer in found if layer in self._under_way))
-
-    @contextmanager
-    def still(self) -> Iterator[None]:
-        """A context in which no update is under way: it calls :meth:`finish`, and other threads cannot submit updates."""
-        with self._lock:
-            self.finish()
-            yield
 
     def join(self) -> None:
         """Waits for all updates, and lands all layers, without raising the updates' errors."""

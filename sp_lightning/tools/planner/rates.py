@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import TemporaryFile
 from time import perf_counter
 from typing import Any
 
@@ -23,8 +22,6 @@ OF_DEVICE = ("tflops", "device_bandwidth", "pcie")
 ADAMW_BYTES = 28
 """Bytes that a step of AdamW with float32 state reads (4 tensors) and writes (3) for each parameter."""
 _SHARES = 7  # each timed measurement (at most six) gets this fraction of the seconds
-# The messages of a DirectFile.
-_SAID = ("The drive cannot be read", "The drive cannot be written", "The file", ": name another folder with --disk")
 
 
 def measure_rates(device: Device | None, seconds: float, disk: Path | None = None) -> dict[str, Any]:
@@ -128,21 +125,22 @@ def adamw_seconds(count: int, seconds: float, *, fused: bool | None, dtype: torc
 
 
 def disk_bytes(folder: Path, nbytes: int) -> float:
-    """Returns the bytes per second of a drive: those of the slower one of reads and writes, past the page cache if possible.
+    """Returns the bytes per second with which a run writes mapped memory to a drive, or reads it back, whichever is slower.
 
     Raises:
-        OSError: the folder is not writable.
+        OSError: the folder can have no mapped file, or the drive failed.
     """
     with needed_for("--disk"):
-        from sp_lightning.capabilities.disk.direct_file import DirectFile
-    memory = Device(torch.device("cpu")).host_empty(nbytes)[:nbytes].fill_(1)
-    with TemporaryFile(dir=folder) as file:
-        drive = DirectFile(file.fileno(), str(folder), _SAID)
-        seconds = []
-        for move in (drive.write, drive.read):
-            begun = perf_counter()
-            move(memory, 0)
-            seconds.append(perf_counter() - begun)
+        from sp_lightning.capabilities.disk.mapped_file import MappedFile
+    file = MappedFile(folder)
+    memory = file.allocate(nbytes, pin=False)
+    memory.renew()
+    memory.common.fill_(1)
+    seconds = []
+    for move in (file.leave, memory.use):
+        begun = perf_counter()
+        move()
+        seconds.append(perf_counter() - begun)
     return nbytes / max(seconds)
 
 
