@@ -8,7 +8,6 @@ import os
 import re
 from contextlib import nullcontext
 from datetime import timedelta
-from time import monotonic
 from typing import Any
 from unittest import mock
 
@@ -193,11 +192,10 @@ WITHOUT = {
 @pytest.mark.long("waits until processes have ended; the first tier has what ranks compare")
 @pytest.mark.parametrize("what", some(WITHOUT, "support", "a map", why="the status is another piece of memory"))
 def test_memory_that_cannot_be_shared(what: str, tmp_path: Any) -> None:
-    began = monotonic()
+    """No rank waits for half an hour: ``outcomes`` would raise an error before."""
     errors = [error for error, _ in start(2, train_without, what, str(tmp_path)).outcomes()]
     assert all(errors), errors
     assert any(all(each in str(error) for each in WITHOUT[what]) for error in errors), errors
-    assert monotonic() - began < 50, "a rank has waited for its patience to end"
 
 
 @pytest.mark.long("waits for a process in vain")

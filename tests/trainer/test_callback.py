@@ -54,7 +54,7 @@ def test_the_log_of_a_default_run_is_one_line(heard: Any) -> None:
     trainer.validate(module, loader(tokens()), verbose=False)
     trainer.predict(module, loader(tokens()))
     assert heard()[3:] == [
-        "Superpipeline: 22 layers, k = 1, k' = 1: weights take 62.5 KiB of a GPU's memory, plain Lightning 621.1 KiB."
+        "Superpipeline: 22 layers, k = 1, k' = 1: weights take 0.0611 MiB of a GPU's memory, plain Lightning 0.607 MiB."
     ]
 
 

@@ -328,7 +328,7 @@ def test_a_handler_saves_at_random_moments(name: str, tmp_path: Path, plain: dic
     assert at_random_moments(0, name, tmp_path, plain)
 
 
-@pytest.mark.long("a thousand runs")
+@pytest.mark.hours("a thousand runs")
 def test_a_handler_saves_at_many_random_moments(tmp_path: Path, plain: dict[int, Any]) -> None:
     runs = itertools.islice(itertools.product(range(1000), OPTIONS), 1000)
     assert sum(at_random_moments(seed, name, tmp_path, plain) for seed, name in runs) > 1000
