@@ -325,6 +325,9 @@ class SimDevice(Device):
         with self.engine():
             return tensor.clone()
 
+    def compute_stream(self) -> int:
+        return list(Stream).index(self.stream)
+
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         self._run(self.record(stream))  # code inside runs at once, so work issued to the stream before has to run first
