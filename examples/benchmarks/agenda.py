@@ -124,6 +124,8 @@ PREDICTION = ("plain", "superpipeline-2:1", "accelerate", "diffusers")
 PAIR = ("plain", "superpipeline-2:1")
 DIAL = ("plain", *(f"superpipeline-{k}:{k_prime}" for k in (1, 2, 4) for k_prime in (1, 2)))
 """The table of k and k'. No GPU has run it yet."""
+PREDICTION_DIAL = (*DIAL, *PREDICTION[2:])
+FLASH = ("plain-flash", "recompute-flash")
 ACTIVATIONS = (
     "plain", "superpipeline-2:1-keep", "superpipeline-2:1-recompute", "superpipeline-2:1-offload",
     "superpipeline-2:1-auto", "plain-recompute", "plain-offload",
@@ -153,6 +155,11 @@ def train(family: str, size: str, items: int, precision: str = "bf16-mixed", ste
     return Workload("train", family, size, precision, items, 4096, checkpointing=True, steps=steps)
 
 
+def predict(family: str, size: str, items: int) -> Workload:
+    """A few batches, weights in 16 bits."""
+    return Workload("predict", family, size, "bf16-true", items, 4096, steps=12)
+
+
 def first_call() -> Agenda:
     """What a first call has to give, as if no second one came: is it exact, and how fast are ordinary programs."""
     runs = ("plain", "clipped", "clipped by value", "accumulated, clipped")
@@ -166,9 +173,9 @@ def first_call() -> Agenda:
         for run in ("plain", "clipped", "accumulated, clipped")
         for precision in ("bf16-mixed", "bf16-true")
     ]
-    everyday = ("plain", "default", "default-clipped", "default-hooked", "stay")
+    everyday = ("plain", "default", "plain-clipped", "default-clipped")
     return [
-        Contest(train("llm", "1.5B", 16384), everyday, 32),
+        Contest(train("llm", "1.5B", 16384), (*everyday, "default-hooked"), 32),
         Contest(train("llm", "8B", 16384, "bf16-true", steps=6), everyday, 42),
         Module("gpu_bits", ("--seconds", "25", "--rounds", "8"), 45, folders=("capabilities/kernels",)),
         Tests("AdamW", tuple(exact), 45),
@@ -178,7 +185,8 @@ def first_call() -> Agenda:
 def now() -> Agenda:
     """The one list of a GPU: :func:`first_call`, then what has no row yet. What has one is left out (:func:`is_done`).
 
-    First what users do that no GPU has run, then all other tests, then figures that help to choose defaults, then rivals, then
+    First the tables of k and k', with all memory of the device, for three families in training and in prediction (there beside
+    accelerate and diffusers). Then layers that stay, flash-attn, all other tests, figures that help to choose defaults, rivals,
     smaller cards and larger models. 24 GiB with 64k tokens are as in RoundPipe (arXiv 2604.27085), full fine-tuning on an RTX
     4090: Qwen3-1.7B 8,881 and Llama-3.1-8B 3,142 tokens/s. 7B with 64k are as in MegaTrain on one H100: Qwen2.5-7B 272 TFLOPS.
     """
@@ -194,16 +202,20 @@ def now() -> Agenda:
     return [
         *first_call(),
         Contest(small, DIAL, 32),
-        Contest(train("vision", "giant", 64), DIAL, 40),
+        Contest(predict("llm", "7B", 8192), PREDICTION_DIAL, 40),
         Contest(train("vlm", "7B", 8192, "bf16-true", steps=6), DIAL, 45),
-        Contest(Workload("predict", "llm", "7B", "bf16-true", 8192, 4096, steps=12), (*DIAL, *PREDICTION[2:]), 40),
+        Contest(predict("vlm", "7B", 8192), PREDICTION_DIAL, 40),
+        Contest(train("vision", "giant", 64), DIAL, 40),
+        Contest(predict("vision", "giant", 64), PREDICTION_DIAL, 25),
+        Contest(small, ("plain", "stay", "plain-clipped", "stay-clipped"), 32),
+        Contest(train("llm", "8B", 16384, "bf16-true", steps=6), ("plain", "stay"), 42),
+        Contest(Workload("train", "llm", "1.5B", "bf16-true", 16384, 4096), FLASH, 32),
         Tests("everyday", ("test_compiled_blocks.py", "test_everyday.py"), 60),
         Tests("quantised", ("test_models.py::test_torchao", "test_models.py::test_bitsandbytes"), 40, QUANTISERS),
         Tests("all", tuple(others), 240),
         Module("first_light", (), 90),
         Contest(small, tuple(f"superpipeline-{k}:1-backward" for k in (1, 2, 4, 99)), 32),
         Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "capabilities/tuning")),
-        Contest(small, ("plain", "plain-clipped", "stay-clipped"), 32),
         Contest(small, ("plain-compiled", "default-compiled"), 60),
         Module("limits", ("--seconds", "16", "--rates", "{out}/rates.json"), 30),
         Module("beside_plan", ("--size", "1.5B", "--tokens", "16384", "--length", "4096", "--seconds", "4"), 75),
@@ -250,6 +262,7 @@ def pretended() -> Agenda:
         Module("beside_plan", ("--tokens", "64", "--seconds", "0.1"), 200),
         Module("limits", ("--seconds", "0.4", "--rates", "{out}/rates.json"), 200),
         Contest(workload, ("deepspeed", "superpipeline-2:1"), 200),
+        Module("each_contestant", (), 400),
         Module("foresight", ("--tokens", "64", "--windows", "1:1", "2:1", "--seconds", "0.1"), 200),
     ]
 

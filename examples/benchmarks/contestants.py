@@ -44,6 +44,7 @@ class Contestant:
         checkpointing: it computes activations again in backward, where the workload does not say so for all.
         compiled: each block is compiled (``block.compile()``).
         clips: gradients are clipped to this norm; None if they are not.
+        attention: a name of transformers' for how attention is computed; None for its default.
     """
 
     name: str = "plain"
@@ -57,6 +58,7 @@ class Contestant:
     checkpointing: bool = False
     compiled: bool = False
     clips: float | None = None
+    attention: str | None = None
 
     def module(self, net: nn.Module, workload: Workload) -> Task:
         """The LightningModule around the network."""
@@ -152,6 +154,13 @@ class Staying(Ordinary):
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
         return {"strategy": SuperpipelineStrategy(gpu_layers="auto")}
+
+
+class Recomputing(Ordinary):
+    """The same with all activations computed again in backward."""
+
+    def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
+        return {"strategy": SuperpipelineStrategy(activations="recompute")}
 
 
 class Fsdp(Contestant):
@@ -295,6 +304,7 @@ def _rival(kind: Callable[..., Contestant], name: str, label: str, copies: float
 
 
 _OURS = {"train": TRAINING}
+_FLASH: dict[str, Any] = {"distributions": ("flash-attn",), "device": "cuda", "attention": "flash_attention_2"}
 ORDINARY: tuple[Contestant, ...] = (
     Contestant("plain-clipped", "plain Lightning, clipped", {"train": 1.0}, clips=1.0),
     Contestant("plain-compiled", "plain Lightning, compiled blocks", {"train": 1.0}, compiled=True),
@@ -303,6 +313,10 @@ ORDINARY: tuple[Contestant, ...] = (
     Ordinary("default-hooked", "superpipeline, README's snippet, a hook", _OURS, updates_on_host=True, task=WithHook),
     Staying("stay", 'superpipeline, gpu_layers="auto"', _OURS, updates_on_host=True),
     Staying("stay-clipped", 'superpipeline, gpu_layers="auto", clipped', _OURS, updates_on_host=True, clips=1.0),
+    Contestant("plain-flash", "plain, checkpointing, flash-attn", {"train": 1.0}, checkpointing=True, **_FLASH),
+    Recomputing(
+        "recompute-flash", "superpipeline, activations recomputed, flash-attn", _OURS, updates_on_host=True, **_FLASH
+    ),
     Ordinary(
         "default-compiled",
         "superpipeline, README's snippet, compiled blocks",

@@ -31,6 +31,8 @@ def measure(workload: Workload, contestant: Contestant, *, seconds: float) -> Ro
     clock = meter.Clock(WARM_UP, seconds)
     built = dataclasses.replace(workload, checkpointing=workload.checkpointing or contestant.checkpointing)
     net, batches = build_net(built), build_batches(workload, clock.is_over)
+    if contestant.attention is not None:
+        net.model.set_attn_implementation(contestant.attention)  # type: ignore[operator,union-attr]
     if isinstance(contestant, Bare):
         read = _bare(workload, contestant, net, batches, clock)
     else:

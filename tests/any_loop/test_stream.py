@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -274,8 +275,12 @@ def test_orders(order: Any, overlap: Any) -> None:
 
 
 @pytest.mark.rest("takes tenths of a second")
-def test_two_streams_in_one_backward() -> None:
-    """The generator's loss goes through the discriminator, which another optimizer and another stream has."""
+@pytest.mark.parametrize("device", [nullcontext, partial(simulated, shared=True)], ids=["cpu", "simulated"])
+def test_two_streams_in_one_backward(device: Any) -> None:
+    """The generator's loss goes through the discriminator, which another optimizer and another stream has.
+
+    On a GPU, both have its upload stream, and no wait was made for that.
+    """
 
     def train(streamed: Any) -> list[Any]:
         nets = [Stack(3), Stack(3)]
@@ -290,7 +295,8 @@ def test_two_streams_in_one_backward() -> None:
                 ours.zero_grad()
         return [dict(net.state_dict()) for net in nets]
 
-    compare(train)
+    with device():
+        compare(train)
 
 
 @pytest.mark.parametrize("overlap", first(["off", "forward"], "off", why="other updates"))

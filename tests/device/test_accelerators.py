@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.core.device.accelerator import Accelerator, generator_states, present_device, set_generator_states
+from sp_lightning.core.device.accelerator import (
+    Accelerator,
+    _side_stream,
+    generator_states,
+    present_device,
+    set_generator_states,
+)
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 
@@ -38,10 +46,18 @@ class Allocator:
         return memory
 
 
-def accelerator(kind: str) -> Accelerator:
+def accelerator(kind: str, index: int = 0) -> Accelerator:
     """The seam of an accelerator: without streams, which it would make at once."""
-    with mock.patch("torch.Stream"):
-        return Accelerator(torch.device(kind, 0))
+    with streams_of(mock.MagicMock):
+        return Accelerator(torch.device(kind, index))
+
+
+@contextmanager
+def streams_of(kind: Any) -> Iterator[None]:
+    """Streams are of another class inside. Streams of the class stay with nobody, as this process may have a GPU."""
+    made = functools.cache(_side_stream.__wrapped__)
+    with mock.patch("sp_lightning.core.device.accelerator._side_stream", made), mock.patch("torch.Stream", kind):
+        yield
 
 
 @pytest.fixture
@@ -102,8 +118,7 @@ class Runtime:
 def test_memory_is_registered_with_the_device_of_the_run_in_any_thread() -> None:
     """A thread begins with the first device: registering there made a context on a GPU that the run does not use."""
     runtime = Runtime()
-    with mock.patch("torch.Stream"):
-        device = Accelerator(torch.device("cuda", 1))
+    device = accelerator("cuda", 1)
     with (
         mock.patch("torch.cuda.cudart", return_value=runtime),
         mock.patch("torch.cuda.device", runtime.device),
@@ -188,6 +203,32 @@ def test_the_host_waits_without_spinning(xpu: Accelerator, monkeypatch: pytest.M
     xpu.synchronize(event, Wait.APPLY_AFTER_DRAIN)
     assert pauses == [20e-6, 40e-6, 80e-6, 160e-6, 200e-6, 200e-6]
     event.synchronize.assert_called_once()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of Ctrl-C. A process that was started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_wait_for_an_event_that_never_happens_can_be_interrupted(xpu: Accelerator) -> None:
+    """Signals reach a thread only when it runs Python code."""
+    looks = 0
+
+    def query() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    blocked = mock.Mock(side_effect=AssertionError)
+    with pytest.raises(KeyboardInterrupt):
+        xpu.synchronize(mock.Mock(query=query, synchronize=blocked), Wait.APPLY_AFTER_DRAIN)
+    assert looks == 3
 
 
 @pytest.mark.parametrize(("fraction", "free"), [(1.0, 600 + 300 - 100), (0.5, 500 - 100), (0.2, 200 - 100)])
@@ -289,13 +330,32 @@ class EnteredOnce:
 
 def test_a_stream_may_be_entered_within_itself() -> None:
     """Nothing here does so on purpose, but two threads, or a copy that a collective makes, may at any time."""
-    with mock.patch("torch.Stream", EnteredOnce):
+    with streams_of(EnteredOnce):
         device = Accelerator(torch.device("xpu", 0))
         target = torch.zeros(2)
         with device.on(Stream.UPLOAD) as outer, device.on(Stream.UPLOAD) as inner:
             device.copy([target], [torch.ones(2)], Stream.UPLOAD)
         assert outer.stream_id == inner.stream_id == device._stream(Stream.UPLOAD).stream_id
     assert target.tolist() == [1, 1]
+
+
+def test_engines_on_one_device_share_its_streams() -> None:
+    """After some ten runs in one process, torch gave two kinds of copies one stream: it has 32 of them."""
+    made = list[int]()
+
+    def make(device: torch.device) -> mock.Mock:
+        made.append(device.index)
+        return mock.Mock()
+
+    with streams_of(make):
+        (one, other), third = (
+            [Accelerator(torch.device("xpu", 0)) for _ in range(2)],
+            Accelerator(torch.device("xpu", 1)),
+        )
+    sides = [stream for stream in Stream if stream not in (Stream.COMPUTE, Stream.UPDATE)]
+    assert all(one._stream(side) is other._stream(side) is not third._stream(side) for side in sides)
+    assert len({id(one._stream(side)) for side in sides}) == len(sides)
+    assert sorted(made) == [0] * len(sides) + [1] * len(sides)
 
 
 def test_the_present_device_has_its_index(monkeypatch: pytest.MonkeyPatch) -> None:

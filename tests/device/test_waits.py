@@ -27,7 +27,6 @@ where a device waits for more than the simulation: the two that are not are list
 | CLOSE_AFTER_STORE | a last forward without a backward |
 | DROP_AFTER_DRAIN | a hook that raises while gradients are applied |
 | UNPIN_AFTER_COPY | residents alone, in a prediction whose results nobody reads |
-| SHARE_AFTER_BRING, BRING_AFTER_SHARE | trials that share a base: sharing/test_waits.py |
 | REDUCE_AFTER_GRADIENT, DRAIN_AFTER_REDUCE | several devices: test_rank_waits.py |
 """
 
@@ -48,7 +47,7 @@ from sp_lightning.registry import is_installed
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated
 from tests.support.tiers import first
-from tests.support.wait_scenarios import IMPLIED, OF_RANKS, OF_TRIALS, SCENARIOS, left_out
+from tests.support.wait_scenarios import IMPLIED, OF_RANKS, SCENARIOS, left_out
 
 
 @pytest.mark.long("takes a second or more")
@@ -58,7 +57,7 @@ from tests.support.wait_scenarios import IMPLIED, OF_RANKS, OF_TRIALS, SCENARIOS
 @pytest.mark.parametrize(
     "wait",
     first(
-        [wait for wait in Wait if wait not in OF_RANKS + OF_TRIALS],
+        [wait for wait in Wait if wait not in OF_RANKS],
         *(Wait.USE_AFTER_FETCH, Wait.FETCH_AFTER_USE, Wait.DRAIN_AFTER_GRADIENT, Wait.READ_AFTER_UPDATE),
         why="each is left out once; four show that races are seen",
     ),

@@ -215,3 +215,43 @@ def test_no_device_memory_outlives_the_engine() -> None:
     assert len(device.device_ranges) >= 3
     assert all(storage.expired() for *_, storage in device.device_ranges)
     assert not all(storage.expired() for *_, storage in device.host_ranges), "the parameters still live there"
+
+
+class Ordered(nn.Module):
+    """Seven layers, of which each batch uses some, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(7))
+        self.order = list(range(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("before", "order", "late"),
+    [([0, 4, 6], [0, 1, 2, 3, 5], 6), ([1, 2, 4], [0, 3, 4, 5, 6], 2), ([*range(7)], [1, 3, 2, 4, 5, 6], 0)],
+    ids=["others", "fewer", "swapped"],
+)
+def test_unexpected_layers_evict_one_another(before: list[int], order: list[int], late: int, training: bool) -> None:
+    """Each evicted the layer that was expected next, which was prefetched again at once: up to ten times in a batch."""
+    net = Ordered()
+
+    def run() -> None:
+        output = net(torch.ones(1, 4))
+        if training:
+            output.sum().backward()
+
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+        net.order = before
+        step(streamer, run, training=training)
+        net.order = order
+        with events() as happened:
+            step(streamer, run, training=training)
+    uploads = [int(each.removeprefix("fetch ")) for each in happened if each.startswith("fetch ")]
+    assert uploads.count(late) <= (3 if training else 1)
+    assert max(map(uploads.count, order)) <= (3 if training else 2)

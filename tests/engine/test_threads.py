@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sp_lightning.core.device.device import Device
+from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.engine import graph
 from sp_lightning.core.engine.step import Step
 from sp_lightning.core.layers.gradients import Gradients
@@ -20,6 +20,7 @@ from tests.support.engine import step, streamed
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit, superpipeline
 from tests.support.simdevice import simulated
+from tests.support.tables import Text, numbers
 from tests.support.tiers import first
 
 
@@ -185,9 +186,49 @@ def test_another_runs_thread_waits_for_no_lock_of_this_one() -> None:
         scope.reset(token)
 
 
-def test_layers_of_one_step_on_two_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def call(net: Any, x: Tensor) -> Any:
+    return net.blocks[0](x)
+
+
+def operation(net: Any, x: Tensor) -> Any:
+    return linear(x, net.blocks[0].inner.weight)
+
+
+def look_up(net: Any, x: Tensor) -> Any:
+    return net.table(torch.tensor([[3]]))
+
+
+def read_data(net: Any, x: Tensor) -> Any:
+    return net.blocks[0].inner.weight.data
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        (call, "net.blocks.0"),
+        (operation, "net.blocks.0.inner.weight"),
+        (look_up, "net.table"),
+        (read_data, "net.blocks.0.inner.weight"),
+    ],
+)
+def test_uses_in_one_step_on_two_streams_are_refused(use: Any, name: str, precision: Any) -> None:
     """The second stream waited for no upload, and the slot was free before it had read the weights."""
-    streams = iter([1, 1, 2])
-    monkeypatch.setattr(Device, "compute_stream", lambda device: next(streams))
-    with pytest.raises(RuntimeError, match="called on another CUDA stream"):
-        fit(lambda: Module(Stack()), vectors(1), superpipeline(k=1))
+
+    class OnTwo(Module):
+        def loss(self, batch: Tensor) -> Tensor:
+            first = self.net(batch)
+            with devices[0].on(Stream.REDUCE):
+                use(self.net, first)
+            return first.square().mean()
+
+    with simulated() as devices, pytest.raises(RuntimeError, match=f"'{name}' is used on another CUDA stream"):
+        fit(lambda: OnTwo(Text()), numbers(1), superpipeline(k=1), precision=precision)
+
+
+def test_each_step_may_be_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, (batch,) = Text(), numbers(1)
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+        for number, use in enumerate([call, operation, look_up, read_data] * 2):
+            monkeypatch.setattr(Device, "compute_stream", lambda device, number=number: number)
+            step(streamer, lambda use=use: (use(net, torch.ones(1, 16)), net(batch).sum().backward()))

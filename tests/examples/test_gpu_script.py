@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from examples.benchmarks import __main__ as everything
-from examples.benchmarks import agenda, contest, contestants, first_light, measure, rows
+from examples.benchmarks import agenda, each_contestant, first_light, rows
+from examples.benchmarks.workloads import Workload
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack, vectors
+from tests.support.tiers import some
 
 
 @pytest.fixture
@@ -82,7 +84,9 @@ def test_the_first_call_is_first_and_fits(
     assert ended.value.code == (most < 540)
     order = [line[16:] for line in capsys.readouterr().out.splitlines()[2:]]
     assert [each.startswith(name) for each, name in zip(order, FIRST, strict=False)] == [True] * 4
-    assert order[9:12] == ["everyday", "quantised", "all"]
+    tables = ["train llm 1.5B", "predict llm 7B", "train vlm 7B", "predict vlm 7B", "train vision", "predict vision"]
+    rest = ["train llm 1.5B", "train llm 8B", "train llm 1.5B", "everyday", "quantised", "all"]
+    assert [each.startswith(name) for each, name in zip(order[5:], [*tables, *rest], strict=False)] == [True] * 12
 
 
 @pytest.mark.long("a process that collects tests")
@@ -293,24 +297,51 @@ def test_a_list_runs_through_on_a_cpu() -> None:
     assert not Path("/nowhere").exists()
 
 
-CONTESTS = [item for item in agenda.now() if isinstance(item, agenda.Contest)]
 # Numbers of threads differ in a number alone. To compile takes longest. FSDP2 would start a process group here.
 LEFT_OUT = re.compile(r"fsdp|.*(threads|compiled)")
-OTHERS = {name: item.workload for item in reversed(CONTESTS) for name in item.contestants if not LEFT_OUT.match(name)}
+PAIRS = [pair for pair in each_contestant.pairs() if not LEFT_OUT.match(pair[1])]
+ONCE = [*{name: (workload, name) for workload, name in reversed(PAIRS)}.values()]
 
 
 @pytest.mark.rest("networks that train")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="those of other libraries need more memory there")
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_contestant_of_the_list_runs_on_a_cpu(name: str) -> None:
+@pytest.mark.parametrize(
+    ("workload", "name"),
+    some(PAIRS, *ONCE, why="the same with other models"),
+    ids=lambda each: each if isinstance(each, str) else f"{each.task}-{each.family}",
+)
+def test_every_contestant_of_the_list_runs_on_a_cpu(workload: Workload, name: str) -> None:
     """Lightning refused one of them: it does not clip fused optimizers in mixed precision."""
-    workload = replace(OTHERS[name], size="tiny", precision="bf16-mixed", items=8, length=4, steps=3)
-    contestant = contestants.by_name(name)
-    row = contest.obstacle(workload, contestant, contest.Limits())
-    if row is None:
-        row = measure.measure(workload, contestant, seconds=0.01)
-    needs_more = row["status"] == "missing" or "needs a CUDA device" in row.get("error", "")
-    assert needs_more or row["status"] == "ok", row
+    row = each_contestant.run(workload, name)
+    assert each_contestant.works(row), row
+
+
+def test_the_list_tables_every_family_in_training_and_prediction() -> None:
+    """Those of prediction were missing for vision and for images with text."""
+    windows = {name for name in agenda.DIAL if name != "plain"}
+    found = {
+        (item.workload.task, item.workload.family)
+        for item in agenda.now()
+        if isinstance(item, agenda.Contest) and windows <= {*item.contestants}
+    }
+    assert found == {(task, family) for task in ("train", "predict") for family in ("llm", "vlm", "vision")}
+
+
+@pytest.mark.parametrize("failing", [None, "superpipeline-2:1"])
+def test_a_contestant_that_fails_fails_the_list(
+    failing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def run(workload: Workload, name: str) -> rows.Row:
+        if name == failing:
+            raise ValueError("it cannot clip")
+        return {"status": "missing", "error": "not installed"}
+
+    monkeypatch.setattr(each_contestant, "run", run)
+    monkeypatch.setattr(each_contestant, "pairs", lambda: [*ONCE[:2], (WORKLOAD, "superpipeline-2:1")])
+    assert each_contestant.main(["--out", f"{tmp_path}/"]) == (failing is None)
+    said = capsys.readouterr().out
+    assert ("failed: ValueError: it cannot clip" in said) == (failing is not None)
+    assert len(rows.read(tmp_path / "rows.jsonl")) == 3
 
 
 @pytest.mark.parametrize("failing", [0, 2])

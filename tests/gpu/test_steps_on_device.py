@@ -108,7 +108,7 @@ def test_layers_of_one_step_on_two_streams_are_refused() -> None:
                 self.net(batch)
             return super().loss(batch)
 
-    with pytest.raises(RuntimeError, match="called on another CUDA stream"):
+    with pytest.raises(RuntimeError, match="used on another CUDA stream"):
         assert_plains(lambda: OnTwo(Stack()), vectors(), "off")
 
 

@@ -1,14 +1,12 @@
-"""The order between trials on a device whose copies come as late as they may, and whose uploads have a stream for each trial."""
+"""The order between trials on one device, whose copies come as late as they may."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,53 +17,18 @@ from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.experimental.sharing.common import SharedLayers
-from tests.support.runs import Outcome, assert_same
-from tests.support.simdevice import Race, SimDevice
+from tests.support.runs import assert_same
+from tests.support.simdevice import Race, SimDevice, simulated
 from tests.support.trials import RATES, learn
-from tests.support.wait_scenarios import OF_TRIALS, left_out
-
-UPLOADS = (Stream.UPLOAD, Stream.REDUCE)  # ranks alone have the second one
-
-
-class OfTrial:
-    """One simulated device as a trial has it, whose uploads are another stream of it than the other trial's."""
-
-    def __init__(self, device: SimDevice, uploads: Stream) -> None:
-        self._device = device
-        self._uploads = uploads
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("upload_target", "send"):  # which say by themselves what stream it is
-            return partial(getattr(SimDevice, name), self)
-        found = getattr(self._device, name)
-        if name not in ("copy", "record", "wait", "on", "access", "mark"):
-            return found
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return found(*(self._uploads if each is Stream.UPLOAD else each for each in args), **kwargs)
-
-        return call
-
-
-@contextmanager
-def one_device(omit: Wait | None = None) -> Iterator[SimDevice]:
-    """Two trials inside run on one simulated device."""
-    device, uploads = SimDevice(torch.device("cpu"), omit), iter(UPLOADS)
-
-    def make(_: torch.device) -> OfTrial:
-        return OfTrial(device, next(uploads))
-
-    with mock.patch("sp_lightning.trainer.run.device_for", make):
-        yield device
 
 
 @pytest.mark.long("takes a second or more")
 def test_the_device_has_nothing_of_the_base_once_all_trials_are_over() -> None:
-    with one_device() as device:
+    with simulated(watch=False, shared=True) as made:
         base = SharedBase(layers=1)
         base.map(learn, RATES[:2])
         gc.collect()
-        assert device.in_use == 0
+        assert made[0].in_use == 0
     assert base.fetched_bytes
 
 
@@ -98,7 +61,7 @@ def test_all_that_a_trial_copies_is_page_locked(options: dict[str, Any], monkeyp
         return pin(self, memory)
 
     def copying(self: SimDevice, target: Tensor, source: Tensor, stream: Stream) -> None:
-        host = source if stream in UPLOADS else target
+        host = source if stream is Stream.UPLOAD else target
         begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
         if not self.has(host) and not any(first <= begin and end <= last for first, last in locked):
             other.append(host.nbytes)
@@ -106,7 +69,7 @@ def test_all_that_a_trial_copies_is_page_locked(options: dict[str, Any], monkeyp
 
     monkeypatch.setattr(SimDevice, "pin", pinning)
     monkeypatch.setattr(SimDevice, "_copy", copying)
-    with one_device():
+    with simulated(watch=False, shared=True):
         SharedBase(layers=1).map(partial(learn, recorded="nothing", **options), RATES[:2])
     assert not other
 
@@ -126,39 +89,10 @@ def test_memory_is_given_back_after_the_copies_to_it(larger: bool, omit: Wait | 
         give_back()
 
 
-@pytest.mark.parametrize("omit", [None, Wait.BRING_AFTER_SHARE])
-def test_a_layer_comes_after_one_that_nobody_has_copied(omit: Wait | None) -> None:
-    """A trial that was interrupted between the two had brought it; the next trial's uploads have a stream of their own."""
-    plan = make_plan(find_layers(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), k=1, k_prime=1, training=True)
-    simulated, common = SimDevice(torch.device("cpu"), omit), SharedLayers(1)
-    one, other = (OfTrial(simulated, uploads) for uploads in UPLOADS)
-    first, second = (common.layer(planned, 1, simulated, pin=False) for planned in plan.layers)
-    common.bring(first, one)  # type: ignore[arg-type]
-    race = pytest.raises(Race, match=r"copied to by .* is not ordered after copied to")
-    with nullcontext() if omit is None else race:
-        common.bring(second, other)  # type: ignore[arg-type]
-
-
-def assert_all_same(ours: list[Outcome], alone: list[Outcome]) -> None:
-    for outcome, its in zip(ours, alone, strict=True):
-        assert_same(outcome, its)
-
-
-def run() -> list[Outcome]:
-    return SharedBase(layers=1).map(learn, RATES[:2])
-
-
 @pytest.mark.rest("takes tenths of a second")
 def test_late_copies_change_nothing() -> None:
-    with one_device() as device:
-        ours = run()
-    assert set(OF_TRIALS) <= set(device.waits)
-    assert_all_same(ours, [learn(rate) for rate in RATES[:2]])
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("wait", OF_TRIALS, ids=lambda wait: wait.name)
-def test_every_wait_between_trials_is_needed(wait: Wait) -> None:
-    alone = [learn(rate) for rate in RATES[:2]]
-    with left_out(), pytest.raises((Race, AssertionError)), one_device(wait):
-        assert_all_same(run(), alone)
+    with simulated(watch=False, shared=True) as made:
+        ours = SharedBase(layers=1).map(learn, RATES[:2])
+    assert len(made) == 1
+    for outcome, rate in zip(ours, RATES[:2], strict=True):
+        assert_same(outcome, learn(rate))

@@ -20,7 +20,7 @@ from torch import Tensor
 from sp_lightning.core.device.accelerator import Accelerator
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.torch_compat.modes import no_inference_mode
-from tests.support.wait_scenarios import IMPLIED, OF_RANKS, OF_TRIALS
+from tests.support.wait_scenarios import IMPLIED, OF_RANKS
 
 Slow = Literal["copies", "compute"]
 REGIMES: tuple[Slow, ...] = ("copies", "compute")
@@ -134,5 +134,5 @@ NOT_SEEN = {
 }
 """Waits whose omission no result can show, and why; the clocks of the simulated device show it."""
 
-SEEN = [wait for wait in Wait if wait not in NOT_SEEN and wait not in OF_RANKS + OF_TRIALS]
+SEEN = [wait for wait in Wait if wait not in NOT_SEEN and wait not in OF_RANKS]
 """Waits of one device whose omission a result shows. Those of several ranks have no scenario on one device."""

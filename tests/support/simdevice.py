@@ -325,6 +325,9 @@ class SimDevice(Device):
         with self.engine():
             return tensor.clone()
 
+    def compute_stream(self) -> int:
+        return list(Stream).index(self.stream)
+
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         self._run(self.record(stream))  # code inside runs at once, so work issued to the stream before has to run first
@@ -698,7 +701,12 @@ def _shapes(tensors: list[Tensor]) -> list[tuple[int, ...]]:
 
 @contextmanager
 def simulated(
-    omit: Wait | None = None, *, watch: bool = True, capacity: int | None = None, unrepeatable: bool = False
+    omit: Wait | None = None,
+    *,
+    watch: bool = True,
+    capacity: int | None = None,
+    unrepeatable: bool = False,
+    shared: bool = False,
 ) -> Iterator[list[SimDevice]]:
     """A context in which every strategy runs on a simulated device.
 
@@ -707,6 +715,7 @@ def simulated(
         watch: True to record the accesses of the model's operators.
         capacity: see :class:`SimDevice`.
         unrepeatable: see :class:`Watch`. Plain Lightning differs from itself then.
+        shared: True if all strategies have one device, as those on one GPU have its streams in common.
 
     Yields:
         The list of the devices that were made, to which each run adds one.
@@ -726,6 +735,8 @@ def simulated(
         return checked
 
     def make(device: torch.device) -> SimDevice:
+        if shared and made:
+            return made[0]
         made.append(SimDevice(device, omit, capacity))
         if watch:
             mode = Watch(made[-1], unrepeatable)

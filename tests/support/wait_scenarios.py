@@ -283,9 +283,6 @@ OF_RANKS = (
 )
 """Waits that several devices alone have: ``tests/ranks/test_rank_waits.py`` leaves them out."""
 
-OF_TRIALS = (Wait.SHARE_AFTER_BRING, Wait.BRING_AFTER_SHARE)
-"""Waits between trials that share a base: ``tests/sharing/test_waits.py`` leaves them out."""
-
 SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.FETCH_AFTER_USE: training,
     Wait.USE_AFTER_FETCH: training,

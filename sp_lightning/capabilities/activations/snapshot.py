@@ -94,7 +94,11 @@ class TensorCopy(NamedTuple):
 
     @property
     def same_bits(self) -> bool:
-        """True if the tensor is bit-identical to the copy."""
+        """True if the tensor is bit-identical to the copy. The host waits for the device.
+
+        It could read the result later. But the host runs ahead of the device, so until then the copies of all layers would take
+        memory. Only buffers above :data:`_SMALL` of modules that are not :data:`TRUSTED` are compared.
+        """
         with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
             return torch.equal(flat_bytes(self.tensor), flat_bytes(self.before))
 

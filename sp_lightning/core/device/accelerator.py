@@ -24,6 +24,8 @@ _NEW_ZERO = 10.0
 _LEAST_PAUSE, _MOST_PAUSE = 20e-6, 200e-6
 """Seconds between two looks at an event for which the host waits. The first pauses are the shortest, for short waits."""
 
+_SIDE = (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE, Stream.STEP)
+"""Streams beside torch's current one."""
 
 _CONTEXT = 2**30
 """More bytes than this process's context takes beside torch's allocator."""
@@ -38,8 +40,8 @@ def present_device() -> torch.device:
 class Accelerator(Device):
     """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 
-    The copy streams are made once. torch's allocator keeps a memory pool for each stream, so with new streams in each step the
-    allocator's memory would grow (prime-rl#3196).
+    All accelerators of one device have the same streams, so a stream may also have operations of other engines. These come in
+    addition: an event of this engine then waits for more operations, and for none less.
 
     Args:
         device: the device on which layers compute; without an index, the current one of its type.
@@ -53,7 +55,7 @@ class Accelerator(Device):
             device = torch.device(device.type, torch.accelerator.current_device_index())
         super().__init__(device)
         self.plain_steps_on = plain_steps_on(device)
-        self._side = {stream: torch.Stream(device) for stream in (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE)}
+        self._side = {stream: _side_stream(device, stream) for stream in _SIDE}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
         # torch counts memory per process. If trials share the process: the bytes of the other trials, and the peak of this
         # trial's earlier turns.
@@ -61,9 +63,7 @@ class Accelerator(Device):
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
-        """Returns torch's stream for one of ours. The step stream is made at its first use."""
-        if stream is Stream.STEP and stream not in self._side:
-            self._side[stream] = _step_stream(self.device)
+        """Returns torch's stream for one of ours."""
         # Not cached: hooks of backward run on autograd's thread, which has a current stream of its own.
         return self._side[stream] if stream in self._side else torch.accelerator.current_stream(self.device)
 
@@ -136,7 +136,11 @@ class Accelerator(Device):
     def synchronize(self, event: torch.Event | None, why: Wait) -> None:
         if event is None:
             return
-        # event.synchronize() alone would spin on a core, which the CPU's optimizer steps need. torch.Event ignores blocking=True.
+        # Why the host looks at the event again and again, and so returns up to 0.25 ms late:
+        # - event.synchronize() spins on a core, which the CPU's optimizer steps need. torch.Event ignores blocking=True.
+        # - torch.cuda.Event has it, but its C++ code reads any stream that it is given as a torch.cuda.Stream, without a check.
+        # - If an event never happens, for example because another rank has failed, only polling lets Ctrl-C and SIGTERM through.
+        # An update takes milliseconds per layer. sleep and synchronize release Python's lock.
         pause = _LEAST_PAUSE
         if not event.query():
             with profiled(f"host waits: {why.value}"):
@@ -272,8 +276,12 @@ class Accelerator(Device):
 
 
 @functools.cache
-def _step_stream(device: torch.device) -> torch.Stream:
-    """Returns the step stream, one for all runs: torch's allocator keeps freed memory per stream, and steps use gigabytes."""
+def _side_stream(device: torch.device, stream: Stream) -> torch.Stream:
+    """Returns a stream of a device, one for all runs in this process.
+
+    torch has 32 streams for a device and then returns the first ones again, so that streams of different kinds would be one. Its
+    allocator keeps freed memory for each stream: with new streams, memory would grow (prime-rl#3196).
+    """
     return torch.Stream(device)
 
 

@@ -63,10 +63,6 @@ class Wait(enum.Enum):
 
     FETCH_AFTER_USE = "a slot is overwritten only after the last kernel that read it"
     USE_AFTER_FETCH = "a layer is read only after its upload"
-    SHARE_AFTER_BRING = "a trial copies a shared layer only after its upload"
-    BRING_AFTER_SHARE = (
-        "a shared layer is uploaded only after the trials have copied the previous layer from that memory"
-    )
     CAST_AFTER_FETCH = "casts are recomputed only after the last upload that read them"
     WRITE_BACK_AFTER_USE = "a weight written on the device is downloaded only after the kernels that wrote it"
     RESIDENTS_AFTER_USE = "residents are uploaded again only after the last kernel that read them"

@@ -98,7 +98,7 @@ class Calls:
                 if outside:
                     step.begin_outside()
                 if visits:
-                    self._refuse_other_stream(visits)
+                    step.refuse_other_stream(visits[0].name)
                 self._activate()
                 self.residents.group.sync_requires_grad()
                 self.residency.begin_call(visits, backward=bool(self.backward.tasks))
@@ -114,19 +114,6 @@ class Calls:
                 if layer.running_calls == 1:  # this call is the outermost one that uses the layer
                     layer.parameters.count_references()
         return visits
-
-    def _refuse_other_stream(self, visits: Visits) -> None:
-        """Raises a RuntimeError if the step computes on another stream: only that one waits for uploads and frees slots."""
-        step = self.step
-        stream = step.device.compute_stream()
-        if step.stream is None:
-            step.stream = stream
-        elif stream != step.stream:
-            raise RuntimeError(
-                f"{visits[0].name!r} is called on another CUDA stream than the layers before it in this step, and would not wait "
-                "for its upload. Expected one stream for all layers of a step: call the layer outside of "
-                "`with torch.cuda.stream(…)`, or run the whole step inside of it."
-            )
 
     def _activate(self) -> None:
         """Calls :meth:`Step.activate` if modules hold host parameters or the residents may be out of date, which is seldom."""

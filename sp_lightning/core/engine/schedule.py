@@ -50,6 +50,7 @@ class Trace(Generic[L]):
     Attributes:
         cyclic: True if the order repeats: copies stay valid for the next batch, or the running batch has begun the order again.
         may_go_on: True if a batch may begin the order again at its end, as generation does for each token.
+        unexpected: the layer that was used last, if no further use of it was expected; else None.
     """
 
     def __init__(self, order: Iterable[L]) -> None:
@@ -60,6 +61,7 @@ class Trace(Generic[L]):
         self._at = 0  # the index in the order of the next use that is expected
         self.cyclic = False
         self.may_go_on = False
+        self.unexpected: L | None = None
         self.start()
 
     def start(self) -> None:
@@ -80,6 +82,7 @@ class Trace(Generic[L]):
                 uses += _NEVER
         self._recorded = []
         self._at = 0
+        self.unexpected = None
 
     def order(self) -> list[L]:
         """Returns the order of the running batch so far; if it has used no layer, the order of the batch before."""
@@ -96,6 +99,7 @@ class Trace(Generic[L]):
         # At the end of the order, a layer that is in the order begins it again.
         if self.may_go_on and uses[0] < self._at == len(self._expected):
             index, self.cyclic = uses[0], True
+        self.unexpected = layer if index == math.inf else None
         if index != math.inf:
             self._at = int(index) + 1
 
@@ -222,6 +226,10 @@ class Prefetch:
         pairs: list[tuple[StreamedLayer, Slot]] = []
         coming = self.trace.coming(_slot_of, partial(self._wanted, ring), size)
         slots = list(self._slots.planned[ring]) if coming else []
+        if (unexpected := self.trace.unexpected) is not None:
+            # The next use may be unexpected, too, and its fetch on demand overwrites this slot. A layer that was prefetched into
+            # it would then be evicted before its use, and prefetched again, once for each unexpected use.
+            slots = [slot for slot in slots if slot.layer is not unexpected]
         if coming and self._plan.experts:
             self._reserve_slot(ring, slots, before=coming[0][1])
         more = False

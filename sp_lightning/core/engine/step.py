@@ -41,7 +41,7 @@ class Step:
         running: True if a step runs.
         kind: the kind of the running step, or of the last one.
         ends_with_backward: True if the step ends when a backward ends.
-        stream: the number of the stream on which the step computes; None before its first call of a layer.
+        stream: the number of the stream on which the step computes; None before its first use of a layer.
         shared: True if other threads use weights in the step, too.
         uploaded_again: the layers whose copies were out of date when the step began, because user code may have written them
             since the last step; None if all copies were.
@@ -147,6 +147,24 @@ class Step:
         if held_host:
             self.swap.watch_captured(not in_backward or self.swap.captured_used)
             self.residency.renew_used()  # calls that still run continue with the values that the host has now
+
+    def refuse_other_stream(self, name: str) -> None:
+        """Raises an error if the step computes on another stream than this thread does now.
+
+        Called before each use of a layer, ``name``, or of a weight. Only one stream waits for uploads and frees slots.
+
+        Raises:
+            RuntimeError: the step computes on another stream.
+        """
+        stream = self.device.compute_stream()
+        if self.stream is None:
+            self.stream = stream
+        elif stream != self.stream:
+            raise RuntimeError(
+                f"{name!r} is used on another CUDA stream than the layers before it in this step, and would not wait for its "
+                "upload. Expected one stream for all layers of a step: use the layer outside of "
+                "`with torch.cuda.stream(…)`, or run the whole step inside of it."
+            )
 
     @property
     def admits(self) -> bool:

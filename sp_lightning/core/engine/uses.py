@@ -96,10 +96,12 @@ class Uses:
             casts: True if the parameters are masters, and the operation uses their casts.
 
         Raises:
-            RuntimeError: the run is over, or the running backward has updated a layer already.
+            RuntimeError: the run is over; the step computes on another stream; or the running backward has updated a layer
+                already.
             LateError: this thread was a helper of a forward that has ended.
         """
-        self.refuse_over(parameters[0]._of.spans[parameters[0]._index].name)
+        name = parameters[0]._of.spans[parameters[0]._index].name
+        self.refuse_over(name)
         wanted: set[StreamedLayer] = {parameter._of.layer for parameter in parameters}
         residents = self.residents.layer in wanted
         layers = sorted(wanted - {self.residents.layer}, key=lambda layer: layer.index)
@@ -107,6 +109,7 @@ class Uses:
             layers = [masters.owner for masters in layers]
         with held(self.lock):
             self.threads.refuse_late()
+            self.step.refuse_other_stream(name)
             for layer in layers:
                 layer.refuse_updated()
                 layer.rows.need(None)  # all rows
@@ -153,9 +156,10 @@ class Uses:
         code may have written the weight on the device.
 
         Raises:
-            RuntimeError: the running backward has already updated the table.
+            RuntimeError: the step computes on another stream, or the running backward has already updated the table.
         """
         with held(self.lock):
+            self.step.refuse_other_stream(layer.name)
             layer.refuse_updated()
             layer.parameters.sync_requires_grad()
             staged = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -160,20 +160,15 @@ class _OnDevice:
         memory: the memory. It has the size of the largest common layer at the time of its allocation.
         device: copies to and from the memory.
         layer: the layer in the memory; None before the first upload.
-        filled: the event after the upload of the layer.
-        read: the events after the copies of the layer to trials' slots.
     """
 
     memory: Tensor
     device: Device
     layer: SharedLayer | None = None
-    filled: Any = None
-    read: list[Any] = field(default_factory=list)
 
     def close(self) -> None:
         """Waits for all copies from and to the memory."""
-        for event in (self.filled, *self.read):
-            self.device.synchronize(event, Wait.CLOSE_AFTER_FETCH)
+        self.device.synchronize(self.device.record(Stream.UPLOAD), Wait.CLOSE_AFTER_FETCH)
         self.device.access(self.memory, Stream.COMPUTE, write=True)  # compute may use the memory next
 
 
@@ -215,9 +210,10 @@ class SharedLayers:
         return any(each.layer is layer for each in self._device)
 
     def bring(self, layer: SharedLayer, device: Device) -> _OnDevice:
-        """Returns device memory with a layer, which may be read after the event :attr:`_OnDevice.filled`.
+        """Returns device memory with a layer, which later operations of the upload stream may read.
 
-        If the layer is not on the device, issues its upload, which replaces the layer that was uploaded first.
+        If the layer is not on the device, issues its upload, which replaces the layer that was uploaded first. All trials on a
+        device have the same upload stream, so their copies need no waits among each other.
         """
         for each in self._device:
             if each.layer is layer:
@@ -228,11 +224,8 @@ class SharedLayers:
             there = None
         if there is None:
             there = _OnDevice(device.upload_target(max(each.bytes.nbytes for each in self._host.values())), device)
-        # A trial that failed after the upload has recorded no event in `read`. Then only `filled` marks the end of the upload.
-        for event in (there.filled, *there.read):
-            device.wait(Stream.UPLOAD, event, Wait.BRING_AFTER_SHARE)
         device.copy([there.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)
-        there.layer, there.filled, there.read = layer, device.record(Stream.UPLOAD), []
+        there.layer = layer
         self.fetched_bytes += layer.bytes.nbytes
         self._device.append(there)
         return there
@@ -283,15 +276,11 @@ class SharedUploads(Uploads):
         before = [(begin, min(last, edge)) for begin, last in own]
         behind = [(max(begin, edge), last) for begin, last in (*own, (end, source.nbytes))]
         its_own = [slice(*run) for run in (*before, *behind) if run[0] < run[1]]
-        origin, on_device = shared.bytes, None
+        origin = shared.bytes
         if common and not self._alone():
-            on_device = self._common.bring(shared, self.device)
-            origin = on_device.memory
-            self.device.wait(Stream.UPLOAD, on_device.filled, Wait.SHARE_AFTER_BRING)
+            origin = self._common.bring(shared, self.device).memory
         sources = [*(origin[run] for run in common), *(source[run] for run in its_own)]
         self.device.copy([target[run] for run in (*common, *its_own)], sources, Stream.UPLOAD)
-        if on_device is not None:
-            on_device.read.append(self.device.record(Stream.UPLOAD))
 
     def before_use(self, layer: StreamedLayer) -> None:
         # At the end of a forward no further upload may follow, so `send` lets no other trial have a turn. The kernels of this
