@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -228,7 +229,11 @@ def test_uses_in_one_step_on_two_streams_are_refused(use: Any, name: str, precis
 
 def test_each_step_may_be_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     net, (batch,) = Text(), numbers(1)
+    stream = 0
+    monkeypatch.setattr(Device, "compute_stream", lambda device: stream)
     with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        for number, use in enumerate([call, operation, look_up, read_data] * 2):
-            monkeypatch.setattr(Device, "compute_stream", lambda device, number=number: number)
-            step(streamer, lambda use=use: (use(net, torch.ones(1, 16)), net(batch).sum().backward()))
+        for use in [call, operation, look_up, read_data] * 2:
+            stream += 1
+            step(streamer, partial(use, net, torch.ones(1, 16)))
+            stream += 1
+            step(streamer, lambda: net(batch).sum().backward())
