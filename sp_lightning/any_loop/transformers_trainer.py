@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from sp_lightning.any_loop.stream import StreamedLoop, stream, unwrapped
 
@@ -60,7 +61,12 @@ class StreamedTrainer(_Base):
             self._stream_options.setdefault("autocast", torch.bfloat16 if self.args.bf16 else torch.float16)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """Leaves the model on the CPU, from where it is streamed."""
+        """Leaves the model on the CPU, from where it is streamed. Puts it there if its constructor has moved it to the GPU.
+
+        The constructors of sentence-transformers do that.
+        """
+        if self._streamed is None and any(parameter.device == device for parameter in model.parameters()):
+            model.to("cpu")
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Makes the scheduler as the Trainer does, and begins to stream: model and optimizer are prepared now."""
@@ -70,8 +76,27 @@ class StreamedTrainer(_Base):
         optimizer.load_state_dict(optimizer.state_dict())
         scheduler = super().create_scheduler(*args, **kwargs)
         self._end_stream()
-        self._streamed = stream(self.model, self.optimizer, **self._stream_options)
+        self._streamed = self._stream(self.optimizer)
         return scheduler
+
+    def _stream(self, *optimizers: Any) -> StreamedLoop:
+        self._place_losses()
+        return stream(self.model, optimizers, **self._stream_options)
+
+    def _place_losses(self) -> None:
+        """Moves modules that hold the model to the device, without the model itself.
+
+        These are losses of sentence-transformers. They may have weights of their own, which the optimizer steps, and follow
+        ``model.device``, which is the CPU here.
+        """
+        held = [
+            each for value in vars(self).values() for each in (value.values() if isinstance(value, dict) else [value])
+        ]
+        streamed = set(self.model.modules())
+        for loss in held:
+            if isinstance(loss, nn.Module) and loss not in streamed and self.model in set(loss.modules()):
+                for part in set(loss.modules()) - streamed:
+                    part._apply(lambda tensor: tensor.to(self.args.device), recurse=False)
 
     def _check_that_training_is_streamed(self) -> Any:
         """Returns a callback of transformers that raises a RuntimeError if the user's class has left out the method above."""
@@ -98,7 +123,7 @@ class StreamedTrainer(_Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates or predicts as the Trainer does, with the stream of the training or one of its own."""
-        with nullcontext() if self._streamed is not None else stream(self.model, **self._stream_options):
+        with nullcontext() if self._streamed is not None else self._stream():
             return super().evaluation_loop(*args, **kwargs)
 
     def _end_stream(self) -> None:

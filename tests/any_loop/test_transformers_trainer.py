@@ -31,7 +31,7 @@ def trained(kind: Any, folder: Path, make: Any, resume: str | None = None, **opt
     }  # fmt: skip
     arguments = transformers.TrainingArguments(**{**settings, **options})
     rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(12)]
-    more = {"stream": {"k": 1, "fused_optimizer": False}} if kind is Streamed else {}
+    more = {"stream": {"k": 1, "fused_optimizer": False}} if issubclass(kind, StreamedTrainer) else {}
     trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows[:2], **more)
     trainer.train(resume_from_checkpoint=resume)
     metrics = [
@@ -74,6 +74,79 @@ def test_a_checkpoint_of_one_is_resumed_by_the_other(kinds: Any, tmp_path: Path)
     assert_equal(resumed[1:], whole[1:], "resumed")
 
 
+class Classified(nn.Module):
+    """A loss as those of sentence-transformers: it holds the model, and has weights and buffers of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.classifier = nn.Linear(2 * model.config.vocab_size, 3)  # type: ignore[union-attr, arg-type, operator]
+        self.loss = nn.CrossEntropyLoss(weight=torch.ones(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        first, second = (self.model(input_ids=each).logits.mean(1) for each in (rows, rows.flip(1)))
+        loss: torch.Tensor = self.loss(self.classifier(torch.cat([first, second], -1)), rows[:, 0] % 3)
+        return loss
+
+
+class WithLoss(transformers.Trainer):
+    """As sentence-transformers' Trainer: the loss goes where the model is, and the optimizer steps the loss."""
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        torch.manual_seed(3)
+        self.loss: Any = {"a": Classified(model).to(model.device), "none": None}
+
+    def create_optimizer(self, *_: Any) -> torch.optim.Optimizer:
+        self.optimizer = torch.optim.AdamW(self.loss["a"].parameters(), lr=1e-2)
+        return self.optimizer
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        loss = self.loss["a"](inputs["input_ids"])
+        return (loss, {}) if return_outputs else loss
+
+
+class StreamedWithLoss(StreamedTrainer, WithLoss):
+    pass
+
+
+@pytest.mark.long("takes a second or more")
+def test_a_loss_that_holds_the_model_and_weights_of_its_own(tmp_path: Path) -> None:
+    with simulated() as made:
+        trainer, ours = trained(StreamedWithLoss, tmp_path / "ours", llama, eval_strategy="steps", eval_steps=2)
+    plain_trainer, plain = trained(WithLoss, tmp_path / "plain", llama, eval_strategy="steps", eval_steps=2)
+    assert_equal(ours, plain, "results")
+    ours_of_loss, plain_of_loss = (dict(each.loss["a"].state_dict()) for each in (trainer, plain_trainer))
+    assert_equal(ours_of_loss, plain_of_loss, "weights of the loss")
+    assert made, "nothing was streamed"
+
+
+def test_a_loss_that_holds_the_model_goes_to_the_device_and_the_model_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed on the CPU with the model, while the model's outputs are on the device."""
+    trainer = trained(StreamedWithLoss, tmp_path, llama, max_steps=1)[0]
+    own = {id(parameter) for parameter in trainer.loss["a"].classifier.parameters()}
+    monkeypatch.setattr(type(trainer.args), "device", torch.device("meta"))
+    trainer._place_losses()
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cpu"}
+    assert {each.device.type for each in trainer.loss["a"].classifier.parameters()} == {"meta"}
+    assert trainer.loss["a"].loss.weight.device.type == "meta"
+    assert own
+
+
+def test_a_model_that_has_moved_itself_returns_to_the_cpu(tmp_path: Path) -> None:
+    trainer = trained(Streamed, tmp_path, llama, max_steps=1)[0]
+    moved = torch.nn.Linear(2, 2)
+    calls: list[Any] = []
+    moved.to = calls.append  # type: ignore[method-assign, assignment]
+    trainer._move_model_to_device(moved, torch.device("cpu"))
+    trainer._move_model_to_device(
+        torch.nn.Linear(2, 2, device="meta"), torch.device("cpu")
+    )  # not moved by its constructor
+    assert calls == ["cpu"]
+
+
 class Both(torch.optim.Optimizer):
     """Steps two inner optimizers, and shares their groups."""
 
@@ -100,7 +173,7 @@ def test_a_schedule_reaches_inner_optimizers_as_on_the_plain_trainer(tmp_path: P
             per_device_train_batch_size=1, save_strategy="no", dataloader_pin_memory=False,
         )  # fmt: skip
         rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(4)]
-        more = {"stream": {"k": 1}} if kind is Streamed else {}
+        more = {"stream": {"k": 1}} if issubclass(kind, StreamedTrainer) else {}
         trainer = kind(model, arguments, train_dataset=rows, optimizers=(optimizer, None), **more)
         trainer.train()
         return [
