@@ -24,7 +24,7 @@ from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
-from sp_lightning.core.torch_compat.patched import Patch, in_place_of, unwatch, watch
+from sp_lightning.core.torch_compat.patched import Patch, WatchesEngine, in_place_of, unwatch, watch
 from sp_lightning.core.torch_compat.private import checkpoint_hook, tree_leaves
 from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.trainer.group import ALONE
@@ -66,7 +66,8 @@ def stream(
 
     Args:
         model: the root module, on the CPU. Do not move it to the GPU.
-        optimizer: the optimizer of the loop, or all of them; none for a loop that trains nothing.
+        optimizer: the optimizer of the loop, or all of them. None for a loop that trains nothing, and for optimizers that step
+            copies of the weights. The first call that builds a graph of trained weights then plans memory for their gradients.
         autocast: the dtype of the ``torch.autocast`` in which the loop calls the module. 16-bit copies of the weights are then
             uploaded, half the bytes. Results do not depend on it.
         only_steps_write: True if you promise that only ``optimizer.step`` writes weights between a backward and the next forward.
@@ -113,7 +114,8 @@ def stream(
         if parameter.device.type != "cpu":
             raise ValueError(
                 f"{name!r} is on {parameter.device}. Expected all weights on the CPU, from where they are streamed. Leave out "
-                "model.to(device), or call model.cpu() before the optimizer is made; load a model on the meta device first."
+                'model.to(device); give a constructor that moves the model itself (sentence-transformers) device="cpu"; or call '
+                "model.cpu() before the optimizer is made. Load a model on the meta device first."
             )
     device = present_device() if options.get("device") is None else strategy.root_device
     for each in optimizers:
@@ -204,7 +206,7 @@ class UserLoop:
             )
 
 
-class StreamedLoop:
+class StreamedLoop(WatchesEngine):
     """A module that is streamed in a loop of the user. :func:`stream` makes it.
 
     Args:
@@ -213,8 +215,6 @@ class StreamedLoop:
     Attributes:
         weights: the ``id`` of each parameter.
     """
-
-    tasks = ()  # none are its own; see `failed`
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -315,7 +315,7 @@ class StreamedLoop:
     # ------------------------------------------------------------------ a call of the root
 
     def failed(self, _: Any) -> None:
-        """Called when a backward has raised an error; see :func:`~sp_lightning.core.torch_compat.patched.watch`."""
+        """Called when a backward has raised an error."""
         if (error := sys.exception()) is not None:
             reword(error)
 
@@ -333,7 +333,11 @@ class StreamedLoop:
 
     def call(self, forward: partial[Any]) -> Any:
         """Runs code that calls the root, or parts of it, as a step of training if gradients are enabled."""
-        return self._call(forward, training=self._run.trains and torch.is_grad_enabled())
+        return self._call(forward, training=torch.is_grad_enabled() and self._trains())
+
+    def _trains(self) -> bool:
+        """True if a backward may give weights gradients. Without optimizers, other code may step the weights."""
+        return self._run.trains or any(parameter.requires_grad for parameter in self._module.parameters())
 
     def _generate(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Runs the root's method ``generate``, which calls the root for each token, as one step without a backward."""
@@ -367,12 +371,27 @@ class StreamedLoop:
             with run.whole_after_failure(make_room=True), engine.saving():
                 return self._await(forward())
         refuse_computed_weights(self._module)
+        if training and not run.trains:
+            self._expect_gradients()
         self._graphs.clear()
         phase = "train" if training else "predict"
         if not run.steps.running:  # otherwise `_step` has called it, before the closure
             self._batch_starts(phase, (forward.args, forward.keywords))
         output = run.step(phase, forward, ends_with_backward=training)
         return self._await(output) if training else output
+
+    def _expect_gradients(self) -> None:
+        """Plans gradients, because the first call of a loop without optimizers builds a graph of trained weights."""
+        try:
+            self._run.expect_gradients()
+        except (ValueError, MemoryError) as error:
+            error.add_note(
+                "The stream has no optimizer, and this call builds a graph of weights that require gradients. "
+                "To train nothing, call the module under torch.no_grad(), or freeze it: model.requires_grad_(False)."
+            )
+            raise
+        finally:
+            self._surround()
 
     def _end_without_graph(self) -> None:
         """Ends a step whose graphs are gone: no backward follows."""

@@ -99,7 +99,7 @@ class Run:
         autocast: the dtype that autocast casts to; None without autocast.
         group: the processes that train the module together.
         log: the logger for the user's messages.
-        trains: True if optimizers will step the module's parameters.
+        trains: True if optimizers will step the module's parameters. See also :meth:`expect_gradients`.
         trainer: has the facts about the loop: optimizers, hooks, clipping.
 
     Raises:
@@ -364,11 +364,43 @@ class Run:
         self._refuse_to_lend("gpu_memory")
         self.finish_updates()
         before, self._window.budget = self._window.budget, budget
+        self._build_again(undo=partial(setattr, self._window, "budget", before))
+
+    def expect_gradients(self) -> None:
+        """Plans gradients from now on. Called between two steps of a run whose weights train, although it has no optimizers.
+
+        Code that this package does not see may step the weights: an optimizer of float32 copies, or a loop by hand.
+
+        Raises:
+            ValueError: the model does not fit with gradients. The run goes on without them.
+            MemoryError: host memory does not suffice for gradients. The run goes on without them.
+        """
+        if self._lent:  # a later call plans them
+            return
+        self.finish_updates()
+        self.trains = True
+        self._window.expect_gradients(True)
+
+        def undo() -> None:
+            self.trains = False
+            self._window.expect_gradients(False)
+
+        self._build_again(self.training_begins, undo=undo)
+
+    def _build_again(self, begins: Callable[[], None] | None = None, *, undo: Callable[[], None]) -> None:
+        """Builds the engine again, because settings have changed.
+
+        Args:
+            begins: called when the engine is built.
+            undo: restores the settings. Called after an error; the engine is then built with the former settings.
+        """
         try:
             self._end_engine()
             self._build()
+            if begins is not None:
+                begins()
         except BaseException:
-            self._window.budget = before
+            undo()
             self._end_engine()
             self._build()
             raise

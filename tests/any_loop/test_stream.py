@@ -573,23 +573,61 @@ class MasterAdamW(torch.optim.AdamW):
             own.grad = None
 
 
-def test_an_optimizer_of_master_weights_is_left_out() -> None:
+@pytest.mark.parametrize("sim", [False, True], ids=["cpu", "simulated"])
+def test_an_optimizer_of_master_weights_is_left_out(sim: bool) -> None:
+    """Without optimizers, steps ended with the forward: a penalty was added up in another order, and plans had no gradients."""
+
     def train(streamed: bool) -> Any:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16()
+        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16()
         optimizer = MasterAdamW(net.parameters())
         if streamed:
             with pytest.raises(ValueError, match=r"master weights\), leave it out: sp_lightning\.stream\(model\)"):
                 stream(net, optimizer)
         losses = []
-        with stream(net, k=1) if streamed else nullcontext():  # as the error says
-            for x in torch.randn(3, 4, 8).bfloat16():
-                losses.append(net(x).float().square().mean())
-                losses[-1].backward()
-                optimizer.step()
-        return [loss.item() for loss in losses], dict(net.state_dict())
+        device = simulated() if sim and streamed else nullcontext()
+        with device, stream(net, k=1) if streamed else nullcontext() as stream_of_net:  # as the error says
+            for index, x in enumerate(torch.randn(6, 4, 8).bfloat16()):
+                loss = net(x).float().square().mean()
+                for p in net.parameters():
+                    loss = loss + p.float().pow(3).sum() + p.abs().sum().float()
+                losses.append(loss.item())
+                loss.backward()
+                if index % 2:
+                    optimizer.step()
+                    with torch.no_grad():
+                        losses.append(net(x).sum().item())
+            if stream_of_net is not None:
+                assert stream_of_net.plan.gradient_bytes > 0
+        return losses, dict(net.state_dict())
 
     assert_equal(train(True), train(False), "master weights")
+
+
+def test_without_an_optimizer_gradients_are_planned_when_a_call_needs_them() -> None:
+    """Calls that train nothing have the plan of an inference."""
+    net, frozen, x = Stack(3), Stack(3).requires_grad_(False), torch.ones(2, 16)
+    with stream(net, k=1) as streamed, stream(frozen, k=1) as streamed_frozen:
+        with torch.no_grad():
+            net(x)
+        frozen(x.clone().requires_grad_()).sum().backward()
+        assert streamed.plan.gradient_bytes == streamed_frozen.plan.gradient_bytes == 0
+        net(x).sum().backward()
+        assert streamed.plan.gradient_bytes > 0
+    assert all(p.grad is not None for p in net.head.parameters())
+
+
+def test_without_an_optimizer_gradients_that_do_not_fit_are_an_error_with_a_remedy() -> None:
+    net, x = Stack(3), torch.ones(2, 16)
+    with stream(net, k=1, k_prime=1) as streamed:
+        least = streamed.plan.peak_device_bytes
+    with stream(net, k=1, k_prime=1, gpu_memory=least) as streamed:
+        with pytest.raises(ValueError, match="Weights and gradients need") as caught:
+            net(x)
+        assert "call the module under torch.no_grad()" in caught.value.__notes__[0]
+        with torch.no_grad():  # as the note says
+            assert net(x).shape == (2, 16)
+        assert streamed.plan.gradient_bytes == 0
 
 
 class Shifted(nn.Module):

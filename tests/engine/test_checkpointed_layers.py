@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.bare import assert_like_plain, bare
+from tests.support.loops import Loop, assert_streams
 from tests.support.models import (
     Block,
     CheckpointedCalls,
@@ -27,7 +30,8 @@ from tests.support.models import (
     vectors,
 )
 from tests.support.normed import NormedStack
-from tests.support.runs import loader, superpipeline, trainer_for
+from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
 
@@ -190,3 +194,71 @@ def test_bounds_hold_when_layers_thaw() -> None:
     strategy = superpipeline(k=1)
     bare(Thaws, strategy, max_epochs=2)
     assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes
+
+
+class TiedLinear:
+    """As torchtune's: no module, so the weight is read without a call of its module."""
+
+    def __init__(self, tied: nn.Module) -> None:
+        self.tied = tied
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.tied.weight)  # type: ignore[arg-type]
+
+
+class ReadsWeights(nn.Module):
+    """Reentrant checkpoints of functions that read weights.
+
+    Nothing of the model runs in backward before the first of them: no module was called, and no weight is saved.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.embedding, self.norm, self.other = nn.Embedding(20, 16), nn.LayerNorm(16), nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = TiedLinear(self.embedding)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        again = partial(checkpoint, use_reentrant=True)
+        x = self.embedding(numbers)
+        for block in self.blocks:
+            x = again(block, x)
+        x = self.norm(x)
+        if self.where == "between":
+            x = again(lambda y: F.linear(y, self.other.weight, self.other.bias), x)
+        if self.where == "chunks":
+            return torch.cat([again(self.head, part) for part in x.chunk(2, 1)], 1)
+        return again(self.head, x) if self.where == "head" else x if self.where == "loss" else self.head(x)
+
+
+class ChecksHead(EitherOptimization):
+    def __init__(self, where: str, *, manual: bool) -> None:
+        super().__init__(ReadsWeights(where), manual=manual)
+
+    def loss(self, batch: Any) -> Tensor:
+        scores, net = self.net(batch), self.net
+        if net.where == "loss":
+            scores = checkpoint(net.head, scores, use_reentrant=True)  # type: ignore[arg-type]
+        return F.cross_entropy(scores.flatten(0, 1).float(), batch.flatten())
+
+
+def numbers() -> list[Tensor]:
+    return list(torch.randint(20, (3, 2, 6), generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("way", ["loop", "loop in bf16", "automatic", "manual"])
+@pytest.mark.parametrize("where", ["head", "chunks", "between", "loss"])
+def test_a_backward_ends_with_the_outermost_graph_task(where: str, way: str) -> None:
+    """The first of these nested backwards ended the step; nodes that followed found weights of the host on the GPU."""
+    make = lambda: ChecksHead(where, manual=way == "manual")  # noqa: E731
+    if way.startswith("loop"):
+        with simulated():
+            assert_streams(make, numbers(), Loop(bf16="bf16" in way), k=1, k_prime=1)
+        return
+    plain = bare(make, "auto", numbers())
+    for context in (nullcontext, simulated):
+        with context():
+            ours = bare(make, superpipeline(k=1, k_prime=1), numbers())
+        assert_equal(ours, plain, context.__name__)

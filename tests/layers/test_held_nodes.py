@@ -29,7 +29,7 @@ def node_of(p: Tensor) -> Any:
 
 
 def note(seen: Seen, name: str, value: Any) -> None:
-    seen.append((name, value.clone() if isinstance(value, Tensor) else value))
+    seen.append((name, value.to_dense().clone() if isinstance(value, Tensor) else value))
 
 
 def after(name: str, p: Tensor, seen: Seen) -> Any:
@@ -81,6 +81,45 @@ def all_of_several(name: str, p: Tensor, seen: Seen) -> Any:
     return register_multi_grad_hook([p], lambda gradients: note(seen, name, gradients[0]), mode="all")
 
 
+def every_kind(name: str, p: Any, seen: Seen) -> Any:
+    """In the order in which autograd calls them."""
+    p.register_hook(lambda gradient: note(seen, name, "first") or gradient * 0.5)
+    on_tensor(name, p, seen)
+    after_accumulation(name, p, seen)
+    node = both_on_one_node(name, p, seen)
+    node[0].register_prehook(lambda gradients: note(seen, name, gradients[0]))
+    return node
+
+
+def registers_another(name: str, p: Tensor, seen: Seen) -> Any:
+    node, handles = node_of(p), []  # type: ignore[var-annotated]
+
+    def hook(*_: Any) -> None:
+        if not handles:
+            handles.append(node.register_hook(lambda *_: note(seen, name, "registered in a hook")))
+
+    node.register_hook(hook)
+    return node
+
+
+def takes_the_gradient(name: str, p: Any, seen: Seen) -> Any:
+    """As Megatron's ``main_grad``."""
+    node = node_of(p)
+
+    def hook(*_: Any) -> None:
+        p.main_grad = p.grad if not hasattr(p, "main_grad") else p.main_grad + p.grad
+        p.grad = None
+        note(seen, name, p.main_grad)
+
+    node.register_hook(hook)
+    return node
+
+
+def not_kept(name: str, p: Tensor, seen: Seen) -> Any:
+    """The node is gone at once, and its hook with it."""
+    node_of(p).register_hook(lambda *_: note(seen, name, None))
+
+
 def removed(name: str, p: Tensor, seen: Seen) -> Any:
     node = node_of(p)
     node.register_hook(lambda *_: note(seen, name, None)).remove()
@@ -92,6 +131,10 @@ ROWS: dict[str, Callable[[str, Tensor, Seen], Any]] = {
     "hooks on nodes that change gradients": before,
     "both kinds on one node": both_on_one_node,
     "hooks on nodes that were removed": removed,
+    "hooks on nodes that nobody keeps": not_kept,
+    "hooks on nodes that register another": registers_another,
+    "hooks on nodes that take the gradient": takes_the_gradient,
+    "every kind": every_kind,
     "hooks on tensors": on_tensor,
     "hooks after accumulation": after_accumulation,
     "retained gradients": retains,
@@ -137,6 +180,144 @@ def test_hooks_run_as_in_a_plain_loop(name: str) -> None:
         return by_name(module), dict(module.state_dict())
 
     assert_equal(run(True), run(False), "what hooks have seen, and weights")
+
+
+class Sparse(Module):
+    """A table with sparse gradients, and two modules with one weight."""
+
+    def __init__(self, row: Callable[[str, Tensor, Seen], Any]) -> None:
+        table, first, second = nn.Embedding(10, 16, sparse=True), nn.Linear(16, 16), nn.Linear(16, 16)
+        second.weight = first.weight
+        super().__init__(nn.Sequential(table, first, second))
+        self.seen: Seen = []
+        self.held = [row(name, p, self.seen) for name, p in self.named_parameters()]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("name", [each for each in ROWS if each != "hooks on nodes that nobody keeps"])
+def test_hooks_on_sparse_and_shared_weights(name: str) -> None:
+    numbers = [torch.tensor([1, 2, 2, 3]), torch.tensor([3, 3, 3, 4]), torch.tensor([0, 1, 2, 9])]
+    ours, plain = (
+        fit(lambda: Sparse(ROWS[name]), numbers, strategy, recorded="losses")
+        for strategy in (superpipeline(k=1, k_prime=1), "auto")
+    )
+    assert_equal(by_name(ours.module), by_name(plain.module), "what hooks have seen")
+    assert_equal(ours.state, plain.state, "weights")
+
+
+class AnyOfAll(Holds):
+    """The first gradient of all decides what the hook sees."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: None)
+        self.held = [
+            register_multi_grad_hook(list(self.parameters()), lambda g: self.seen.append(g.clone()), mode="any")
+        ]
+
+
+def test_a_hook_on_any_of_all_weights() -> None:
+    ours, plain = (fit(AnyOfAll, vectors(), each, recorded="losses") for each in (superpipeline(k=1), "auto"))
+    assert_equal(ours.module.seen, plain.module.seen, "what the hook has seen")
+
+
+# ---------------------------------------------------------------------- edges and nodes in calls of autograd
+
+EDGES: dict[str, Callable[[Tensor, Any], Any]] = {
+    "grad": lambda loss, edges: torch.autograd.grad(loss, edges),
+    "grad, allow_unused": lambda loss, edges: torch.autograd.grad(loss, edges, allow_unused=True),
+    "one edge": lambda loss, edges: torch.autograd.grad(loss, edges[0]),
+    "backward": lambda loss, edges: loss.backward(inputs=edges[:2]),
+    "autograd.backward": lambda loss, edges: torch.autograd.backward([loss], inputs=edges),
+    "several calls": lambda loss, edges: [
+        torch.autograd.grad(loss, edges[2:], retain_graph=True), loss.backward(retain_graph=True),
+        torch.autograd.grad(loss, edges[:3]),
+    ],
+}  # fmt: skip
+
+
+class HoldsEdges(Module):
+    """Edges that were taken before training, in calls within a step."""
+
+    def __init__(self, call: Callable[[Tensor, Any], Any]) -> None:
+        super().__init__(Stack(3))
+        self.automatic_optimization = False
+        self.call = call
+        self.seen: Seen = []
+        self.edges = [get_gradient_edge(p) for p in self.parameters()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.use(self.loss(batch))
+        optimizer.step()
+
+    def use(self, loss: Tensor) -> None:
+        self.seen.append(self.call(loss, self.edges))
+        self.seen += [None if p.grad is None else p.grad.clone() for p in self.parameters()]
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_of_before_the_step(name: str) -> None:
+    """Backward does not reach them: gradients were None, or stayed away, and no error said so."""
+    ours, plain = (
+        fit(lambda: HoldsEdges(EDGES[name]), vectors(), each, recorded="losses")
+        for each in (superpipeline(k=1), "auto")
+    )
+    assert_equal(ours.module.seen, plain.module.seen, "gradients")
+    assert_equal(ours.state, plain.state, "weights")
+
+
+@pytest.mark.parametrize(
+    "name", [each for each in EDGES if each != "several calls"]
+)  # a loop's step ends with a backward
+def test_edges_of_before_the_step_in_a_loop(name: str) -> None:
+    def run(streamed: bool) -> Any:
+        torch.manual_seed(0)
+        module = HoldsEdges(EDGES[name])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with sp_lightning.stream(module.net, optimizer, k=1, k_prime=1) if streamed else nullcontext():
+            for batch in vectors():
+                optimizer.zero_grad()
+                module.use(module.net(batch).square().mean())
+                optimizer.step()
+                penalty = sum(
+                    (p.square().sum() for p in module.parameters()), torch.zeros(())
+                )  # its leaves are the host's
+                module.seen.append(torch.autograd.grad(penalty, module.edges))
+        return module.seen, dict(module.state_dict())
+
+    assert_equal(run(True), run(False), "gradients and weights")
+
+
+@pytest.mark.parametrize("way", [node_of, lambda p: get_gradient_edge(p).node], ids=["expand_as", "get_gradient_edge"])
+def test_a_hook_on_a_node_of_the_running_step_of_a_loop(way: Callable[[Tensor], Any]) -> None:
+    """The weight was read as an alias, whose node the graph has not: the hook never ran."""
+
+    def run(streamed: bool) -> Any:
+        torch.manual_seed(0)
+        net, seen = Stack(3), []  # type: ignore[var-annotated]
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with sp_lightning.stream(net, optimizer, k=1, k_prime=1) if streamed else nullcontext():
+            for batch in vectors():
+                loss = net(batch).square().mean()
+                nodes = {name: way(p) for name, p in net.named_parameters()}
+                handles = [
+                    node.register_prehook(lambda gradients, name=name: seen.append((name, gradients[0].clone())))
+                    for name, node in nodes.items()
+                ]
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                for handle in handles:
+                    handle.remove()
+        return sorted(seen, key=lambda each: each[0])
+
+    ours, plain = run(True), run(False)
+    assert_equal(ours, plain, "what hooks have seen")
+    assert len(plain) == 3 * len(list(Stack(3).parameters()))
 
 
 def test_a_hook_on_all_of_several_weights_is_refused_by_name() -> None:

@@ -11,14 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.core.torch_compat.patched import unwatch, watch
-from sp_lightning.core.torch_compat.private import ENGINE_CALL
+from sp_lightning.core.torch_compat.patched import WatchesEngine, unwatch, watch
+from sp_lightning.core.torch_compat.private import ENGINE_CALL, current_graph_task
 
 
-class Watches:
+class Watches(WatchesEngine):
     def __init__(self, tasks: list[int]) -> None:
-        self.tasks = tasks
+        self.tasks: list[int] = tasks
         self.told: list[list[int]] = []
+        self.nested: list[int] = []
+
+    def nests(self) -> None:
+        self.nested.append(current_graph_task())
 
     def failed(self, before: Sequence[int]) -> None:
         self.told.append(list(before))
@@ -55,6 +59,26 @@ def test_two_watch_and_end_in_any_order() -> None:
     assert getattr(*ENGINE_CALL) is theirs
     backward(fails=True)
     assert (first.told, second.told) == ([[]], [[7], [7]])
+
+
+def test_a_nested_call_is_told_before_it_begins() -> None:
+    """With the graph task that it is nested in."""
+    watcher, x = Watches([]), torch.ones(2, requires_grad=True)
+    tasks: list[int] = []
+
+    def nest(gradient: Tensor) -> None:
+        tasks.append(current_graph_task())
+        with torch.enable_grad():
+            backward(fails=False)
+
+    y = x * 2
+    y.register_hook(nest)
+    watch(watcher)
+    try:
+        y.sum().backward()
+    finally:
+        unwatch(watcher)
+    assert watcher.nested == tasks != []
 
 
 @pytest.mark.rest("takes tenths of a second")

@@ -26,7 +26,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.lease import SavedView, SavedViews
@@ -45,6 +45,7 @@ from sp_lightning.core.layers.writes import WriteBack
 from sp_lightning.core.model.wrapped import builder, parts
 from sp_lightning.core.torch_compat.cast_gradient import CastGradient
 from sp_lightning.core.torch_compat.modes import held, never_compiled
+from sp_lightning.core.torch_compat.patched import WatchesEngine
 from sp_lightning.core.torch_compat.private import (
     base_of,
     current_graph_task,
@@ -79,7 +80,7 @@ class PendingCall:
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Backward:
+class Backward(WatchesEngine):
     """The running graph tasks.
 
     Attributes:
@@ -157,6 +158,19 @@ class Backward:
                 residency.release(layer)  # the host's weights were written or given other memory
             if not quiet:
                 self.step.invalidate_unused()
+
+    def nests(self) -> None:
+        """Called when a graph task is about to run inside the present one: in reentrant checkpoints, for example.
+
+        The present one may not have entered the engine yet. The backward, and with it the step, would then end with the inner
+        graph task, and the outer one would find host parameters.
+        """
+        if self.step.running:
+            self.join()
+
+    def in_graph(self, edge: GradientEdge) -> GradientEdge:
+        """Returns the edge that a graph of the step has in place of an edge that user code has taken before the step."""
+        return self.step.swap.in_graph(edge)
 
     def join(self) -> None:
         """Registers the present graph task, if it is new. Autograd will call :meth:`_ends` when the task ends.

@@ -226,7 +226,7 @@ class OffloadedParameter(DeviceParameter):
         if func is torch.autograd.grad:
             return _grad_by_edges(*args, **kwargs)
         if func in (torch.autograd.backward, Tensor.backward):  # backward(inputs=…)
-            args, kwargs = tree_map_only(DeviceParameter, _present_edge, (args, kwargs))
+            args, kwargs = tree_map_only(DeviceParameter, present_edge, (args, kwargs))
             return func(*args, **kwargs)
         # 5. Any other operation computes with weights: their layers are attached while it runs.
         away = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, OffloadedParameter)]
@@ -251,11 +251,18 @@ class OffloadedParameter(DeviceParameter):
             if noticed or raw:
                 with away[0]._of.engine.lock:  # another thread may detach the layer when this thread is late
                     away[0]._of.engine.threads.refuse_late()
+                    if func in _AS_ALIASES:
+                        with Untouched():
+                            return func(*args, **kwargs)
                     args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             if func is Tensor.detach or func is torch.detach:
                 # state_dict() detaches. Writes through the .data of a detached tensor change no version.
                 away[0]._of.expose()
             return func(*args, **kwargs)
+
+
+_AS_ALIASES = {Tensor.view_as, Tensor.expand_as}
+"""Functions whose result is an alias, so that autograd saves no parameter. User code finds the parameter's node with them."""
 
 
 class StandIn(OffloadedParameter):
@@ -371,8 +378,12 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
     The call must not run in :data:`Untouched`, because user code that runs in backward (a checkpoint's recompute) needs
     ``__torch_function__``.
     """
+    if isinstance(inputs, dict):  # torch 2.14
+        values = list(inputs.values())
+        found = _grad_by_edges(outputs, values, *args, materialize_grads=materialize_grads, **kwargs)
+        return dict(zip(inputs, found, strict=True))
     inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    edges = [_present_edge(tensor) if isinstance(tensor, DeviceParameter) else tensor for tensor in inputs]
+    edges = [present_edge(tensor) if isinstance(tensor, DeviceParameter) else tensor for tensor in inputs]
     if not materialize_grads:
         return torch.autograd.grad(outputs, edges, *args, **kwargs)
     # torch refuses `materialize_grads` for edges, so the zeros are made here.
@@ -383,7 +394,7 @@ def _grad_by_edges(outputs: Any, inputs: Any, *args: Any, materialize_grads: boo
     )
 
 
-def _present_edge(parameter: DeviceParameter) -> GradientEdge:
+def present_edge(parameter: DeviceParameter) -> GradientEdge:
     """Returns :func:`gradient_edge`, after copying ``requires_grad`` from the host parameter, which the user may have changed."""
     parameter._of.sync_requires_grad()
     return gradient_edge(parameter)

@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 from torch import DisableTorchFunctionSubclass, Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.compiler import is_compiling
 from torch.jit import ScriptModule
 
 from sp_lightning.core.device.device import Wait
 from sp_lightning.core.device.own_threads import LateError, OwnThreads
 from sp_lightning.core.layers.buffers import AveragesOnDevice, PrunedWeights
-from sp_lightning.core.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins
+from sp_lightning.core.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins, present_edge
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
 from sp_lightning.core.layers.residents import Residents
 from sp_lightning.core.layers.roles import (
@@ -200,6 +201,16 @@ class ParameterSwap:
         """Returns :attr:`touched`, which is empty from then on."""
         touched, self.touched = self.touched, set()
         return touched
+
+    def in_graph(self, edge: GradientEdge) -> GradientEdge:
+        """Returns the edge of a device parameter in place of that of its host parameter, while captured parameters have the role.
+
+        User code has taken the edge before the step, and gives it to ``backward`` or ``torch.autograd.grad``: see `_OF_GRAPHS`.
+        """
+        host = getattr(edge.node, "variable", None)
+        if host is None or self.between or not issubclass(type(host), self._role) or not self.threads.own:
+            return edge
+        return present_edge(self._role.device_of[id(host)])
 
     @property
     def captured_used(self) -> bool:

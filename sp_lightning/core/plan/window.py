@@ -131,6 +131,10 @@ class Window:
             raise ValueError(self._too_large(plan, self.room, device, find))
         return plan
 
+    def expect_gradients(self, expected: bool) -> None:
+        """Sets whether batches are trained. The plans of :meth:`begin` are then others; the CPU steps all layers."""
+        self._training = self._options["training"] = expected
+
     def lower_budget(self, there: int | None = None) -> None:
         """Lowers the budget, if there is one, because it was too large.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from sp_lightning.core.torch_compat.cast_gradient import plain
-from sp_lightning.core.torch_compat.private import ENGINE_CALL, frame_compiler, leave_frame_out
+from sp_lightning.core.torch_compat.private import ENGINE_CALL, current_graph_task, frame_compiler, leave_frame_out
 
 
 def attributes_of(optimizer: Any) -> dict[str, Any]:
@@ -113,16 +114,39 @@ def _until(is_over: list[bool], name: str, method: Any, before: Any) -> Any:
 _OURS_AND_TORCHS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
 
-# ---------------------------------------------------------------------- calls of autograd's engine that fail
+# ---------------------------------------------------------------------- calls of autograd's engine that are nested, or fail
+# A reentrant checkpoint runs a backward inside a backward. Nothing else may have shown the outer one to an engine so far, which
+# would take the end of the inner one for the end of all.
+#
 # autograd runs queued callbacks only if a backward succeeds. If it fails, autograd drops them. On an accelerator, one of
 # autograd's own threads drops them, possibly after user code has caught the error and begun the next forward.
+
+
+class WatchesEngine:
+    """The base of objects that :func:`watch` notifies of calls of autograd's engine.
+
+    Attributes:
+        tasks: the running graph tasks that the object knows.
+    """
+
+    tasks: Sequence[int] = ()
+
+    def nests(self) -> None:
+        """Called before a call inside a running graph task, in the thread of the call."""
+
+    def in_graph(self, edge: GradientEdge) -> GradientEdge:
+        """Returns the edge that a call gets in place of one of its inputs."""
+        return edge
+
+    def failed(self, before: Sequence[int]) -> None:
+        """Called after a call has raised, in the thread of the call. ``before``: the graph tasks that ran before the call."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Watcher:
     """An object to notify of calls that fail, with the scope and the thread in which :func:`watch` was called."""
 
-    watcher: weakref.ref[Any]
+    watcher: weakref.ref[WatchesEngine]
     scope: Any
     thread: int
 
@@ -221,13 +245,11 @@ def while_runs_last(*patches: Patch) -> None:
     _patches.extend(patches)
 
 
-def watch(watcher: Any) -> None:
-    """Notifies a :class:`~sp_lightning.core.engine.graph.Backward` of each failed call of autograd's engine.
+def watch(watcher: WatchesEngine) -> None:
+    """Notifies a watcher of calls of autograd's engine: ``backward``, ``autograd.grad`` and checkpoints, in any thread.
 
-    ``backward``, ``autograd.grad`` and checkpoints call the engine, in any thread. The watcher's ``failed`` is called in the
-    thread of the call, with the graph tasks that were running when the call began. While the watcher's own thread is in a
-    call, failures in other threads are not reported: the running graph tasks belong to the watcher's call. Keeps only a weak
-    reference to the watcher.
+    While the watcher's own thread is in a call, failures in other threads are not reported: the running graph tasks belong to the
+    watcher's call. Keeps only a weak reference to the watcher.
     """
     global _watchers
     with _lock:
@@ -250,8 +272,37 @@ def _others(watcher: Any) -> tuple[_Watcher, ...]:
     return tuple(each for each in _watchers if each.watcher() not in (None, watcher))
 
 
-def _report_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Runs a call of autograd's engine. Returns plain tensors. If the call raises, notifies the watchers."""
+def _tell_of_nesting() -> None:
+    """Calls :meth:`WatchesEngine.nests`.
+
+    If runs in several threads watch, one of autograd's own threads does not show whose graph task it runs. Then only watchers of
+    this very thread are notified.
+    """
+    here, threads = threading.get_ident(), {each.thread for each in _watchers}
+    for each in _watchers:
+        watcher = each.watcher() if len(threads) == 1 or each.thread == here else None
+        if watcher is not None and not elsewhere(each.scope):
+            watcher.nests()
+
+
+_INPUTS = 4  # the place of this argument in a call
+
+
+def _in_graphs(inputs: Any) -> Any:
+    """Returns the inputs of a call after :meth:`WatchesEngine.in_graph` of all watchers."""
+    if not any(isinstance(each, GradientEdge) for each in inputs):
+        return inputs
+    for watcher in [each.watcher() for each in _watchers if not elsewhere(each.scope)]:
+        if watcher is not None:
+            inputs = [watcher.in_graph(each) if isinstance(each, GradientEdge) else each for each in inputs]
+    return tuple(inputs)
+
+
+def _watched(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Runs a call of autograd's engine. Returns plain tensors. Notifies the watchers."""
+    if current_graph_task() != -1:
+        _tell_of_nesting()
+    args = (*args[:_INPUTS], *map(_in_graphs, args[_INPUTS : _INPUTS + 1]), *args[_INPUTS + 1 :])
     before = [
         (watcher, each.thread, list(watcher.tasks))
         for each in _watchers
@@ -275,4 +326,4 @@ def _report_failure(call: Callable[..., Any], *args: Any, **options: Any) -> Any
             _calling.discard(here)
 
 
-_patches = [Patch(*ENGINE_CALL, _report_failure)]
+_patches = [Patch(*ENGINE_CALL, _watched)]
