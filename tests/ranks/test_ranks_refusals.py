@@ -184,13 +184,13 @@ def train_without(what: str, folder: str) -> None:
 
 WITHOUT = {
     "support": ("cannot do so here: the system is no Linux", "Pass Trainer(devices=1)"),
-    "memory": ("does not give rank 0 0.00 GiB of CPU memory for status", "Cannot allocate memory"),
+    "memory": ("does not give rank 0 0.00 GiB of CPU memory for locks", "Cannot allocate memory"),
     "a map": ("does not give rank 1 0.00 GiB of CPU memory for weights", "Cannot allocate memory"),
 }
 
 
 @pytest.mark.long("waits until processes have ended; the first tier has what ranks compare")
-@pytest.mark.parametrize("what", some(WITHOUT, "support", "a map", why="the status is another piece of memory"))
+@pytest.mark.parametrize("what", some(WITHOUT, "support", "a map", why="the locks are another piece of memory"))
 def test_memory_that_cannot_be_shared(what: str, tmp_path: Any) -> None:
     """No rank waits for half an hour: ``outcomes`` would raise an error before."""
     errors = [error for error, _ in start(2, train_without, what, str(tmp_path)).outcomes()]

@@ -27,7 +27,7 @@ class _Run:
     """Adjacent gradients in the flat tensor that have the same two dtypes.
 
     Attributes:
-        begin, end: the first and last byte (exclusive) of the gradients in the flat tensor. After :func:`_own_part`, only of the
+        begin, end: the first and last byte (exclusive) of the gradients in the flat tensor. After :func:`_own_runs`, only of the
             bytes that are in this rank's part.
         sent: the dtype in which the gradients are sent.
         summed: the dtype of the sum, which is the dtype of the parameters. Gradients are scaled in this dtype. Half precision is
@@ -81,18 +81,28 @@ def sum_over_ranks(device: Device, ranks: Ranks, family: Family, *, narrow: bool
     ]
     spans = dict(zip(places, lay_out(like), strict=True))
     nbytes = aligned(-(-total_bytes(tuple(spans.values())) // ranks.size))
+    runs = _own_runs(_runs(spans.values(), own), ranks.rank * nbytes, nbytes)
+    # All memory that is used after this function is of compute's pool, because it is compute that waits before it is freed.
     sent, received = (device.empty(nbytes * ranks.size) for _ in range(2))
+    memory = device.empty(aligned(-(-sum(_sizes(ranks, runs)) // ranks.nodes)) * ranks.nodes)
+    used, between = [sent, received, memory], list[Tensor]()
+    if ranks.nodes > 1 and runs:
+        rounds = any(_dtype_of_sum(ranks, run) is not run.summed for run in runs)
+        between = [device.empty(memory.nbytes // by) for by in (1, ranks.nodes, *([2] if rounds else []))]
+        used += between
     device.wait(Stream.REDUCE, device.record(Stream.COMPUTE), Wait.REDUCE_AFTER_GRADIENT)
     what = f"the gradients of {family.owner.name!r}"
     with device.on(Stream.REDUCE), no_inference_mode(), torch.no_grad():
         with device.timed("reduce", family.owner.index, Stream.REDUCE, sent.nbytes):
             _pack(device, family, spans, sent)
             ranks.exchange(received, sent, what)
-            runs, memory = _own_part(device, ranks, _runs(spans.values(), own), received.view(ranks.size, nbytes))
-        used = [sent, received, memory]
-        if ranks.nodes > 1:
+            _add_own(ranks, runs, received.view(ranks.size, nbytes), memory)
+            device.access(memory, Stream.REDUCE, write=True)
+        # Without `between`, this rank's part has no gradients, and neither have the peers' parts: no peer is in a collective.
+        if between:
             with device.timed("network", family.owner.index, Stream.REDUCE, memory.nbytes):
-                used += [*_over_nodes(device, ranks, runs, memory, what), *(run.total for run in runs)]
+                _over_nodes(ranks, runs, memory, between, what)
+                device.access(between, Stream.REDUCE, write=True)
     return list(_parts(spans, runs)), used
 
 
@@ -132,57 +142,56 @@ def _pack(device: Device, family: Family, spans: Mapping[Place, Span], sent: Ten
             device.access(family.waiting[place], Stream.REDUCE, write=False)
 
 
-def _own_part(device: Device, ranks: Ranks, runs: Sequence[_Run], received: Tensor) -> tuple[list[_Run], Tensor]:
-    """Adds this rank's part of the gradients of all ranks of the node, in rank order.
+def _own_runs(runs: Sequence[_Run], first: int, nbytes: int) -> list[_Run]:
+    """Returns this rank's part of the runs: ``nbytes`` of the flat tensor from ``first`` on."""
+    own = [replace(run, begin=max(run.begin, first), end=min(run.end, first + nbytes)) for run in runs]
+    return [run for run in own if run.begin < run.end]
+
+
+def _dtype_of_sum(ranks: Ranks, run: _Run) -> torch.dtype:
+    """With several nodes, a sum in half precision is rounded only after those of all nodes are added."""
+    return run.summed if ranks.nodes == 1 else added_in(run.summed)
+
+
+def _sizes(ranks: Ranks, runs: Sequence[_Run]) -> list[int]:
+    """Returns the bytes of the sum of each run."""
+    return [(run.end - run.begin) // run.sent.itemsize * _dtype_of_sum(ranks, run).itemsize for run in runs]
+
+
+def _add_own(ranks: Ranks, runs: Sequence[_Run], received: Tensor, memory: Tensor) -> None:
+    """Adds this rank's part of the gradients of all ranks of the node, in rank order, and sets the totals of ``runs``.
 
     Each gradient is multiplied by 1 / (number of all ranks), as DistributedDataParallel does.
 
     Args:
-        device: allocates memory.
         ranks: the ranks to sum over.
-        runs: the gradients in the flat tensor.
+        runs: this rank's part.
         received: the bytes from each rank of the node, one row per rank.
-
-    Returns:
-        The runs of this rank's part with their sums, and the memory of these sums. Its size is a multiple of the number of nodes.
+        memory: the memory for the sums. Its size is a multiple of the number of nodes.
     """
-    nbytes = received.shape[1]
-    first = ranks.rank * nbytes
-    own = [replace(run, begin=max(run.begin, first), end=min(run.end, first + nbytes)) for run in runs]
-    own = [run for run in own if run.begin < run.end]
-    # With several nodes, a sum in half precision is rounded only after those of all nodes are added.
-    dtypes = [run.summed if ranks.nodes == 1 else added_in(run.summed) for run in own]
-    sizes = [(run.end - run.begin) // run.sent.itemsize * each.itemsize for run, each in zip(own, dtypes, strict=True)]
-    memory = device.empty(aligned(-(-sum(sizes) // ranks.nodes)) * ranks.nodes)
-    for run, dtype, size, end in zip(own, dtypes, sizes, accumulate(sizes), strict=True):
-        run.total = memory[end - size : end].view(dtype)
+    first = ranks.rank * received.shape[1]
+    sizes = _sizes(ranks, runs)
+    for run, size, end in zip(runs, sizes, accumulate(sizes), strict=True):
+        run.total = memory[end - size : end].view(_dtype_of_sum(ranks, run))
         rows = received[:, run.begin - first : run.end - first].view(run.sent).unbind()
         sum_in_order((row.to(run.summed).mul_(1 / ranks.world) for row in rows), run.total)
-    device.access(memory, Stream.REDUCE, write=True)
-    return own, memory
 
 
-def _over_nodes(device: Device, ranks: Ranks, runs: Sequence[_Run], own: Tensor, what: str) -> list[Tensor]:
+def _over_nodes(ranks: Ranks, runs: Sequence[_Run], own: Tensor, between: Sequence[Tensor], what: str) -> None:
     """Adds the sums of all nodes, in the order of nodes: each peer adds one part, and then gathers the parts of the other peers.
 
     Args:
-        device: allocates memory.
         ranks: the ranks to sum over.
         runs: this node's sums. The sums of all nodes replace them.
         own: the memory of these sums. It is overwritten.
+        between: memory for what other nodes send, for this peer's part, and for sums that are rounded, if any are.
         what: the name of the data, for errors.
-
-    Returns:
-        The further device memory that was used.
     """
-    if not runs:  # this rank's part has no gradients, and neither have the peers' parts, so no peer is in a collective
-        return []
-    received = device.empty(own.nbytes)
-    nbytes = own.nbytes // ranks.nodes
+    received, part, *rounded = between
+    nbytes = part.nbytes
     ranks.exchange_between_nodes(received, own, what)
     rows = received.view(ranks.nodes, nbytes)
     first = ranks.node * nbytes
-    part = device.empty(nbytes)
     for run in runs:
         at = run.total.data_ptr() - own.data_ptr()
         begin, end = max(at, first), min(at + run.total.nbytes, first + nbytes)
@@ -191,9 +200,9 @@ def _over_nodes(device: Device, ranks: Ranks, runs: Sequence[_Run], own: Tensor,
             sum_in_order((row[within].view(dtype) for row in rows), part[within].view(dtype))
     ranks.gather_between_nodes(own, part, what)
     for run in runs:
-        run.total = run.total.to(run.summed)
-        device.access(run.total, Stream.REDUCE, write=True)
-    return [received, part]
+        if run.total.dtype is not run.summed:
+            at, nbytes = (run.total.data_ptr() - own.data_ptr()) // 2, run.total.nbytes // 2  # float32 becomes 16 bits
+            run.total = rounded[0][at : at + nbytes].view(run.summed).copy_(run.total)
 
 
 def _runs(spans: Iterable[Span], summed: Iterable[torch.dtype]) -> list[_Run]:
