@@ -76,8 +76,6 @@ def packed_on_meta() -> Any:
         return packed()
 
 
-
-
 @pytest.mark.long("takes a second or more")
 def test_dequantisation_takes_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slow = (*OPTIONS, "--device-bandwidth", "0.001GB/s", "--pcie", "1000GB/s")
