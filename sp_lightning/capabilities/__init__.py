@@ -1,6 +1,6 @@
 """Capabilities: folders without which the core works. Each enters by ``sp_lightning.registry`` when an option needs it.
 
-- ``activations``: offloads or recomputes activations, and cuts a loss into chunks.
+- ``activations``: offloads or recomputes activations.
 - ``disk``: keeps optimizer state, weights and gradients on a disk.
 - ``experts``: uploads only the experts and embedding rows that a batch uses; packs experts in four bits.
 - ``gpu_steps``: runs optimizer steps on the GPU, and keeps layers there with their optimizer state.
