@@ -119,8 +119,11 @@ def test_a_checkpoint_of_state_that_the_disk_has_lost_is_an_error(
                 trainer.save_checkpoint(tmp_path / "saved.ckpt")
             assert not (tmp_path / "saved.ckpt").exists()
 
+    trainers: list[Any] = []
+
     def train(*callbacks: Callback) -> None:
-        trainer_for(on_disk(tmp_path), callbacks=list(callbacks)).fit(Module(Stack()), loader(vectors(1)))
+        trainers.append(trainer_for(on_disk(tmp_path), callbacks=list(callbacks)))
+        trainers[-1].fit(Module(Stack()), loader(vectors(1)))
 
     if fault == "read error":
         train(Breaks(monkeypatch, fault, 0, 0), Saves())  # the step itself reads nothing, because there is no state yet
@@ -138,6 +141,8 @@ def test_a_checkpoint_of_state_that_the_disk_has_lost_is_an_error(
     break_calls(monkeypatch, fault, writes - 1)  # no later write or read of the step would tell it
     with pytest.raises(OSError, match=FAULTS[fault][2]):
         train(Saves())
+    with pytest.raises(RuntimeError, match="not those of any whole step"):
+        trainers[-1].save_checkpoint(tmp_path / "after.ckpt")
 
 
 @pytest.mark.rest("takes tenths of a second")
