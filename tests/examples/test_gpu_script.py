@@ -383,6 +383,6 @@ class Differs(Module):
 @pytest.mark.long("takes a second or more")
 def test_first_light_sees_a_difference_and_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_light, "MODELS", {"Stack": (lambda: Differs(Stack()), vectors)})
-    with pytest.raises(AssertionError, match=r"net\.blocks\.2") as raised:
+    with pytest.raises(AssertionError, match=r"differs in the run 'superpipeline': loss") as raised:
         first_light.equality(first_light.PRETENDED)
     assert raised.value.__notes__ == ["This was Stack, 32-true."]

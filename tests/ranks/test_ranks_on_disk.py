@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from sp_lightning import SuperpipelineStrategy
 from tests.equality.on_ranks import InOrder, seen
 from tests.support.models import Module, Stack, vectors
-from tests.support.on_disk import NoBatch, fails, on_disk, without_room
+from tests.support.on_disk import FAULTS, NoBatch, break_calls, on_disk, without_room
 from tests.support.ranks import Number, RanksFailed, devices, in_ranks, total
 from tests.support.runs import assert_equal, fit
 from tests.support.tiers import first
@@ -101,24 +99,21 @@ def test_without_a_disk_too_little_memory_is_refused_on_each() -> None:
 # ---------------------------------------------------------------------- faults
 
 
-def break_disk(disk: str, call: str, at: int, overlap: Any) -> None:
+def break_disk(disk: str, fault: str, at: int, overlap: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         without_room(patch)
-        patch.setattr(os, call, fails(getattr(os, call), at, errno.EIO))
+        break_calls(patch, fault, at)
         fit(Net, vectors(16), on_disk(Path(disk), optimizer_overlap=overlap), devices=2, recorded="losses")
 
 
 @pytest.mark.long("the first tier has a disk that fails on one device")
 @pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "backward", why="its other modes"))
-@pytest.mark.parametrize(
-    ("call", "what"),
-    [("pwritev", "write to"), pytest.param("preadv", "read from", marks=pytest.mark.rest("writes fail alike"))],
-)
-def test_a_disk_that_fails_ends_all_ranks_with_its_error(call: str, what: str, overlap: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ["write error", "read error"])
+def test_a_disk_that_fails_ends_all_ranks_with_its_error(fault: str, overlap: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
-        in_ranks(2, break_disk, str(tmp_path), call, 10, overlap)
+        in_ranks(2, break_disk, str(tmp_path), fault, 10, overlap)
     first, second = caught.value.errors
-    assert f"A {what} the scratch file failed: Input/output error" in str(first)
+    assert FAULTS[fault][2] in str(first)
     assert "rank 0 has failed" in str(second)
     assert "Input/output error" in str(second)
     assert list(tmp_path.iterdir()) == []
