@@ -26,6 +26,7 @@ from sp_lightning.core.plan.choices import Count, Share
 from sp_lightning.core.plan.rings import Ring, choose_rings_apart
 from sp_lightning.core.plan.units import in_gib, in_one_unit
 from sp_lightning.core.plan.update_policy import UpdatePolicy
+from sp_lightning.core.torch_compat.private import gradient_hooks
 
 _LONGEST = 12
 """The most lines of layers in :meth:`Plan.table`."""
@@ -43,7 +44,7 @@ class PlannedLayer:
         spans: the place of each parameter.
         casts: the place of each cast, behind the parameters.
         masters: the index in :attr:`Plan.moving` of its master weights, from which the casts are made.
-        narrow_bytes: bytes of its casts' gradients in the casts' dtype.
+        narrow_bytes: bytes of its casts' gradients in the casts' dtype, except of weights with hooks, which get float32.
         rows: the number of experts in its stacks if single experts are uploaded; otherwise 0.
     """
 
@@ -195,9 +196,15 @@ class Plan:
             return 0
         if not self.alone:
             return self._reduced_bytes + self.staying[1]
-        largest = max((layer.gradient_bytes for layer in self.layers), default=0)
+        # Gradients of casts have the cast's dtype. A layer that a forward uses several times may send its gradients as often.
+        often = Counter(self.order)
+        sizes = [
+            layer.gradient_bytes - layer.narrow_bytes
+            for index, layer in enumerate(self.layers)
+            for _ in range(max(often[index], 1))
+        ]
         # While autograd computes gradients of experts, some gradients of the block around them may be on the device.
-        in_flight = min(self.k_prime + 1 + bool(self.experts), len(self.layers)) * largest
+        in_flight = sum(sorted(sizes, reverse=True)[: self.k_prime + 1 + bool(self.experts)])
         trained = (layer for layer in self.layers if layer.gradient_bytes)
         # A cast's gradient is on the device twice for a short time: autograd's own is copied, or converted to float32 for a hook.
         twice = max((cast.nbytes for layer in trained for cast in layer.casts), default=0)
@@ -487,7 +494,8 @@ def _planned(
     casts = lay_out(layer.lowered, begin=total_bytes(spans), dtype=autocast)
     trained = [named for named in (*layer.parameters, *layer.lowered) if named[1].requires_grad]
     gradients = total_bytes(lay_out(trained))
-    narrow = sum(cast.nbytes for cast, (_, p) in zip(casts, layer.lowered, strict=True) if p.requires_grad)
+    lowered = zip(casts, (p for _, p in layer.lowered), strict=True)
+    narrow = sum(cast.nbytes for cast, p in lowered if p.requires_grad and not gradient_hooks(p))
     nbytes = total_bytes(casts or spans)
     return PlannedLayer(layer.name, nbytes, gradients, ring, spans, casts, masters, narrow, layer.rows)
 
