@@ -6,7 +6,7 @@ of the capability describes what the capability adds, its interface, and its cos
 capability before it is needed.
 
 Only the strategy (``trainer``), the command and capabilities import this file. They hand the parts below what they got from it.
-What the whole process uses (:func:`row_finder`, :func:`host_kernels`) is given to the core once, by :func:`install`.
+What the whole process uses (:func:`row_finder`) is given to the core once, by :func:`install`.
 
 If a folder is missing, one of three things happens. Each function below says which:
 
@@ -28,12 +28,10 @@ from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.optim import Optimizer
 
     from sp_lightning.core.device.device import Device
-    from sp_lightning.core.device.host_kernels import HostKernels
     from sp_lightning.core.engine.activations import ActivationPlan
     from sp_lightning.core.engine.streamer import MakeStepper, Streamer
     from sp_lightning.core.engine.tuner import BaseTuner
@@ -42,7 +40,6 @@ if TYPE_CHECKING:
     from sp_lightning.core.plan.choices import ActivationChoice, Place, Share
     from sp_lightning.core.plan.host_memory import HostBudget
     from sp_lightning.core.plan.window import Window
-    from sp_lightning.core.updates.gpu_bits import GpuBits
 
 CAPABILITIES = {
     "capabilities.activations": "offloads or recomputes activations",
@@ -51,7 +48,6 @@ CAPABILITIES = {
     "capabilities.disk": "keeps optimizer state, weights and gradients on a disk",
     "capabilities.experts": "uploads only the experts and embedding rows that a batch uses",
     "capabilities.gpu_steps": "runs optimizer steps on the GPU, and keeps layers there with their optimizer state",
-    "capabilities.kernels": "compiles kernels for optimizer steps on the CPU",
     "tools.planner": "the command line: plan, check, dial, rates",
     "experimental.ranks": "trains on several devices",
     "experimental.sharing": "lets several trainings share one frozen base",
@@ -135,11 +131,9 @@ def fabric_strategy() -> Any:
 
 def install() -> None:
     """Gives the core the functions that resolve what the whole process uses. Importing the package calls this."""
-    from sp_lightning.core.device import host_kernels as kernels_of_core
     from sp_lightning.core.model import rows
 
     rows.install(row_finder)
-    kernels_of_core.install(host_kernels)
 
 
 @cache
@@ -325,38 +319,3 @@ def check_command(option: str) -> Any:
     with needed_for(option, can_leave_out=False):
         from sp_lightning.tools.comparison import command
     return command
-
-
-# ---------------------------------------------------------------------- kernels
-
-
-@cache
-def host_kernels() -> HostKernels:
-    """Returns the kernels for updates and norms on the CPU. Without ``kernels`` (slower), torch's operators do both."""
-    from sp_lightning.core.device.host_kernels import HostKernels
-
-    if is_installed("capabilities.kernels"):
-        from sp_lightning.capabilities.kernels.jit import is_installed as has_compiler
-        from sp_lightning.capabilities.kernels.norms import norms_of
-        from sp_lightning.capabilities.kernels.update import update_in_one_pass
-
-        return HostKernels(update_in_one_pass, norms_of, "" if has_compiler() else "llvmlite")
-    return HostKernels()
-
-
-def gpu_bits(device: torch.device | None) -> GpuBits:
-    """Returns the object that decides which CPU steps are bit-identical to steps on the GPU.
-
-    Without ``kernels`` (fallback), the object decides that no steps are, and one line is logged.
-
-    Args:
-        device: the GPU on which plain Lightning's optimizer would step. None if that is the CPU or a GPU with unknown formulas,
-            or if all layers of this run step on the GPU.
-    """
-    if is_installed("capabilities.kernels"):
-        from sp_lightning.capabilities.kernels.like_gpu import ConfirmedBits
-
-        return ConfirmedBits(device)
-    from sp_lightning.core.updates.gpu_bits import GpuBits
-
-    return GpuBits(device)

@@ -57,7 +57,6 @@ class Contest:
         *CORE,
         "capabilities/activations",
         "capabilities/gpu_steps",
-        "capabilities/kernels",
         "capabilities/tuning",
     )
 
@@ -93,8 +92,8 @@ class Tests:
 
 
 GPU_TESTS: dict[str, tuple[str, ...]] = {
-    "test_plain_bits.py": ("capabilities/kernels",),
-    "test_layers_that_stay.py": ("capabilities/gpu_steps", "capabilities/kernels"),
+    "test_steps_on_host.py": ("tools/comparison",),
+    "test_layers_that_stay.py": ("capabilities/gpu_steps",),
     "test_everyday.py": (
         "capabilities/activations",
         "capabilities/experts",
@@ -108,7 +107,7 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "test_steps_on_device.py": ("capabilities/gpu_steps",),
     "test_sharing.py": ("capabilities/activations", "capabilities/gpu_steps", "experimental/sharing"),
     "test_fork.py": (),
-    "test_cuda.py": ("capabilities/activations", "capabilities/kernels", "capabilities/tuning"),
+    "test_cuda.py": ("capabilities/activations", "capabilities/tuning"),
     "test_delays.py": ("capabilities/activations", "capabilities/experts", "capabilities/gpu_steps"),
     "test_several_devices.py": ("experimental/ranks",),
 }
@@ -164,20 +163,14 @@ def first_call() -> Agenda:
     """What a first call has to give, as if no second one came: is it exact, and how fast are ordinary programs."""
     runs = ("plain", "clipped", "clipped by value", "accumulated, clipped")
     exact = [
-        f"test_plain_bits.py::test_the_unchanged_program_has_the_same_bits[AdamW-{run}-{precision}]"
+        f"test_steps_on_host.py::test_a_program_that_steps_on_the_cpu_has_the_same_bits[AdamW-{run}-{precision}]"
         for run in runs
         for precision in ("32-true", "bf16-mixed", "bf16-true")
-    ]
-    exact += [
-        f"test_layers_that_stay.py::test_some_steps_on_the_gpu_and_the_others_on_the_cpu[AdamW-{run}-{precision}]"
-        for run in ("plain", "clipped", "accumulated, clipped")
-        for precision in ("bf16-mixed", "bf16-true")
     ]
     everyday = ("plain", "default", "plain-clipped", "default-clipped")
     return [
         Contest(train("llm", "1.5B", 16384), (*everyday, "default-hooked"), 32),
         Contest(train("llm", "8B", 16384, "bf16-true", steps=6), everyday, 42),
-        Module("gpu_bits", ("--seconds", "25", "--rounds", "8"), 45, folders=("capabilities/kernels",)),
         Tests("AdamW", tuple(exact), 45),
     ]
 

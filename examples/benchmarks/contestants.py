@@ -153,7 +153,7 @@ class Staying(Ordinary):
     """The same with as many layers on the device, with their optimizer state, as fit."""
 
     def trainer_arguments(self, workload: Workload) -> dict[str, Any]:
-        return {"strategy": SuperpipelineStrategy(gpu_layers="auto")}
+        return {"strategy": SuperpipelineStrategy(gpu_layers=0.5)}
 
 
 class Recomputing(Ordinary):
@@ -311,8 +311,8 @@ ORDINARY: tuple[Contestant, ...] = (
     Ordinary("default", "superpipeline, README's snippet", _OURS, updates_on_host=True),
     Ordinary("default-clipped", "superpipeline, README's snippet, clipped", _OURS, updates_on_host=True, clips=1.0),
     Ordinary("default-hooked", "superpipeline, README's snippet, a hook", _OURS, updates_on_host=True, task=WithHook),
-    Staying("stay", 'superpipeline, gpu_layers="auto"', _OURS, updates_on_host=True),
-    Staying("stay-clipped", 'superpipeline, gpu_layers="auto", clipped', _OURS, updates_on_host=True, clips=1.0),
+    Staying("stay", "superpipeline, gpu_layers=0.5", _OURS, updates_on_host=True),
+    Staying("stay-clipped", "superpipeline, gpu_layers=0.5, clipped", _OURS, updates_on_host=True, clips=1.0),
     Contestant("plain-flash", "plain, checkpointing, flash-attn", {"train": 1.0}, checkpointing=True, **_FLASH),
     Recomputing(
         "recompute-flash", "superpipeline, activations recomputed, flash-attn", _OURS, updates_on_host=True, **_FLASH

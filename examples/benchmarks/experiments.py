@@ -4,7 +4,7 @@ None of them runs unless it is asked for, and nothing in the package depends on 
 
 From the root of the repository::
 
-    python -m examples.benchmarks.limits --experiments copy-queues numa huge-pages past-caches --seconds 20 --out rows.jsonl
+    python -m examples.benchmarks.limits --experiments copy-queues numa huge-pages --seconds 20 --out rows.jsonl
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-
-from sp_lightning.capabilities.kernels.jit import Compiled
 
 Rates = dict[str, float]
 """Rates of the ways that are compared, by name. Empty where this machine has nothing to compare."""
@@ -80,54 +78,6 @@ def huge_pages(nbytes: int, seconds: float) -> Rates:
     return {name: statistics.median(each) for name, each in rates.items()}
 
 
-def past_caches(nbytes: int, seconds: float) -> Rates:
-    """Bytes/s of a copy within host memory by one thread: torch's, and one whose stores go past the caches."""
-    try:
-        kernel = Compiled(_STREAMS)
-    except (ImportError, OSError, RuntimeError):
-        return {}
-    near, far = (_pages(nbytes, mmap.MADV_NOHUGEPAGE) for _ in range(2))
-    arguments = _Places(near.data_ptr(), far.data_ptr())
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        ways: dict[str, Callable[[], object]] = {
-            "torch's": partial(far.copy_, near),
-            "past caches": partial(kernel.run, nbytes // 32, 1, arguments),
-        }
-        return {name: nbytes / median_seconds(way, seconds / 2) for name, way in ways.items()}
-    finally:
-        torch.set_num_threads(threads)
-
-
-class _Places(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("source", "target")]
-
-
-_STREAMS = """
-define void @run(i64 %begin, i64 %end, ptr %places) {
-entry:
-  %to = getelementptr ptr, ptr %places, i64 1
-  %source = load ptr, ptr %places
-  %target = load ptr, ptr %to
-  br label %copy
-copy:
-  %at = phi i64 [ %begin, %entry ], [ %next, %copy ]
-  %near = getelementptr <32 x i8>, ptr %source, i64 %at
-  %far = getelementptr <32 x i8>, ptr %target, i64 %at
-  %bytes = load <32 x i8>, ptr %near, align 32
-  store <32 x i8> %bytes, ptr %far, align 32, !nontemporal !0
-  %next = add i64 %at, 1
-  %more = icmp slt i64 %next, %end
-  br i1 %more, label %copy, label %done
-done:
-  fence seq_cst
-  ret void
-}
-!0 = !{i32 1}
-"""
-
-
 def _pages(nbytes: int, advice: int) -> Tensor:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(advice)
@@ -174,11 +124,6 @@ EXPERIMENTS: dict[str, tuple[Callable[[int, float], Rates], str]] = {
         numa,
         "If processes on their nodes update a tenth more parameters together, the background's threads would be bound to the "
         "node of each layer's memory.",
-    ),
-    "past-caches": (
-        past_caches,
-        "If they copy a tenth more bytes, and an accelerator's gradients were not written by its own copies, staging would use "
-        "such stores.",
     ),
     "huge-pages": (
         huge_pages,

@@ -11,8 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.kernels import update
 
 ROUNDS = 5
 
@@ -31,7 +28,6 @@ class RunVariant:
     """Arguments of the strategy; None for plain Lightning."""
 
     options: dict[str, Any] | None
-    kernels: bool = True
 
     def strategy(self) -> Any:
         """Makes it."""
@@ -66,9 +62,7 @@ STEPS = {
 WHOLE = {
     "plain": RunVariant(None),
     "forward": RunVariant({"optimizer_overlap": "forward"}),
-    "forward, in pieces": RunVariant({"optimizer_overlap": "forward"}, kernels=False),
     "backward": RunVariant({"optimizer_overlap": "backward"}),
-    "backward, in pieces": RunVariant({"optimizer_overlap": "backward"}, kernels=False),
     "off": RunVariant({"optimizer_overlap": "off"}),
 }
 TABLES = {
@@ -119,18 +113,6 @@ class TimedUpdate(Timed):
         self.seconds.append(time.perf_counter() - self.begun)
 
 
-@contextmanager
-def kernels(used: bool) -> Iterator[None]:
-    """A context in which our own kernels update, or torch's operators do."""
-    before = update.LEAST
-    if not used:
-        update.LEAST = 1 << 62
-    try:
-        yield
-    finally:
-        update.LEAST = before
-
-
 def seconds(way: RunVariant, workload: Workload) -> float:
     """The median of a run's steps but the first quarter, in which memory is made: a machine may give it slowly."""
     module = (Timed if workload.whole else TimedUpdate)(workload)
@@ -139,8 +121,7 @@ def seconds(way: RunVariant, workload: Workload) -> float:
         enable_progress_bar=False, enable_model_summary=False, precision=workload.precision,
     )  # fmt: skip
     batches = torch.randn(workload.batches, workload.width)
-    with kernels(way.kernels):
-        trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=1))  # type: ignore[arg-type]
+    trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=1))  # type: ignore[arg-type]
     return statistics.median(module.seconds[workload.batches // 4 :])
 
 

@@ -1,6 +1,4 @@
-"""The optimizer's step on the host: torch's AdamW alone, an update in three walks over memory, in pieces, and in one pass.
-
-The pass is a kernel of our own (``pip install llvmlite``); without llvmlite it is the pieces again.
+"""The optimizer's step on the host: torch's AdamW alone, an update in three walks over memory, and in pieces of several sizes.
 
 Same tensors, one process, taking turns; with one thread, and with all that torch takes. Under bf16-mixed the gradients come
 in bfloat16 and new weights are cast for the next fetch, so AdamW alone, on float32 gradients that are there already, is
@@ -14,20 +12,18 @@ From the root of the repository::
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from examples.benchmarks import cli, rows
-from sp_lightning.capabilities.kernels import norms
-from sp_lightning.capabilities.kernels import update as kernels
 from sp_lightning.core.layers.narrow_gradient import Change, Factor, Norms, change, keep_narrow, stored
 from sp_lightning.core.updates.pieces import InPieces, piece_size
 
@@ -42,6 +38,7 @@ CASES = {
     "bf16-mixed": (torch.float32, True, False),
     "bf16-mixed, clipped by norm": (torch.float32, True, True),
     "32-true": (torch.float32, False, False),
+    "32-true, clipped by norm": (torch.float32, False, True),
     "bf16-true": (torch.bfloat16, False, False),
     "16-true": (torch.float16, False, False),
 }
@@ -64,6 +61,7 @@ class Layers:
         self.casts = [torch.empty_like(came) for came in self.came]
         self.wide = [came.to(dtype) for came in self.came]
         self.optimizer = torch.optim.AdamW(self.weights, lr=1e-4, fused=True)
+        self.norms = Norms()
         self.parameters = each * LAYERS
 
     def step(self, index: int) -> None:
@@ -104,7 +102,7 @@ class Layers:
                     adamw([part], [gradient], [mean], [square], [], [state["step"]], **FUSED)
                     cast.copy_(part)
 
-    def pieces(self, *, half: bool, clips: bool) -> None:
+    def pieces(self, *, half: bool, clips: bool, elements: int | None = None) -> None:
         """As :class:`~sp_lightning.core.engine.layerwise.LayerwiseStep` does."""
         for weight, came, widened in zip(self.weights, self.came, self.wide, strict=True):
             weight.grad = None if half else widened
@@ -112,25 +110,26 @@ class Layers:
                 keep_narrow(weight, came, looked_at=lambda: None)
         clip: Change | None = None
         if clips:
-            total = get_total_norm(Norms().of([g for weight in self.weights if (g := stored(weight)) is not None]))
+            total = get_total_norm([self.norms.of(g) for weight in self.weights if (g := stored(weight)) is not None])
             coefficient = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
             clip = Factor(coefficient)
         for index, weight in enumerate(self.weights):
             wide = {id(weight): clip} if clip is not None and not change(weight, clip) else {}
             casts = {id(weight): self.casts[index]} if half else {}
-            with InPieces(casts, wide), torch.DisableTorchFunctionSubclass():
+            with InPieces(casts, wide, elements=elements), torch.DisableTorchFunctionSubclass():
                 self.step(index)
 
 
-def measure(parameters: int, rounds: int) -> rows.Row:
+def measure(parameters: int, rounds: int, counts: Sequence[int] | None = None) -> rows.Row:
     """Median seconds of each way, for each case and number of threads.
 
     Args:
         parameters: how many numbers the weights are.
         rounds: how often each way is measured; one more is left out.
+        counts: the numbers of threads; None for one, and for what torch takes.
     """
     before = torch.get_num_threads()
-    counts = dict.fromkeys((1, before))
+    counts = counts or list(dict.fromkeys((1, before)))
     found: dict[str, Any] = {
         str(threads): {"elements_of_a_piece": piece_size(threads), "cases": {}} for threads in counts
     }
@@ -148,16 +147,16 @@ def measure(parameters: int, rounds: int) -> rows.Row:
 
 
 def _compare(layers: Layers, rounds: int, *, half: bool, clips: bool) -> dict[str, float]:
-    def without_kernels() -> None:
-        with mock.patch.object(kernels, "LEAST", sys.maxsize), mock.patch.object(norms, "_checked", return_value=None):
-            layers.pieces(half=half, clips=clips)
-
     ways: dict[str, Step] = {
         "alone": layers.alone,
         "walks": lambda: layers.walks(half=half, clips=clips),
-        "pieces": without_kernels,
-        "one pass": lambda: layers.pieces(half=half, clips=clips),
+        "pieces": lambda: layers.pieces(half=half, clips=clips),
     }
+    if half:
+        size = piece_size(torch.get_num_threads())
+        ways |= {
+            f"pieces of {n} ki": partial(layers.pieces, half=half, clips=clips, elements=n << 10) for n in _sizes(size)
+        }
     if half and not clips:
         ways["operators"] = layers.operators
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -169,20 +168,28 @@ def _compare(layers: Layers, rounds: int, *, half: bool, clips: bool) -> dict[st
     return {name: statistics.median(each[1:]) for name, each in seconds.items()}
 
 
+def _sizes(usual: int) -> list[int]:
+    """Sizes of pieces around the usual one, in units of 1,024 elements."""
+    return [max(1, (usual >> 10) * numerator // 8) for numerator in (1, 2, 4, 16, 32)]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--millions", type=cli.positive, default=100, help="of parameters (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="that are measured (%(default)s)")
+    parser.add_argument("--threads", type=int, nargs="+", help="(default: 1 and torch's own number)")
     parser.add_argument("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
     options = parser.parse_args(argv)
     with cli.orderly(options.out):
-        row = {**rows.origin(), **measure(int(options.millions * 1e6), options.rounds)}
+        load = os.getloadavg()[0]  # of the last minute, before the measurement
+        row = {**rows.origin(), "load": load, **measure(int(options.millions * 1e6), options.rounds, options.threads)}
+        print(f"load before {load:.1f}, after {os.getloadavg()[0]:.1f}, on {os.cpu_count()} CPUs")
         rows.append(options.out, row)
     for threads, found in row["threads"].items():
         for case, seconds in found["cases"].items():
             each = {way: f"{1e9 * value / row['parameters']:.3f}" for way, value in seconds.items()}
-            ratios = [f"{way} ÷ alone {seconds[way] / seconds['alone']:.2f}" for way in ("pieces", "one pass")]
-            print(f"{threads} threads, {case}: ns per parameter {each}; {', '.join(ratios)}", flush=True)
+            ratio = seconds["pieces"] / seconds["alone"]
+            print(f"{threads} threads, {case}: ns per parameter {each}; pieces ÷ alone {ratio:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 - ``disk``: keeps optimizer state, weights and gradients on a disk.
 - ``experts``: uploads only the experts and embedding rows that a batch uses; packs experts in four bits.
 - ``gpu_steps``: runs optimizer steps on the GPU, and keeps layers there with their optimizer state.
-- ``kernels``: compiles kernels for optimizer steps on the CPU. Its formulas of the GPU's steps were never confirmed by a GPU.
 - ``tuning``: measures batches, chooses k and k', and has activations offloaded if not all fit.
 
 A capability may import the core. Only ``tuning`` may import other capabilities, because it predicts them. The page of each

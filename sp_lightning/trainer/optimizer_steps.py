@@ -25,7 +25,7 @@ from sp_lightning.core.plan.update_policy import (
     Paging,
     UpdateFacts,
     UpdatePolicy,
-    against_gpu_bits,
+    against_choosing_staying,
     against_staying,
     choose_overlap,
     complete,
@@ -43,7 +43,6 @@ from sp_lightning.trainer.update_facts import (
     real_optimizers,
     scaler_of,
 )
-from sp_lightning.trainer.user_hooks import clips_in_its_own_way
 
 Closure = Callable[[], Any]
 
@@ -79,12 +78,11 @@ class OptimizerSteps:
         # The engine, the facts and the policy for which the objects in `_layerwise` were made.
         self._applied: tuple[Streamer, UpdateFacts, UpdatePolicy] | None = None
         self._logged = ""  # the mode that was logged last
-        self._bits = registry.gpu_bits(None)
         self._none_stay = ""  # the reason why gpu_layers="auto" keeps no layer on the device
         self._step_hooks = StepHooks(
             lambda: run.streamer,
             run.module,
-            self._may_fuse_whole_step,
+            self._may_fuse,
             getattr(run.trainer, "refuse_other", None),
         )
         self._tried = False  # True after the trial (see the docstring of the class)
@@ -133,15 +131,6 @@ class OptimizerSteps:
         """
         fuse = self.policy is not None and self.policy.fused
         return fuse and optimizer in self._real_optimizers and has_fused_step(optimizer)
-
-    def _may_fuse_whole_step(self, optimizer: Optimizer) -> bool:
-        """Returns :meth:`_may_fuse`. :class:`StepHooks` calls it before a step that torch's code runs for all layers at once.
-
-        If updates by layers are bit-identical to the GPU's, logs once that this step has the CPU's last bits.
-        """
-        if (layerwise := self._layerwise.get(optimizer)) is not None:
-            layerwise.warn_of_bits("user code has called torch's optimizer, not the one that self.optimizers() returns")
-        return self._may_fuse(optimizer)
 
     @property
     def _real_optimizers(self) -> list[Optimizer]:
@@ -200,21 +189,14 @@ class OptimizerSteps:
 
     def _decide(self, facts: UpdateFacts) -> None:
         """Decides when optimizers step. :meth:`_apply_policy` then applies the decision."""
-        if facts.stay and facts.against_gpu and facts.gpu_layers == "auto":
-            self._log.warning(
-                'Superpipeline: no layer stays on the GPU any more (gpu_layers="auto"): %s.', facts.against_gpu
-            )
-            self._run.let_none_stay()
-            facts = replace(facts, stay=False)
         self._facts = facts
         self.policy = decide(facts)
 
     def _apply_policy(self) -> None:
         """Completes the policy, makes the objects that run the steps, and sets whether layers may stay on the GPU.
 
-        First decides which steps on the CPU are bit-identical to the GPU's, because the policy depends on that. The objects are
-        made again only if the engine, the facts or the policy have changed since the last call. A new mode of updates is logged
-        at DEBUG.
+        The objects are made again only if the engine, the facts or the policy have changed since the last call. A new mode of
+        updates is logged at DEBUG.
         """
         run = self._run
         engine = run.engine
@@ -224,20 +206,8 @@ class OptimizerSteps:
         placement = run.placement
         paging = Paging(placement.pages_gradients, anything=self.state.elsewhere or placement.pages)
         optimizers = self._real_optimizers
-        bits = self._bits = registry.gpu_bits(None if facts.place == "gpu" else engine.device.plain_steps_on)
-        bits.decide(
-            optimizers,
-            run.module,
-            against_gpu_bits(decided, facts, paging),
-            fuse=facts.fused_optimizer is True,
-            scaled=facts.batch.scales,
-            clips=self._clips() == "norm" or clips_in_its_own_way(run.module),
-        )
-        stepping = [bits.stepping.get(each) for each in optimizers]
-        # For each optimizer: True if its steps are bit-identical to the GPU's, and True if its norms are.
-        like_gpu = [(each is not None, each is not None and each.norms is not None) for each in stepping]
-        policy = self.policy = complete(decided, facts, paging, like_gpu)
-        self._none_stay = against_staying(facts, like_gpu=bool(bits.stepping) and bits.whole)
+        policy = self.policy = complete(decided, facts, paging)
+        self._none_stay = against_staying(facts) or against_choosing_staying(facts)
         run.let_layers_stay(not self._none_stay)
         if policy.all_threads:  # user code may have changed the number of threads, for example in on_fit_start
             engine.device.background_threads = torch.get_num_threads()
@@ -267,7 +237,6 @@ class OptimizerSteps:
                 own=own,
                 clip_value=self._facts.batch.clip_value,
                 state=self.state,
-                like=self._bits.stepping.get(optimizer),
             )
             for optimizer, own in zip(optimizers, policy.optimizers, strict=True)
             if own.by_layers
@@ -353,12 +322,12 @@ class OptimizerSteps:
     def _advise_staying(self) -> str:
         """Returns a sentence if the run mostly stalled on updates, and layers fit on the GPU with their state; else empty."""
         stats = self._run.engine.stats()
-        count = self._run.most_that_stay()
+        count = 0 if against_staying(self._facts) else self._run.most_that_stay()
         on_updates = stats.update_stall_seconds + stats.step_seconds
         if not count or 2 * on_updates < stats.waited_seconds:
             return ""
         layers = len(self._run.engine.plan.layers)
-        return f'Try gpu_layers="auto": {count} of {layers} layers fit on the GPU with their optimizer state, and step there.'
+        return f"Try gpu_layers={count}: so many of {layers} layers fit on the GPU with their optimizer state, and step there."
 
     def _advise_gpu(self, seconds: float) -> str:
         """Returns a sentence if at least half of the run was spent on updates that the GPU could run; else empty."""
@@ -442,7 +411,7 @@ class OptimizerSteps:
     def remarks(self) -> list[str]:
         """Returns sentences for the user about the steps, which are logged with the plan."""
         fusing = "" if self._differs_unasked else self._describe_fusing()  # then it is a warning
-        remarks = [fusing, *self.bits(), self.state.remark, self._describe_schedule()]
+        remarks = [fusing, self.state.remark, self._describe_schedule()]
         if self._options.gpu_layers == "auto" and self._none_stay:
             remarks.append(f'No layer stays on the GPU (gpu_layers="auto"): {self._none_stay}.')
         return [remark for remark in remarks if remark]
@@ -453,7 +422,7 @@ class OptimizerSteps:
         names = {
             type(optimizer).__name__
             for optimizer in optimizers
-            if optimizer not in self._bits.stepping and self._may_fuse(optimizer) and self._fuses_a_group(optimizer)
+            if self._may_fuse(optimizer) and self._fuses_a_group(optimizer)
         }
         if not names:
             return ""
@@ -473,17 +442,6 @@ class OptimizerSteps:
     def _fuses_a_group(self, optimizer: Optimizer) -> bool:
         """Returns True if a group runs fused although its user has set neither ``fused`` nor ``foreach``."""
         return any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
-
-    def bits(self) -> list[str]:
-        """Returns sentences for users: are steps on the CPU bit-identical to steps on the GPU?
-
-        The list is empty before the policy is decided, if all layers step on the GPU, and if the model does not compute on a GPU
-        whose formulas are known.
-        """
-        if self.policy is None:
-            return []
-        mixed = bool(self._run.engine.plan.stay)
-        return self._bits.sentences(automatic=self._run.automatic, mixed=mixed)
 
     # ------------------------------------------------------------------ a step
 
@@ -574,7 +532,7 @@ class OptimizerSteps:
         assert self.policy is not None
         clipping = layerwise.clipping
         hooks_read_gradients = self._run.hooks.may_write_weights("gradients")
-        clip = self.policy.clip(read=hooks_read_gradients, like_gpu=clipping.like_gpu)
+        clip = self.policy.clip(read=hooks_read_gradients)
         if clip == "whole" or not clips_as_lightning(plugin):
             return {}
         clipping.at_once = clip == "at once"

@@ -61,7 +61,7 @@ class Results:
     """The results of a run that users can read, also after its end.
 
     Attributes:
-        plan: the plan, with how layers are updated and notes on the bits of optimizer steps.
+        plan: the plan, with how layers are updated.
         activations: the mode of activations of each unit, by name.
         stats: the counters.
         fetches: the number of fetches of each layer, by name.
@@ -248,7 +248,7 @@ class Run:
         if streamer is not None:
             plan = streamer.plan
             self._results = Results(
-                plan=replace(plan, notes=(*plan.notes, *self.steps.bits()), updates=self.steps.policy),
+                plan=replace(plan, updates=self.steps.policy),
                 activations=dict(streamer.activations.modes),
                 stats=streamer.stats(),
                 fetches=streamer.fetches(),
@@ -283,20 +283,14 @@ class Run:
         """
         self._window.may_stay = may
 
-    def let_none_stay(self) -> None:
-        """Lands the layers that ``gpu_layers="auto"`` keeps on the GPU. From now on none stays, and the CPU steps them."""
-        plan = self.engine.plan
-        self._window.let_none_stay()
-        self.engine.resize(self._window.plan(plan.k, plan.k_prime))
-
     def most_that_stay(self) -> int:
         """Returns the number of layers that could stay on the GPU, for the advice to set ``gpu_layers`` after training.
 
-        The number is 0 if some layers stay already, if results would depend on it, or if no memory was limited or measured.
+        The number is 0 if some layers stay already, or if no memory was limited or measured.
         """
         plan = self.engine.plan
         window = self._window
-        if plan.stay or not window.may_stay or window.room is None or not window.rest:
+        if plan.stay or window.room is None or not window.rest:
             return 0
         return len(window.filled_with_staying(plan).stay)
 

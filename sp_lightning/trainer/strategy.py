@@ -45,9 +45,8 @@ class StreamingStrategy(LoopStrategy):
     Weights, gradients and optimizer state are in host memory. The model's layers are copied to ``k + k_prime`` slots of GPU
     memory while they run. The method is Superpipeline, arXiv 2410.08791.
 
-    Results are bitwise those of plain Lightning. Exception: if the model computes on a GPU and the optimizer steps on the CPU,
-    the last bits of a step may be the CPU's. For torch's Adam, AdamW, SGD and Adagrad they are the GPU's, if this GPU confirms
-    the formulas. For other optimizers they are the CPU's. ``plan`` reports which.
+    Results are bitwise those of plain Lightning. If the optimizer steps on the CPU, they are those of plain Lightning whose
+    gradients are moved to the CPU, and unscaled, clipped and stepped there.
 
     With ``Trainer(devices=N)`` each device has its own process and batches, and all of them share one copy of the weights in
     host memory. Gradients are summed layer by layer, and rank 0's optimizer steps for all. Results are those of ``ddp``.
@@ -76,9 +75,9 @@ class StreamingStrategy(LoopStrategy):
         fused_optimizer: run torch's optimizers with ``fused=True`` if they can. It is much faster; the last bits differ.
 
             - ``"auto"``: fused on an accelerator, or if ``optimizer_overlap`` is ``"forward"`` or ``"backward"``. Results on a
-              GPU are those of your optimizer as it is.
+              GPU are those of ``fused=True`` on the CPU.
             - ``True``: results are those of ``fused=True``.
-            - ``False``: as you made the optimizer, with the last bits of the CPU.
+            - ``False``: as you made the optimizer.
 
         optimizer_overlap: when the CPU updates weights. It does not change results.
 

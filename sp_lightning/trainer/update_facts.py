@@ -28,7 +28,6 @@ from sp_lightning.core.updates.fused import (
     is_separable,
     loses_updates,
     runs_fused,
-    writes_gradients,
 )
 from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.core.updates.step_context import compiles
@@ -67,7 +66,6 @@ def collect(of_run: UpdateFacts, trainer: Any, options: Options, optimizers: Seq
         optimizers=tuple(
             OptimizerFacts(
                 identity=id(each),
-                writes_gradients=writes_gradients(each),
                 # An optimizer with a fused step draws no random numbers. It creates tensors only in its first step, which ends
                 # before the next forward in any case (`LayerwiseStep._makes_state`).
                 ends_first=not has_fused_step(each) and bool(_against_background_on_gpu(trainer, [each])),

@@ -161,8 +161,3 @@ def hooks_of_users(trainer: Any, *points: str) -> list[str]:
             own = [type(each) for each in late if not type(each).step.__module__.startswith("torch.")]
             found += [f"{kind.__name__}.step" for kind in own]
     return found
-
-
-def clips_in_its_own_way(module: pl.LightningModule) -> bool:
-    """Returns True if a module overrides Lightning's clipping. It may then clip with other settings than the trainer's."""
-    return is_overridden("configure_gradient_clipping", module, base_of(module, pl.LightningModule))

@@ -17,10 +17,8 @@ import torch
 from lightning.pytorch import callbacks
 
 import sp_lightning
-from sp_lightning.registry import is_installed
-from sp_lightning.tools.comparison.record import Compared, Record
+from sp_lightning.tools.comparison.record import Compared
 from sp_lightning.tools.comparison.report import Report
-from sp_lightning.tools.comparison.runs import RunResult
 from sp_lightning.tools.comparison.subject import NotRunError, Subject
 from tests.support import planted
 from tests.support.models import CASES, Module, Stack, vectors
@@ -304,33 +302,6 @@ def test_a_model_that_the_strategy_has_no_memory_for_either_is_not_compared() ->
     report = check(lambda: planted.RunsOut(lambda number: number > 2))
     assert report.status == 2
     assert "The run 'superpipeline' had too little memory and shows nothing" in report.why
-
-
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_where_plain_steps_on_a_gpu_the_strategy_chooses_how_it_steps(
-    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There its steps have the GPU's bits by default; with ``fused_optimizer=True`` they would have those of other steps."""
-    ways: list[Any] = []
-
-    def run(subject: Any, way: Any, folder: Path) -> Any:
-        ways.append(way)
-        if way.options is not None:
-            raise torch.OutOfMemoryError
-        folder.mkdir()
-        checkpoint = folder / "checkpoint.ckpt"
-        checkpoint.touch()
-        return RunResult(way, Record(folder / "record"), checkpoint, [1.0], None, 0, trained=True)
-
-    monkeypatch.setattr("sp_lightning.tools.comparison.check.run", run)
-    gpu = torch.device("cpu") if on_gpu else None
-    monkeypatch.setattr("sp_lightning.tools.comparison.check.plain_steps_on", lambda device: gpu)
-    check(planted.Everything, optimizer_overlap="forward")
-    plain, ours = ways[0], ways[-1]
-    assert plain.fuse
-    has_gpu_bits = on_gpu and is_installed("capabilities.kernels")
-    assert (plain.like is not None) is has_gpu_bits
-    assert ours.options.get("fused_optimizer") is (None if has_gpu_bits else True)
 
 
 @pytest.mark.parametrize(

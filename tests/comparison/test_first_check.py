@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from sp_lightning.__main__ import main
 from sp_lightning.tools.comparison import first_check, small_models
@@ -53,15 +51,6 @@ def test_options_of_a_check_with_or_without_a_model(wrong: list[str], capsys: py
     with pytest.raises(SystemExit) as ended:
         main(["check", *wrong])
     assert (ended.value.code, wrong[-2 if wrong[-1] == "a:b" else -1] in capsys.readouterr().err) == (2, True)
-
-
-def test_formulas_are_named_for_each_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert first_check.formulas(torch.device("cpu")) == {}
-    monkeypatch.setattr(first_check, "plain_steps_on", lambda device: torch.device("cpu"))
-    against: Any = lambda self, optimizer, module, scaled: "" if isinstance(optimizer, torch.optim.AdamW) else "other"  # noqa: E731
-    monkeypatch.setattr("sp_lightning.capabilities.kernels.like_gpu.LikeGpu.against", against)
-    found = first_check.formulas(torch.device("cpu"))
-    assert (found["AdamW"], found["SGD"]) == ("confirmed", "other")
 
 
 @pytest.mark.rest("the first tier has one model")

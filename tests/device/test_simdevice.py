@@ -13,7 +13,6 @@ from torch import Tensor
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.layers.gradients import Transfers
 from sp_lightning.core.layers.swap import ParameterSwap
-from sp_lightning.registry import is_installed
 from tests.support.engine import Slots
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
@@ -245,15 +244,3 @@ def test_each_stream_keeps_what_it_has_freed() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         device.empty(60)
     del kept
-
-
-@pytest.mark.skipif(not is_installed("capabilities.kernels"), reason="needs the folder kernels")
-def test_kernels_of_the_cpu_get_no_device_memory() -> None:
-    from sp_lightning.capabilities.kernels.norms import norms_of
-
-    with simulated() as made:
-        made.append(SimDevice(torch.device("cpu")))
-        slot = settled(made[0], 64).view(torch.bfloat16)
-        norms_of([torch.ones(32, dtype=torch.bfloat16)])
-        with pytest.raises(Mixed, match="a kernel of the CPU"):
-            norms_of([slot])

@@ -23,11 +23,10 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.model.compile import compile_blocks
 from tests.support import stacked
 from tests.support.crowded import crowded
-from tests.support.emulated_gpu import gpu_device, plain_gpu
-from tests.support.like_gpu import BATCHES, OPTIMIZERS, Stepped
 from tests.support.models import Block, Module
-from tests.support.runs import assert_same, fit
-from tests.support.simdevice import SimDevice
+from tests.support.plain_bits import BATCHES, OPTIMIZERS, Stepped
+from tests.support.runs import assert_same, fit, fused
+from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first
 
 OUT = torch.OutOfMemoryError("CUDA out of memory.")
@@ -81,7 +80,7 @@ def _imported(path: str) -> Any:
 
 ADAMW = OPTIMIZERS["AdamW"]
 STEPPED = partial(Stepped, ADAMW)
-GPU = partial(gpu_device, capacity=2**20)
+GPU = partial(simulated, capacity=2**20)
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Row:
         options: of the strategy.
         trainer: options of the trainer.
         make: makes the module.
-        of_gpu: True if the results are those of plain Lightning on a GPU, bit by bit; False if the row is about the CPU's bits.
+        exact: True if the results are compared bit by bit; False if they need only be close.
         device: makes the context of the device.
     """
 
@@ -109,7 +108,7 @@ class Row:
     options: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     make: Callable[[], Module] = STEPPED
-    of_gpu: bool = True
+    exact: bool = True
     device: Callable[[], AbstractContextManager[Any]] = GPU
 
 
@@ -133,53 +132,6 @@ def _second_and_third(count: int, slots: Any, *_: Any) -> bool:
         return False
     slots._device.asked = getattr(slots._device, "asked", 0) + (not slots.all)
     return slots._device.asked in (2, 3)
-
-
-class Exchanges(Stepped):
-    """The second epoch has an optimizer that the GPU cannot step."""
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            self.trainer.optimizers = [Own(self.parameters(), lr=0.1)]
-
-
-class Own(torch.optim.SGD):
-    """A class that is not known to step each parameter by itself."""
-
-
-class Amsgrad(Stepped):
-    """The optimizer's settings change during the run."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            (optimizer,) = self.trainer.optimizers
-            optimizer.param_groups[0]["amsgrad"] = True
-            for values in optimizer.state.values():
-                values["max_exp_avg_sq"] = torch.zeros_like(values["exp_avg_sq"])
-
-
-def _no_amsgrad() -> AbstractContextManager[Any]:
-    from sp_lightning.capabilities.kernels import gpu
-
-    real = gpu.find_confirmed
-
-    def found(variant: Any, run: Any) -> Any:
-        return None if variant.amsgrad else real(variant, run)
-
-    found.cache_clear = real.cache_clear  # type: ignore[attr-defined]
-    return mock.patch.object(gpu, "find_confirmed", found)
-
-
-def _none_but_plain() -> AbstractContextManager[Any]:
-    """The kernels that also widen, clip and cast cannot be compiled."""
-    from sp_lightning.capabilities.kernels import update
-
-    real = update.find_kernel
-
-    def found(what: Any, *arguments: Any) -> Any:
-        return None if what != what.plain else real(what, *arguments)
-
-    return mock.patch.object(update, "find_kernel", found)
 
 
 def _fails_in(step: int, raised: Exception = OUT) -> Callable[[], Module]:
@@ -237,21 +189,16 @@ class UnseenRouter(stacked.Router):
 
 
 ACTIVATIONS, STAY = "`activations`", '`gpu_layers="auto"`'
-WINDOW, BITS, LOCKS = "`k`, `k_prime`", "[the GPU's bits](updates.md#the-gpus-bits)", "`pin_memory`"
-CLIPPED: dict[str, Any] = {"gradient_clip_val": 0.1}
+WINDOW, LOCKS = "`k`, `k_prime`", "`pin_memory`"
 OVERLAP, CASTS, EXPERTS = "`optimizer_overlap`", "casts in compiled blocks", "rows of experts"
 BEFORE, AFTER = "before", "after"
-STAYS: dict[str, Any] = {"options": {"gpu_layers": "auto"}}
-MIXED: dict[str, Any] = {"trainer": {"precision": "bf16-mixed"}, "device": nullcontext, "of_gpu": False}
-EXCHANGES: dict[str, Any] = {"make": partial(Exchanges, ADAMW), "trainer": {"max_epochs": 2}}
-EXPERT = {"make": lambda: Module(stacked.Routers()), "device": nullcontext, "of_gpu": False}
+STAYS: dict[str, Any] = {"options": {"gpu_layers": "auto", "optimizer_on": "gpu"}}
+MIXED: dict[str, Any] = {"trainer": {"precision": "bf16-mixed"}, "device": nullcontext, "exact": False}
+EXPERT = {"make": lambda: Module(stacked.Routers()), "device": nullcontext, "exact": False}
 TORN = "These weights are not those of any whole step"
 SLOT = "tests.support.engine.Slots"
 STAYING = "sp_lightning.capabilities.gpu_steps.staying.StayingLayers"
 THERE_STEP = "sp_lightning.capabilities.gpu_steps.on_device.StepsOnDevice"
-NEW_OPTIMIZER = "the trainer gets an optimizer that the GPU cannot step"
-CPU_BITS = "CPU optimizer steps differ from the GPU's in the last bits"
-NORMS = "sp_lightning.capabilities.kernels.gpu_norms"
 
 ROWS = [
     Row(
@@ -290,34 +237,9 @@ ROWS = [
         STAY, "GPU memory for optimizer state", BEFORE, lambda: [failing(THERE_STEP, "reserve", OUT)],
         "no room for k = ", **STAYS,
     ),
-    Row(STAY, NEW_OPTIMIZER, BEFORE, list, "no layer stays on the GPU any more", **STAYS, **EXCHANGES),
     Row(
         STAY, "GPU memory in a step", AFTER, lambda: [failing(STAYING, "_give_gradients", OUT, _nth(3))],
         TORN, raises=True, **STAYS,
-    ),
-    Row(
-        BITS, "GPU memory or a kernel of the GPU, at set-up", BEFORE,
-        lambda: [failing("sp_lightning.capabilities.kernels.gpu", "_expected", OUT, _always)], CPU_BITS, of_gpu=False,
-    ),
-    Row(
-        BITS, "the compiler (llvmlite), at set-up", BEFORE,
-        lambda: [failing("sp_lightning.capabilities.kernels.jit.Compiled", "__init__", LAUNCH, _always)], CPU_BITS, of_gpu=False,
-    ),
-    Row(
-        BITS, "GPU memory for norms, at set-up", BEFORE,
-        lambda: [
-            mock.patch(f"{NORMS}._FEW", 0), mock.patch(f"{NORMS}._MANY", 8),
-            failing(NORMS, "foreach_norm", OUT, lambda count, gradients: len(gradients) == 1),
-        ],
-        "Norms for clipping differ from the GPU's in the last bits", of_gpu=False, trainer=CLIPPED,
-    ),
-    Row(
-        BITS, "the compiler, in a step", AFTER, lambda: [_none_but_plain()], "with the bits of its steps on this GPU",
-        trainer={"precision": "bf16-mixed", **CLIPPED},
-    ),
-    Row(
-        BITS, "new settings of the optimizer, without a known formula", BEFORE, lambda: [_no_amsgrad()],
-        "has the CPU's last bits, not the GPU's", make=partial(Amsgrad, ADAMW), of_gpu=False,
     ),
     Row(LOCKS, "the page lock (`cudaHostRegister`)", BEFORE, lambda: [_refuses_locks()], "could not be page-locked"),
     Row(
@@ -349,29 +271,28 @@ ANYWHERE: tuple[Any, ...] = (
         ROWS,
         if_=lambda row: row.choice == OVERLAP,
         second=[row for row in ROWS if row.choice != CASTS],
-        why="kernels are compiled, and trainings emulate a GPU",
+        why="trainings on a simulated device",
     ),
     ids=lambda row: f"{row.choice}: {row.fails}",
 )
 def test_a_choice_that_fails(row: Row, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder) -> None:
-    pytest.importorskip("llvmlite")
     batches = [each * (1 + at / 10) for at, each in enumerate((*BATCHES, *BATCHES))]
     strategy = SuperpipelineStrategy(**row.options)
+    make = row.make if row.options.get("optimizer_on") == "gpu" else fused(row.make)  # as steps on the CPU run
     caplog.set_level(logging.INFO, "lightning.pytorch")
     with ExitStack() as stack:
         for context in (*ANYWHERE, row.device(), *row.inject()):
             stack.enter_context(context)
         if row.raises:
             error: Any = stack.enter_context(pytest.raises((RuntimeError, torch._dynamo.exc.TorchDynamoException)))
-        outcome = fit(row.make, batches, strategy, recorded="losses", **row.trainer)
+        outcome = fit(make, batches, strategy, recorded="losses", **row.trainer)
     if row.raises:
         said = [str(error.value), *getattr(error.value, "__notes__", ())]
     else:
         said = [*caplog.messages, *(str(each.message) for each in recwarn), str(strategy.plan)]
-        with plain_gpu():
-            plain = fit(row.make, batches, recorded="losses", **row.trainer)
+        plain = fit(make, batches, recorded="losses", **row.trainer)
         torch.testing.assert_close(outcome.losses, plain.losses)
-        if row.of_gpu:
+        if row.exact:
             assert_same(outcome, plain)
     assert any(row.says in each for each in said), "\n".join(said)
 

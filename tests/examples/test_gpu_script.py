@@ -69,7 +69,7 @@ def test_what_a_list_says_has_a_mebibyte_at_most(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- the list
 
 
-FIRST = ["train llm 1.5B, bf16-mixed", "train llm 8B, bf16-true", "gpu_bits", "AdamW"]
+FIRST = ["train llm 1.5B, bf16-mixed", "train llm 8B, bf16-true", "AdamW"]
 
 
 @pytest.mark.parametrize("most", [540, 400])
@@ -83,10 +83,10 @@ def test_the_first_call_is_first_and_fits(
         everything.main(["--list", "now", "--dry-run", "--out", str(tmp_path)])
     assert ended.value.code == (most < 540)
     order = [line[16:] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [each.startswith(name) for each, name in zip(order, FIRST, strict=False)] == [True] * 4
+    assert [each.startswith(name) for each, name in zip(order, FIRST, strict=False)] == [True] * 3
     tables = ["train llm 1.5B", "predict llm 7B", "train vlm 7B", "predict vlm 7B", "train vision", "predict vision"]
     rest = ["train llm 1.5B", "train llm 8B", "train llm 1.5B", "everyday", "quantised", "all"]
-    assert [each.startswith(name) for each, name in zip(order[5:], [*tables, *rest], strict=False)] == [True] * 12
+    assert [each.startswith(name) for each, name in zip(order[4:], [*tables, *rest], strict=False)] == [True] * 12
 
 
 @pytest.mark.long("a process that collects tests")
@@ -110,7 +110,7 @@ def test_every_file_of_the_gpus_tests_is_in_a_list_and_names_folders_that_exist(
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Small files in place of the package's and the tests', on a machine with a GPU."""
-    for path in [f"sp_lightning/{name}/a.py" for name in (*agenda.CORE, "capabilities/kernels")] + [
+    for path in [f"sp_lightning/{name}/a.py" for name in (*agenda.CORE, "capabilities/gpu_steps")] + [
         "tests/gpu/test_fork.py"
     ]:
         (tmp_path / path).parent.mkdir(parents=True)
@@ -123,8 +123,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 WORKLOAD = agenda.train("llm", "1.5B", 16384)
 ITEMS = [
-    agenda.Module("gpu_bits", folders=("capabilities/kernels",)),
-    agenda.Contest(WORKLOAD, ("plain", "default"), 40, folders=("capabilities/kernels",)),
+    agenda.Module("first_light", folders=("capabilities/gpu_steps",)),
+    agenda.Contest(WORKLOAD, ("plain", "default"), 40, folders=("capabilities/gpu_steps",)),
     agenda.Tests("forks", ("test_fork.py",)),
 ]
 

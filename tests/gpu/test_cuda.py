@@ -16,12 +16,13 @@ from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
 from tests.support import tables
-from tests.support.gpu_reference import EXTRA_SLOTS, NAMES, REFUSED, plain_or_reference, reference
+from tests.support.gpu_reference import EXTRA_SLOTS, NAMES, REFUSED, reference
 from tests.support.models import CASES, Module, Transformer, llama
 from tests.support.runs import (
     LossRecorder,
     Recorder,
     assert_equal,
+    fused,
     loader,
     superpipeline,
     trainer_for,
@@ -56,7 +57,7 @@ def test_training_is_bitwise_equal(name: str, k: int, k_prime: int, precision: A
 @pytest.mark.parametrize("mode", ["auto", "forward", "backward"])
 @pytest.mark.parametrize("name", NAMES)
 def test_updates_in_the_background_are_bitwise_those_of_the_step(name: str, mode: Any, precision: Any) -> None:
-    losses, state = plain_or_reference(CASES[name].make, CASES[name].batches(), precision)
+    losses, state = reference(fused(CASES[name].make), CASES[name].batches(), precision)
     pl.seed_everything(7, verbose=False)
     module = CASES[name].make()
     recorder = LossRecorder()

@@ -64,18 +64,6 @@ def test_all_steps_on_the_gpu(overlap: Any, run: str, precision: str) -> None:
         assert strategy.stats().step_download_bytes < 10 * 2**20
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "SGD, momentum", "Adagrad"])
-def test_some_steps_on_the_gpu_and_the_others_on_the_cpu(name: str, run: str, precision: str) -> None:
-    pytest.importorskip("llvmlite")
-    if "fused" in name and "clipped" in run and precision == "bf16-mixed":
-        pytest.skip("Lightning does not clip gradients of a fused optimizer")
-    for share in (0.3, 0.7):
-        strategy, _ = compare(partial(Stepped, OPTIMIZERS[name]), gpu_layers=share, precision=precision, **RUNS[run])
-        assert "with the bits of its steps on this GPU" in str(strategy.plan)
-
-
 def test_code_that_reads_and_writes_weights_finds_them() -> None:
     compare(partial(Stepped, OPTIMIZERS["AdamW"]), optimizer_on="gpu", gpu_layers=1.0, callbacks=lambda: [Looks()])
 

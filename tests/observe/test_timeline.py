@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +21,6 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.timeline import Interval, Timeline, name_of
 from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.observe import stats as observed
 from sp_lightning.core.observe.stats import Stats, bottleneck, counters_line
 from sp_lightning.core.plan.plan import make_plan
 from tests.support.models import Module, Stack, llama, tokens, vectors
@@ -212,21 +210,6 @@ def test_the_bottleneck_is_named_with_the_option_that_helps(seconds: dict[str, f
     plan = make_plan(find_layers(Stack()), k=1, k_prime=1)
     assert said in bottleneck(stats(**seconds), 10.0, plan)
     assert "larger k or" not in bottleneck(stats(**seconds), 10.0, make_plan(find_layers(Stack()), k=9, k_prime=1))
-
-
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("installed", [False, True])
-def test_kernels_that_would_help_are_named(
-    installed: bool, autocast: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = SimpleNamespace(missing="" if installed else "llvmlite")
-    monkeypatch.setattr(observed, "host_kernels", lambda: kernels)
-    plan = make_plan(find_layers(Stack(), autocast=autocast), k=1, k_prime=1)
-    named = "accumulate_grad_batches. `pip install llvmlite` makes optimizer steps faster."
-    assert (named in bottleneck(stats(update_stall_seconds=3.0), 10.0, plan)) == (
-        not installed and autocast is not None
-    )
-    assert "kernels" not in bottleneck(stats(stall_seconds=3.0), 10.0, plan)
 
 
 def test_what_was_waited_is_one_figure_with_its_parts() -> None:

@@ -10,11 +10,10 @@ import pytest
 from sp_lightning.core.plan.update_policy import (
     BatchFacts,
     EarlyUpdates,
-    OptimizerFacts,
     Paging,
     UpdateFacts,
     UpdatePolicy,
-    against_gpu_bits,
+    against_choosing_staying,
     against_staying,
     complete,
     decide,
@@ -25,9 +24,9 @@ MEMORY = Paging()
 NORM, VALUE = BatchFacts(clip=("norm", 1.0)), BatchFacts(clip=("value", 0.5))
 
 
-def policy(on_disk: Paging = MEMORY, /, like_gpu: Any = (), **facts: Any) -> UpdatePolicy:
+def policy(on_disk: Paging = MEMORY, /, **facts: Any) -> UpdatePolicy:
     given = UpdateFacts(**facts)
-    return complete(decide(given), given, on_disk, like_gpu)
+    return complete(decide(given), given, on_disk)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +164,7 @@ def test_whether_norms_are_measured_in_backward(facts: dict[str, Any], disk: Pag
 )
 def test_where_gradients_are_clipped(facts: dict[str, Any], disk: Paging, read: str, unread: str) -> None:
     found = policy(disk, **facts)
-    assert (found.clip(read=True, like_gpu=False), found.clip(read=False, like_gpu=False)) == (read, unread)
-    assert found.clip(read=True, like_gpu=True) == "at once"
+    assert (found.clip(read=True), found.clip(read=False)) == (read, unread)
 
 
 def test_gradients_stay_narrow_where_nobody_reads_them() -> None:
@@ -177,24 +175,6 @@ def test_gradients_stay_narrow_where_nobody_reads_them() -> None:
     assert not narrow(unread=False)
     assert not narrow(ranks=True)
     assert not narrow(GRADIENTS)
-    nesterov = OptimizerFacts(writes_gradients=True)
-    assert narrow(optimizers=(nesterov,))
-    assert narrow(like_gpu=[(True, False)])
-    assert not narrow(optimizers=(nesterov,), like_gpu=[(True, False)])
-
-
-def test_steps_with_a_gpu_s_bits_are_taken_apart_and_wait() -> None:
-    both = (OptimizerFacts(1), OptimizerFacts(2))
-    found = policy(**OFF, optimizers=both, like_gpu=[(True, True), (False, False)])
-    assert found.unit == "whole"
-    assert found.all_threads
-    assert [each.by_layers for each in found.optimizers] == [True, False]
-    assert [each.like_gpu_norms for each in found.optimizers] == [True, False]
-    facts = UpdateFacts(**OFF, ranks=True)
-    assert "the primary steps all layers at once" in against_gpu_bits(decide(facts), facts, Paging())
-    assert against_gpu_bits(decide(facts), UpdateFacts(**OFF), Paging()) == ""
-    assert against_gpu_bits(decide(facts), facts, STATE) == ""
-    assert against_gpu_bits(UpdatePolicy(), UpdateFacts(fused_optimizer=False), STATE) == "fused_optimizer=False"
 
 
 def test_when_results_are_awaited_and_gradients_stay() -> None:
@@ -208,23 +188,27 @@ def test_when_results_are_awaited_and_gradients_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "like_gpu", "why"),
+    ("facts", "why"),
     [
-        ({}, True, ""),
-        ({"place": "gpu"}, False, ""),
-        ({}, False, "steps on the CPU differ from the GPU's"),
-        ({"on_cpu": True}, True, "the model computes on the CPU"),
-        ({"disk": True}, True, "it is not supported with several devices, a disk"),
-        ({"ranks": True}, True, "it is not supported"),
-        ({"shares_base": True}, True, "it is not supported"),
-        ({"optimizers": ()}, True, "nothing is trained"),
-        ({"against_gpu": "LBFGS"}, True, "LBFGS"),
+        ({"place": "gpu"}, ""),
+        ({}, ""),
+        ({"on_cpu": True}, "the model computes on the CPU"),
+        ({"disk": True}, "it is not supported with several devices, a disk"),
+        ({"ranks": True}, "it is not supported"),
+        ({"shares_base": True}, "it is not supported"),
+        ({"optimizers": ()}, "nothing is trained"),
+        ({"against_gpu": "LBFGS"}, "LBFGS"),
     ],
 )
-def test_why_no_layer_stays_on_the_gpu(facts: dict[str, Any], like_gpu: bool, why: str) -> None:
-    found = against_staying(UpdateFacts(**facts), like_gpu=like_gpu)
+def test_why_no_layer_stays_on_the_gpu(facts: dict[str, Any], why: str) -> None:
+    found = against_staying(UpdateFacts(**facts))
     assert found.startswith(why)
     assert bool(found) == bool(why)
+
+
+def test_a_number_of_staying_layers_is_chosen_only_if_results_do_not_depend_on_it() -> None:
+    assert against_choosing_staying(UpdateFacts(place="gpu")) == ""
+    assert against_choosing_staying(UpdateFacts()).startswith("results would depend on the choice")
 
 
 def test_the_limit_of_single_elements() -> None:

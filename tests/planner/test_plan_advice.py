@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.__main__ import main
-from sp_lightning.core.device.host_kernels import HostKernels
 from sp_lightning.core.plan.units import parse_bytes
 from tests.support.answers import plan
 from tests.support.models import Module, Stack, vectors
@@ -353,16 +352,3 @@ def test_where_weights_have_16_bits_no_step_on_the_device_is_in_the_background(
     seconds = [found["windows"][0]["seconds"] for found in (chosen, off, wide, wide_off)]
     assert seconds[0] == seconds[1]
     assert seconds[2] < seconds[3]
-
-
-@pytest.mark.long("takes a second or more")
-def test_an_answer_says_that_it_counts_on_kernels(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = {}
-    for there in (True, False):
-        kernels = HostKernels(missing="" if there else "llvmlite")
-        monkeypatch.setattr("sp_lightning.tools.planner.report.host_kernels", lambda kernels=kernels: kernels)
-        main(["plan", "resnet18", "--k", "1", "--k-prime", "1"])
-        said[there] = "pip install llvmlite" in capsys.readouterr().out
-    assert said == {True: False, False: True}

@@ -61,7 +61,6 @@ ASKED_FOR: dict[str, tuple[str, str]] = {
     "capabilities.disk": (HOST_MEMORY + FIT.format(options='disk="."', devices=1), MISSING),
     "capabilities.experts": (FIT.format(options="k=1", devices=1), "works"),
     "capabilities.gpu_steps": (FIT.format(options='optimizer_on="gpu"', devices=1), MISSING),
-    "capabilities.kernels": (FIT.format(options='k=1, optimizer_overlap="forward"', devices=1), "works"),
     "tools.planner": ("from sp_lightning.__main__ import main; main(['plan', 'os:getcwd'])", MISSING),
     "experimental.ranks": (FIT.format(options="", devices=2), MISSING),
     "experimental.sharing": ("import sp_lightning; sp_lightning.SharedBase", MISSING),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from sp_lightning import registry
-from sp_lightning.core.device.host_kernels import host_kernels
 from sp_lightning.core.model.rows import row_finder
 from sp_lightning.registry import CAPABILITIES, MissingCapabilityError, needed_for
 from tests.repository import deletion
@@ -29,7 +28,6 @@ def test_every_capability_has_a_folder_and_a_program() -> None:
 
 
 def test_the_core_has_what_the_registry_resolves() -> None:
-    assert host_kernels() is registry.host_kernels()
     assert row_finder() is registry.row_finder()
 
 

@@ -15,7 +15,6 @@ import pytest
 
 import sp_lightning
 from sp_lightning.core.engine.activations import Activations
-from sp_lightning.core.updates.gpu_bits import StepsLikeGpu
 from sp_lightning.registry import CAPABILITIES
 from tests.support.source import folder
 
@@ -79,7 +78,7 @@ def interfaces() -> list[type]:
     derived = [each for each in classes() if folder_of(each) in CAPABILITIES]
     core = [each for each in classes() if folder_of(each) not in (*CAPABILITIES, "core.device")]
     # Protocols with properties do not support issubclass.
-    return [Activations, StepsLikeGpu, *(each for each in core if any(each in one.__mro__ for one in derived))]
+    return [Activations, *(each for each in core if any(each in one.__mro__ for one in derived))]
 
 
 def public(kind: type) -> Iterator[str]:

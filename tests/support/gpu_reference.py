@@ -10,7 +10,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from tests.support.models import CASES
-from tests.support.runs import Batches, LossRecorder, Make, fit, fused, loader
+from tests.support.runs import Batches, Make, loader
 
 # Manual optimization, steps with a forward of their own, closures that step several times, weights that forwards write and
 # callbacks on parameters' places have no simple reference.
@@ -30,21 +30,6 @@ EXTRA_SLOTS = {
 
 REFUSED = {("parameter-hooks", "backward"): "post-accumulate hooks"}
 """Cases that cannot be updated inside backward, with what is said; the GPU's test took that for a defect."""
-
-
-def plain_or_reference(make: Make, batches: Batches, precision: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses and parameters of plain Lightning if this GPU confirms the formulas, else those of fused steps on the CPU."""
-    from sp_lightning.capabilities.kernels.like_gpu import LikeGpu
-
-    like, module = LikeGpu(torch.device("cuda", torch.cuda.current_device()), fuse=False), make()
-    found: Any = module.configure_optimizers()
-    optimizers = [each for each in (found if isinstance(found, (list, tuple)) else [found]) if hasattr(each, "step")]
-    if any(like.against(each, module, scaled=False) for each in optimizers):
-        return reference(fused(make), batches, precision)
-    recorder = LossRecorder()
-    plain = fit(make, batches, accelerator="gpu", precision=precision, callbacks=[recorder], recorded="nothing")
-    state = {name: value.cpu() for name, value in plain.state.items() if name != "hooked"}
-    return [each.cpu() for each in recorder.losses], state
 
 
 def reference(

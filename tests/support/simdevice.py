@@ -24,12 +24,11 @@ It shows missing waits that a synchronous CPU hides. It shows them in each run, 
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -45,7 +44,6 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning.core.device.background_thread import Pieces
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.store.block import HostBlock
-from sp_lightning.registry import is_installed
 from sp_lightning.trainer.run import move_to_device
 
 HOST = "host"
@@ -413,16 +411,6 @@ class SimDevice(Device):
         known = self.derived.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.alive.expired()
 
-    def refuse(self, arguments: ctypes.Structure, count: int) -> None:
-        """Raises an error if a kernel of the CPU gets an address of device memory, or an array of ``count`` addresses."""
-        given = [getattr(arguments, each[0]) or 0 for each in arguments._fields_ if each[1] is ctypes.c_void_p]
-        for name in ("gradients", "chunks"):
-            if hasattr(arguments, name):
-                given += (ctypes.c_int64 * count).from_address(getattr(arguments, name))
-        for each in [*self.derived.values(), *self._pools.values()]:
-            if not each.alive.expired() and any(each.start <= address < each.end for address in given):
-                raise Mixed("a kernel of the CPU gets the address of device memory")
-
     def take_buffers(self, module: nn.Module, stay: Sequence[nn.Module]) -> None:
         """Treats a module's buffers as device memory from now on.
 
@@ -726,14 +714,6 @@ def simulated(
     made: list[SimDevice] = []
     write, absorb = HostBlock.write, HostBlock._absorb
 
-    def run_kernel(run: Callable[..., None]) -> Callable[..., None]:
-        def checked(self: Any, count: int, least: int, arguments: ctypes.Structure) -> None:
-            for device in made:
-                device.refuse(arguments, count)
-            run(self, count, least, arguments)
-
-        return checked
-
     def make(device: torch.device) -> SimDevice:
         if shared and made:
             return made[0]
@@ -762,12 +742,7 @@ def simulated(
         mock.patch("sp_lightning.trainer.run.move_to_device", move),
         mock.patch.object(HostBlock, "write", engine_write),
         mock.patch.object(HostBlock, "_absorb", engine_absorb),
-        ExitStack() as stack,
     ):
-        if is_installed("capabilities.kernels"):
-            from sp_lightning.capabilities.kernels.jit import Compiled
-
-            stack.enter_context(mock.patch.object(Compiled, "run", run_kernel(Compiled.run)))
         try:
             yield made
         finally:

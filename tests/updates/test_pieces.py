@@ -73,7 +73,7 @@ def test_what_is_walked_over_once_is_not_cut() -> None:
     assert notes.seen == [("_fused_adamw_", 5000)]
 
 
-@pytest.mark.parametrize("needs", ["nothing", "half weight", "narrow gradient", "cast"])
+@pytest.mark.parametrize("needs", ["nothing", "half weight", "clip", "narrow gradient", "cast"])
 def test_only_steps_that_need_the_mode_run_in_it(needs: str) -> None:
     parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16 if needs == "half weight" else torch.float32))
     parameter.grad = torch.ones_like(parameter)
@@ -81,7 +81,8 @@ def test_only_steps_that_need_the_mode_run_in_it(needs: str) -> None:
         keep_narrow(parameter, torch.ones(4, dtype=torch.bfloat16), looked_at=lambda: None)
     casts = {id(parameter): torch.empty(4, dtype=torch.bfloat16)} if needs == "cast" else {}
     with torch.DisableTorchFunctionSubclass():
-        assert isinstance(mode_for([parameter], casts, {}, {}), InPieces) == (needs != "nothing")
+        found = mode_for([parameter], casts, {id(parameter): lambda gradient: None} if needs == "clip" else {})
+    assert isinstance(found, InPieces) == (needs in ("clip", "narrow gradient", "cast"))
 
 
 @pytest.mark.parametrize("cache", [2**21, 3 * 2**18, 1, 0])

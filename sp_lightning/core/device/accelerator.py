@@ -54,7 +54,6 @@ class Accelerator(Device):
         if device.index is None:
             device = torch.device(device.type, torch.accelerator.current_device_index())
         super().__init__(device)
-        self.plain_steps_on = plain_steps_on(device)
         self._side = {stream: _side_stream(device, stream) for stream in _SIDE}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
         # torch counts memory per process. If trials share the process: the bytes of the other trials, and the peak of this
@@ -307,11 +306,6 @@ def name_of(device: Device) -> str | None:
     if device.computes_on_host:
         return None
     return str(torch.get_device_module(device.device).get_device_name(device.device))
-
-
-def plain_steps_on(device: torch.device) -> torch.device | None:
-    """Returns the device if it is a GPU on which the formulas of torch's optimizers are known (CUDA and ROCm); otherwise None."""
-    return device if device.type == "cuda" else None
 
 
 def device_for(device: torch.device) -> Device:

@@ -162,9 +162,6 @@ class Device:
     computes_on_host = True
     """True if the model runs on the CPU, as the optimizer does."""
 
-    plain_steps_on: torch.device | None = None
-    """The GPU on which plain Lightning's optimizer would step; None if that is the CPU, or if its formulas are unknown."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)

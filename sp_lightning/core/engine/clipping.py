@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 from sp_lightning.core.device.device import Stream
 from sp_lightning.core.engine.updating import Updating
 from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.narrow_gradient import Change, Factor, Norms, change, stored, unwidened
+from sp_lightning.core.layers.narrow_gradient import Change, Factor, change, stored, unwidened
 from sp_lightning.core.torch_compat.private import has_accumulation_hooks
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
+_FOR_ANY_THREADS = (torch.float32, torch.bfloat16)
+"""The dtypes of gradients whose norms do not depend on the number of threads."""
 
 
 class Clipping:
@@ -26,22 +28,17 @@ class Clipping:
     Args:
         optimizer: the optimizer whose gradients are clipped.
         engine: the engine, which has the layers of these gradients.
-        norms: makes an object that computes norms with the bits of a GPU; None for the bits of the CPU.
 
     Attributes:
         pending: the change by which the updates clip gradients; None if they do not clip.
         at_once: True if gradients are clipped by this class, layer by layer, and not in the updates.
-        like_gpu: True if norms have the bits of a GPU.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Updating, norms: Callable[[], Norms] | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Updating) -> None:
         self._optimizer = optimizer
         self._on_gpu = engine.stepper.steps_all  # norms are computed where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
-        self.like_gpu = norms is not None
-        self._make_norms = norms or Norms
-        self._norms = self._make_norms()  # used by the background thread only
         self.pending: Change | None = None
         self.at_once = False
 
@@ -52,19 +49,14 @@ class Clipping:
         # A hook may have written a gradient after its norm was measured.
         if any(map(has_accumulation_hooks, parameters)):
             measured = {}
+        # get_total_norm computes the norm of each tensor. A norm in place of a gradient is unchanged, because it is a scalar.
         if self._on_gpu:
             total = get_total_norm(self._norms_on_device(parameters))
-        elif parameters and all(self._norms.replaces_torch(unwidened(stored(each))) for each in parameters):
-            total = self._norms.total(self._all_norms(parameters, measured))
         else:
-            of_host, from_gpu = Norms(), self._norms_from_gpu(parameters)
-            # get_total_norm computes the norm of each tensor. A norm in place of a gradient is unchanged, because it is a scalar.
-            total = of_host.total(
-                [
-                    from_gpu[each] if each in from_gpu else self._norm_or_gradient(measured, each, of_host)
-                    for each in parameters
-                ]
-            )
+            from_gpu, norms = self._norms_from_gpu(parameters), list[Tensor]()
+            for each in parameters:
+                norms.append(from_gpu[each] if each in from_gpu else self._norm_or_gradient(measured, each))
+            total = get_total_norm(norms)
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_gpu:
             self._engine.stepper.synchronize_norms()
@@ -88,24 +80,6 @@ class Clipping:
         norms = iter(self._engine.stepper.norms(dense))
         return [next(norms) if gradient.layout is torch.strided else gradient for gradient in gradients]
 
-    def _all_norms(self, parameters: Sequence[nn.Parameter], measured: Measured) -> list[Tensor]:
-        """Returns the norms of gradients: known norms, norms that the GPU computes, and norms that :class:`Norms` computes."""
-        norms, unknown, found = dict[nn.Parameter, Tensor](), dict[nn.Parameter, Tensor](), self._make_norms()
-        for parameter in parameters:
-            gradient = stored(parameter)
-            assert gradient is not None
-            if (gpu_norm := self._norm_on_gpu(gradient)) is not None:
-                norms[parameter] = gpu_norm
-                continue
-            if (norm := _known_norm(measured, parameter, gradient)) is not None:
-                norms[parameter] = norm
-            elif self._in_memory(parameter):  # now, because the next gradient may take the memory of this one
-                norms[parameter] = found.of([gradient])[0]
-            else:  # later, all of them with one call
-                unknown[parameter] = gradient
-        norms |= zip(unknown, found.of([*unknown.values()]), strict=True)
-        return [norms[parameter] for parameter in parameters]
-
     def _norm_on_gpu(self, gradient: Tensor | None) -> Tensor | None:
         """Returns the norm of a gradient that waits on the GPU for a layer's step; None if it is on the host."""
         if gradient is None or getattr(gradient, "computed", None) is None:  # an attribute of narrow gradients
@@ -119,14 +93,14 @@ class Clipping:
         on_host = torch.stack([*norms.values()]).cpu() if norms else ()
         return {p: each.to(norm.dtype) for (p, norm), each in zip(norms.items(), on_host, strict=True)}
 
-    def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter, norms: Norms) -> Tensor:
+    def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter) -> Tensor:
         """Returns a gradient on the host, or its norm: if the norm is known, or the gradient is narrow or may leave memory."""
         gradient = stored(parameter)
         assert gradient is not None
         if (norm := _known_norm(measured, parameter, gradient)) is not None:
             return norm
         stays_readable = unwidened(gradient) is gradient and not self._in_memory(parameter)
-        return gradient if stays_readable else norms.of([gradient])[0]
+        return gradient if stays_readable else self._engine.norms.of(gradient)
 
     def _in_memory(self, parameter: nn.Parameter) -> bool:
         """Loads a gradient into host memory. Returns True if the next layer's gradients may take its place in memory."""
@@ -136,29 +110,28 @@ class Clipping:
     def measure(self, layer: StreamedLayer) -> None:
         """Computes the norms of a layer's gradients during backward, in the background thread if possible.
 
-        Leaves out a layer with a sparse gradient, and a layer with a gradient whose norm would depend on the number of threads
-        (:attr:`Norms.dtypes`): a float16 gradient, for example, if norms have the bits of the CPU.
+        Leaves out a layer with a sparse gradient, and a layer with a gradient whose norm depends on the number of threads
+        (float16).
         """
         if layer.own_slot is not None:  # its gradients wait on the GPU, which computes their norms (`_norm_on_gpu`)
             return
         parameters = [parameter for member in layer.with_masters for parameter in member.block.parameters]
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
-        if any(g.layout is not torch.strided or g.dtype not in self._norms.dtypes for _, g in gradients):
+        if any(g.layout is not torch.strided or g.dtype not in _FOR_ANY_THREADS for _, g in gradients):
             return
 
-        measured, device = self._measured, self._engine.device
+        measured, device, norms = self._measured, self._engine.device, self._engine.norms
 
-        def work(by: Stream | None, norms: Norms) -> None:
+        def work(by: Stream | None) -> None:
             if measured is self._measured:  # otherwise the step has continued without these norms
                 device.access([unwidened(gradient) for _, gradient in gradients], by, write=False)
-                found = norms.of([gradient for _, gradient in gradients])
-                for (parameter, gradient), norm in zip(gradients, found, strict=True):
-                    measured[parameter] = gradient, gradient._version, norm
+                for parameter, gradient in gradients:
+                    measured[parameter] = gradient, gradient._version, norms.of(gradient)
 
         if layer.use_gradients():
-            work(None, self._make_norms())  # in the background, the gradients might have left memory
+            work(None)  # in the background, the gradients might have left memory
         else:
-            device.later(partial(work, Stream.UPDATE, self._norms))
+            device.later(partial(work, Stream.UPDATE))
 
     def finish(self) -> None:
         """Clips gradients if no update does it: the step was not divided, or the gradient scaler has skipped it."""
@@ -171,7 +144,7 @@ class Clipping:
 
     def end(self) -> None:
         """Called when the step is over. Clips gradients that are not clipped yet, and forgets all norms."""
-        self._measured, self._norms = {}, self._make_norms()
+        self._measured = {}
         self.finish()
 
 

@@ -44,13 +44,10 @@ from sp_lightning.core.updates.fused import (
     settings_on_cpu,
     shares_state,
 )
-from sp_lightning.core.updates.gpu_bits import StepsLikeGpu
 from sp_lightning.core.updates.pieces import mode_for
 from sp_lightning.core.updates.step_context import StepContext, compiles, reads_settings
 
 Groups = list[dict[str, Any]]
-_LIKE = "whose bits"
-"""A key that `_copy_settings` adds to the settings of a group: the function that updates one parameter with a GPU's bits."""
 _probe = SimpleNamespace()
 _UNHELD = sys.getrefcount(attributes_of(_probe))
 """Number of references to the state of all parameters, and to ``vars(optimizer)``, if user code has none. Measured, because
@@ -96,13 +93,11 @@ class _Traits:
     constants: frozenset[str]
 
 
-def _traits(
-    optimizer: Optimizer, engine: Updating, policy: UpdatePolicy, own: OptimizerPolicy, like: StepsLikeGpu | None
-) -> _Traits:
+def _traits(optimizer: Optimizer, engine: Updating, policy: UpdatePolicy, own: OptimizerPolicy) -> _Traits:
     """Decides, once, how the steps of an optimizer run; see :class:`_Traits`."""
     on_gpu = engine.stepper.steps_all
     waits = policy.overlap == "off"
-    separable = (waits and like is None) or on_gpu or is_separable(optimizer)
+    separable = waits or on_gpu or is_separable(optimizer)
     checked = engine.stepper.steps_some and engine.stepper.is_declared(optimizer)
     return _Traits(
         on_gpu=on_gpu,
@@ -138,7 +133,6 @@ class LayerwiseStep:
         own: how this optimizer's steps run.
         clip_value: the limit to which each element of a gradient is clipped; None if elements are not clipped.
         state: loads the optimizer's state of a layer before the layer's update, and stores it afterwards.
-        like: updates parameters with the bits of a GPU; None for the bits of torch's operators on the CPU.
 
     Attributes:
         clipping: clips the gradients.
@@ -158,18 +152,16 @@ class LayerwiseStep:
         own: OptimizerPolicy,
         clip_value: float | None = None,
         state: StateStore = IN_MEMORY,
-        like: StepsLikeGpu | None = None,
     ) -> None:
-        self._traits = traits = _traits(optimizer, engine, policy, own, like)
+        self._traits = traits = _traits(optimizer, engine, policy, own)
         self._optimizer = optimizer
         self._class = type(optimizer)  # while updates run, the optimizer has another class
         self._engine = engine
         self._updates = engine.updates
         self._state = state
-        self._like = like
         in_backward = traits.early.in_backward
         engine.stepper.arrange(state_on_disk=state.elsewhere, ahead=not (in_backward or traits.waits))
-        self.clipping = Clipping(optimizer, engine, None if like is None else like.norms)
+        self.clipping = Clipping(optimizer, engine)
         self.clip_value = clip_value if in_backward else None
 
         # Backward calls `_layer_done` with each layer whose gradients are complete. Before that, the gradient sink calls
@@ -184,8 +176,6 @@ class LayerwiseStep:
         self.tried = False
         self.needed: list[str] = []
         self._stepped: set[int] = set()  # ids of the parameters that had a step, so that their state exists
-        self._of_gpu: set[int] = set()  # ids of the parameters whose steps may have the GPU's bits
-        self._warned = False  # True if a step with the CPU's bits was logged
         self._told = False  # True if it was logged that other code holds the state
         self._empty: dict[int, int] = {}  # by a parameter's id, the id of its empty state that was made here
 
@@ -341,7 +331,6 @@ class LayerwiseStep:
             RuntimeError: an option needs updates of single layers.
         """
         self._refuse(undivided)
-        self.warn_of_bits(undivided.args[0])
         if self._traits.early is EarlyUpdates.TRIED:
             self.needed.append(undivided.args[0])
         self.clipping.finish()  # torch's step does not clip
@@ -386,16 +375,6 @@ class LayerwiseStep:
                 raise RuntimeError(
                     f"{name} updates layers one by one, but {what}. {instead}, or {otherwise}."
                 ) from undivided
-
-    def warn_of_bits(self, why: str) -> None:
-        """Logs once that a step has the CPU's last bits, because torch's operators run the step.
-
-        Logs nothing if the optimizer's steps were not to have a GPU's bits.
-        """
-        if self._like is not None and not self._warned:
-            self._warned = True
-            name = self._class.__name__
-            LOG.warning("Superpipeline: this step of %s has the CPU's last bits, not the GPU's: %s.", name, why)
 
     def _can_divide(self, group: dict[str, Any]) -> bool:
         """Returns True if the step of a group, run layer by layer, gives the same bits as torch's own step of the group."""
@@ -459,18 +438,12 @@ class LayerwiseStep:
 
         Returns:
             - The user's settings, for layers that step on the GPU.
-            - The settings for layers that step on the CPU: also with ``fused=True`` if torch would run the group fused, and with
-              the function that updates with a GPU's bits, if there is one.
+            - The settings for layers that step on the CPU: also with ``fused=True`` if torch would run the group fused.
         """
         gpu_settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
         if self._traits.on_gpu:
             return gpu_settings, gpu_settings
         cpu_settings = {**gpu_settings, **settings_on_cpu(gpu_settings)}
-        if self._like is not None:
-            if why := self._like.against_group(cpu_group, self._of_gpu):
-                self.warn_of_bits(why)
-            else:
-                cpu_settings[_LIKE] = self._like.of(group)
         if self.begun or runs_fused(self._optimizer, cpu_group, fuse=self._traits.fuse):
             cpu_settings["fused"] = True
         return gpu_settings, cpu_settings
@@ -664,9 +637,8 @@ class LayerwiseStep:
             else:
                 step()
         else:
-            others = {id(p): group[_LIKE] for group in part.param_groups if _LIKE in group for p in group["params"]}
             # See "Note: fused operator in pieces" in updates/__init__.
-            with mode_for(trained, layer.casts.places(Stream.UPDATE), clips, others):
+            with mode_for(trained, layer.casts.places(Stream.UPDATE), clips):
                 step()
         layer.casts.refresh(by=Stream.UPDATE, but=set() if self._traits.separable else set(map(id, trained)))
 

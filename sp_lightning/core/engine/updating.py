@@ -21,6 +21,7 @@ from sp_lightning.core.layers.device_parameter import Untouched
 from sp_lightning.core.layers.freed_gradient import forget, free
 from sp_lightning.core.layers.gradients import GradientSink
 from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
+from sp_lightning.core.layers.narrow_gradient import Norms
 from sp_lightning.core.layers.write_guard import drop_if_empty
 from sp_lightning.core.layers.writes import WriteBack
 from sp_lightning.core.torch_compat.modes import held
@@ -40,6 +41,7 @@ class Updating:
             Before that, its ``may_update`` returns True if ``layer_done`` would begin an update of the layer. With several
             devices, all ranks agree on the result.
         several: True if there are several devices.
+        norms: computes norms of gradients on the host.
         step_seconds: seconds of optimizers' steps on the CPU while the GPU had nothing to do.
     """
 
@@ -57,6 +59,7 @@ class Updating:
 
     def __post_init__(self) -> None:
         self.step_seconds = 0.0
+        self.norms = Norms()
         self.several = self.turns.several
         self._place_of = {
             id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)

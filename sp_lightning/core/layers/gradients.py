@@ -28,7 +28,6 @@ from sp_lightning.core.layers.narrow_gradient import (
     add_on_device,
     drop,
     keep_narrow,
-    note_unaligned,
     stored,
     waits_on_device,
 )
@@ -393,9 +392,6 @@ class Gradients(GradientSink):
                 used += aligned(gradient.nbytes)
             rows = None if layer.whole else layer.rows.gradient_rows(index)
             if rows is None:
-                # On plain Lightning, a gradient of another dtype is converted, to memory of its own.
-                if own is not None and gradient.storage_offset() % 4 and gradient.dtype is parameter.dtype:
-                    note_unaligned(own)
                 targets.append(target)
                 sources.append(gradient)
             else:

@@ -12,7 +12,6 @@ without calling its class.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -20,9 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 
-from sp_lightning.core.device.host_kernels import host_kernels
 from sp_lightning.core.layers.freed_gradient import resets_gradients
 from sp_lightning.core.layers.roles import ParameterRole, leave, take
 from sp_lightning.core.torch_compat.metadata import METADATA
@@ -46,14 +43,10 @@ class Factor:
 
     Args:
         factor: a tensor with one float32 number.
-
-    Attributes:
-        number: the factor as a Python number.
     """
 
     def __init__(self, factor: Tensor) -> None:
         self._factor = factor
-        self.number = float(factor)
 
     def __call__(self, gradient: Tensor) -> None:
         gradient.mul_(self._factor)
@@ -160,22 +153,6 @@ def stored(parameter: nn.Parameter) -> Tensor | None:
     return found
 
 
-def note_unaligned(own: Tensor) -> None:
-    """Notes that backward has computed a gradient as a part of another tensor, not at a multiple of four elements.
-
-    ``torch.cat`` of weights does so. A GPU adds up the norm of such a gradient in another order.
-
-    Args:
-        own: the host memory that becomes ``param.grad``. In-place operations on it keep the note, as a GPU's memory its address.
-    """
-    own._unaligned = True  # type: ignore[attr-defined]
-
-
-def is_unaligned(gradient: Tensor) -> bool:
-    """Returns True if :func:`note_unaligned` has noted this."""
-    return hasattr(gradient, "_unaligned")
-
-
 def is_narrow(parameter: nn.Parameter) -> bool:
     """Returns True if a parameter's gradient is narrow."""
     return issubclass(type(parameter), _HasNarrowGradient) and type(stored(parameter)) is NarrowGradient
@@ -257,58 +234,25 @@ def _widen(gradient: Any, *, values: bool = True) -> None:
         del gradient.narrow_and_changes, gradient.looked_at, gradient.computed
 
 
-def exact_scale(came: Tensor, changes: Sequence[Change]) -> float:
-    """Returns the factor by which a norm may be multiplied in place of its gradient, with the same bits; 0 if there is none.
-
-    Without changes this is 1. Otherwise the gradient must be float16, and each change a multiplication by a power of two, as by a
-    gradient scaler. Then the products are exact, and so are their squares.
-    """
-    numbers = [each.number if isinstance(each, Factor) else 0.0 for each in changes]
-    # Above 2**-38: the smallest float16 is 2**-24, and the square of its product with 2**-38 is still a normal float32.
-    exact = came.dtype is torch.float16 and all(
-        2.0**-38 < each < 2.0 and math.frexp(each)[0] == 0.5 for each in numbers
-    )
-    return math.prod(numbers) if exact or not changes else 0.0
-
-
 class Norms:
-    """Computes norms of gradients on the host. Keeps memory for widened gradients, because allocating takes longer than the norm.
+    """Computes norms of gradients on the host in float32, one after the other.
 
-    Attributes:
-        dtypes: dtypes of gradients whose norms do not depend on the number of threads.
+    A narrow gradient is widened whole into one buffer, because torch adds up squares in the order of the elements: norms of parts
+    would have other bits than on plain Lightning. The buffer is kept, because allocating it takes longer than a norm. It has 4
+    bytes per element of the largest narrow gradient, which ``plan.ledger`` counts. Several threads may compute norms.
     """
-
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 
     def __init__(self) -> None:
         self._wide = torch.empty(0)
+        self._lock = threading.Lock()
 
-    def replaces_torch(self, gradient: Tensor) -> bool:
-        """Returns True if :meth:`of` must be used also for a gradient that is not narrow, because torch's norm has other bits."""
-        return False
-
-    def total(self, norms: Sequence[Tensor]) -> Tensor:
-        """Returns the norm of all gradients together."""
-        return get_total_norm(norms)
-
-    def of(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the norms of gradients. If a kernel exists, it reads narrow gradients without widening them.
-
-        Otherwise narrow gradients are widened into memory of this object, so that torch adds in the same order as on plain
-        Lightning.
-        """
-        made = [(gradient, *narrow_and_changes(gradient)) for gradient in gradients]
-        scales = {id(came): exact_scale(came, changes) for gradient, came, changes in made if came is not gradient}
-        known = host_kernels().norms([came for _, came, _ in made if scales.get(id(came))])
-        return [
-            known[id(came)].mul_(scales[id(came)]) if id(came) in known else self._of_one(gradient, came, changes)
-            for gradient, came, changes in made
-        ]
-
-    def _of_one(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:
+    def of(self, gradient: Tensor) -> Tensor:
+        """Returns the norm of a gradient after its recorded changes: a tensor without dimensions."""
+        came, changes = narrow_and_changes(gradient)
         if came is gradient:
             return torch.linalg.vector_norm(gradient)
-        return torch.linalg.vector_norm(self._widened(gradient, came, changes))
+        with self._lock:
+            return torch.linalg.vector_norm(self._widened(gradient, came, changes))
 
     def _widened(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:
         """Returns a narrow gradient widened, in memory that the next gradient overwrites."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from sp_lightning.core.device.host_kernels import host_kernels
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import human_bytes
 
@@ -192,10 +191,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
     share = min(most / max(seconds, 1e-9), 1.0)
     if share < _SMALL_SHARE or most < _SHORT:
         return ""
-    more = ""
-    if what == "updates" and any(layer.casts for layer in plan.trained) and (package := host_kernels().missing):
-        more = f" `pip install {package}` makes optimizer steps faster."
-    return f"Superpipeline: waited {share:.0%} of {seconds:.1f} s for {WAITED[what]}. {remedy(what, plan)}.{more}"
+    return f"Superpipeline: waited {share:.0%} of {seconds:.1f} s for {WAITED[what]}. {remedy(what, plan)}."
 
 
 WAITED = {

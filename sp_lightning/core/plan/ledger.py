@@ -48,8 +48,8 @@ class Ledger:
         parameters: the number of weights (elements), frozen ones included.
         weights: bytes of all parameters, and of the casts that are uploaded in place of masters. Parameters that stay in the
             user's files do not count.
-        gradients: bytes of ``param.grad``, and of staging memory for gradients that are accumulated. Gradients that stay on the
-            device do not count.
+        gradients: bytes of ``param.grad``, of staging memory for gradients that are accumulated, and of the buffer in which
+            norms of 16-bit gradients are computed. Gradients that stay on the device do not count.
         state: bytes of the optimizers' tensors; None if unknown before the first step.
         passes: the passes of one step with all its micro-batches: an upper bound if the optimizer runs fused. Other optimizers
             pass over the memory more often.
@@ -179,7 +179,7 @@ def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: 
     return Ledger(
         parameters=sum(math.prod(span.shape) for layer in layers for span in layer.spans),
         weights=weights,
-        gradients=_gradient_bytes(plan, steps),
+        gradients=_gradient_bytes(plan, steps) + _norm_bytes(plan, steps),
         state=state,
         passes=tuple(each for each in passes if each.read or each.written),
         ranks=plan.ranks,
@@ -217,6 +217,17 @@ def _gradient_bytes(plan: Plan, steps: Steps) -> int:
     return min(sum(kept), plan.residents.gradient_bytes + (plan.k_prime + 3) * max(kept)) + staged
 
 
+def _norm_bytes(plan: Plan, steps: Steps) -> int:
+    """Returns the bytes of the buffer into which narrow gradients are widened, one at a time, to compute their norms."""
+    if steps.clips != "norm" or not steps.narrow or steps.on_device:
+        return 0
+    # At most: the largest cast of a layer may be frozen.
+    halves = (
+        min(layer.narrow_bytes, max((cast.nbytes for cast in layer.casts), default=0)) for layer in plan.offloaded
+    )
+    return 2 * max(halves, default=0)
+
+
 def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     """Returns all passes of a step. Layers that stay on the device have none.
 
@@ -241,6 +252,7 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
     widened = narrow_offloaded * (not narrow)
     wide = kept - halves * narrow  # without narrow gradients, which other passes unscale and clip
     clipped = wide * (clips is not None)
+    buffered = 2 * halves * narrow * (not steps.on_device)  # narrow gradients are widened into a buffer for their norms
     offloaded = gradients
     if steps.early and steps.on_device:
         offloaded = kept = plan.residents.gradient_bytes
@@ -260,7 +272,7 @@ def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
         # Several devices upload the accumulated gradients, and add to them on the device.
         Pass("accumulation", more * gradients * (2 if plan.alone else plan.ranks), more * gradients * plan.alone),
         Pass("unscaling", kept * scales, wide * scales),
-        Pass("norm", kept * (clips == "norm"), 0),
+        Pass("norm", (kept + buffered) * (clips == "norm"), buffered * (clips == "norm")),
         Pass("clipping", clipped * (not pieces), clipped),
         update,
     ]

@@ -2,7 +2,7 @@
 
 - ``trainer.update_facts`` collects the facts.
 - :func:`decide` needs the facts only. It decides when optimizers step, and checks that the place in the facts is possible.
-- :func:`complete` adds how they step, which also depends on paging to a disk, and on steps that are bit-identical to the GPU's.
+- :func:`complete` adds how they step, which also depends on paging to a disk.
 
 The engine executes the policy without further decisions.
 """
@@ -10,7 +10,6 @@ The engine executes the policy without further decisions.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -85,12 +84,10 @@ class OptimizerFacts:
 
     Attributes:
         identity: its ``id``, which changes if a callback replaces the optimizer.
-        writes_gradients: True if its step on a GPU writes gradients.
         ends_first: True if its step on the GPU must end before the next forward begins.
     """
 
     identity: int = 0
-    writes_gradients: bool = False
     ends_first: bool = False
 
 
@@ -184,15 +181,11 @@ class OptimizerPolicy:
         by_layers: True if it steps layer by layer.
         narrow: True if gradients of casts keep the cast's dtype until the update.
         ends_first: True if a step of a layer that stays on the GPU ends before the next forward begins.
-        like_gpu, like_gpu_norms: True if the optimizer's steps on the CPU, or the norms of its gradients, are bit-identical to a
-            GPU's.
     """
 
     by_layers: bool = False
     narrow: bool = False
     ends_first: bool = False
-    like_gpu: bool = False
-    like_gpu_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,7 +228,7 @@ class UpdatePolicy:
         """The overlap, with the reason if it is not the fastest."""
         return f"{self.overlap} ({self.why})" if self.why else self.overlap
 
-    def clip(self, *, read: bool, like_gpu: bool) -> Clip:
+    def clip(self, *, read: bool) -> Clip:
         """Returns how gradients are clipped.
 
         - ``"whole"``: by the precision plugin.
@@ -244,9 +237,8 @@ class UpdatePolicy:
 
         Args:
             read: True if user code may read gradients before the step. Then they must be clipped before user code reads them.
-            like_gpu: True if the optimizer's norms are bit-identical to a GPU's.
         """
-        if not (self.clips_by_layers or like_gpu or (self.clips_unread_by_layers and not read)):
+        if not (self.clips_by_layers or (self.clips_unread_by_layers and not read)):
             return "whole"
         return "at once" if read or self.place == "gpu" else "in update"  # updates on the GPU do not clip
 
@@ -313,41 +305,30 @@ def choose_overlap(facts: UpdateFacts) -> tuple[Overlap, str]:
     return asked, ""
 
 
-def complete(
-    policy: UpdatePolicy, facts: UpdateFacts, paging: Paging, like_gpu: Sequence[tuple[bool, bool]] = ()
-) -> UpdatePolicy:
+def complete(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> UpdatePolicy:
     """Completes the policy of :func:`decide`.
 
     Args:
         policy: where and when optimizers step.
         facts: the facts from which :func:`decide` made the policy.
         paging: the data that is paged out of host memory.
-        like_gpu: for each optimizer, True if its steps on the CPU, and True if its norms, are bit-identical to a GPU's.
     """
     on_gpu, waits = policy.place == "gpu", policy.overlap == "off"
     by_layers = steps_by_layers(policy, facts, paging)
-    like_gpu = like_gpu or [(False, False)] * len(facts.optimizers)
     # Paged gradients are never narrow: if user code read one, there would be no memory to widen it.
     narrow = may_stay_narrow(facts, paging)
     clips_norm = facts.batch.clip is not None and facts.batch.clip[0] == "norm"
     return replace(
         policy,
         unit="layers" if by_layers else "primary" if facts.ranks else "whole",
-        all_threads=waits and (by_layers or any(steps for steps, _ in like_gpu)),
+        all_threads=waits and by_layers,
         measure_norms=clips_norm and facts.unread_before_step and (paging.gradients or not waits) and not on_gpu,
         clips_by_layers=paging.gradients or on_gpu,
         clips_unread_by_layers=not waits,
         gradients_stay=facts.stay and not facts.batch.scales and facts.batch.automatic,
         ends_on_host=on_gpu and facts.disk,
         optimizers=tuple(
-            OptimizerPolicy(
-                by_layers=by_layers or steps,
-                narrow=narrow and not (steps and each.writes_gradients),
-                ends_first=each.ends_first,
-                like_gpu=steps,
-                like_gpu_norms=norms,
-            )
-            for each, (steps, norms) in zip(facts.optimizers, like_gpu, strict=True)
+            OptimizerPolicy(by_layers=by_layers, narrow=narrow, ends_first=each.ends_first) for each in facts.optimizers
         ),
     )
 
@@ -365,33 +346,24 @@ def may_stay_narrow(facts: UpdateFacts, paging: Paging) -> bool:
     return not facts.ranks and not paging.gradients and facts.unread
 
 
-def against_gpu_bits(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> str:
-    """Returns why all steps on the CPU differ from the GPU's in the last bits; empty if some may be bit-identical."""
-    if facts.fused_optimizer is False:
-        return "fused_optimizer=False"
-    if facts.ranks and not steps_by_layers(policy, facts, paging):
-        return 'with several devices and optimizer_overlap="off", the primary steps all layers at once'
-    return ""
-
-
-def against_staying(facts: UpdateFacts, *, like_gpu: bool) -> str:
-    """Returns why ``gpu_layers="auto"`` keeps no layer on the GPU; empty if it may.
-
-    Args:
-        facts: the facts.
-        like_gpu: True if all steps on the CPU, and all norms that may be needed, are bit-identical to the GPU's.
-    """
+def against_staying(facts: UpdateFacts) -> str:
+    """Returns why no layer can stay on the GPU; empty if layers can."""
     if facts.on_cpu:
         return "the model computes on the CPU"
     if facts.ranks or facts.disk or facts.shares_base:
         return "it is not supported with several devices, a disk or a SharedBase"
     if not facts.optimizers:
         return "nothing is trained"
-    if facts.against_gpu:
-        return facts.against_gpu
-    if facts.place == "gpu" or like_gpu:
-        return ""
-    return "steps on the CPU differ from the GPU's in the last bits, so results would depend on it"
+    return facts.against_gpu
+
+
+def against_choosing_staying(facts: UpdateFacts) -> str:
+    """Returns why ``gpu_layers="auto"`` may not choose how many layers stay; empty if results do not depend on the number."""
+    return (
+        ""
+        if facts.place == "gpu"
+        else 'results would depend on the choice; it needs optimizer_on="gpu", or give a number'
+    )
 
 
 def _against_backward(facts: UpdateFacts) -> str:

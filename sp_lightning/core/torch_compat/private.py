@@ -12,12 +12,12 @@ function and not a wrapper.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, autograd, jit, nn, overrides, serialization
@@ -31,7 +31,7 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import batchnorm
 from torch.nn.modules import module as module_globals
-from torch.optim import Optimizer, adagrad, adam, sgd
+from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils import _python_dispatch, _pytree, checkpoint
 from torch.utils._device import DeviceContext
@@ -333,63 +333,11 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-Kind = Literal["adam", "adamw", "sgd", "adagrad"]
-"""The optimizers of torch that have a fused step on the CPU."""
-
-FUSED_STEPS: dict[Callable[..., Any], Kind] = {
-    torch._fused_adam_: "adam",
-    torch._fused_adamw_: "adamw",
-    torch._fused_sgd_: "sgd",
-    torch._fused_adagrad_: "adagrad",
-}
+FUSED_STEPS: frozenset[Callable[..., Any]] = frozenset(
+    (torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_)
+)
 """The operators of fused optimizers. Their positional arguments are lists, empty or as long as the first: weights, gradients,
 then state. The optimizers are public, the operators are not."""
-
-
-def step_as_torch(
-    kind: Kind,
-    form: Literal["foreach", "fused"],
-    weight: Tensor,
-    gradient: Tensor,
-    state: Sequence[Tensor | None],
-    steps: float,
-    settings: Mapping[str, Any],
-) -> list[Tensor | None]:
-    """Steps one weight in place, with the same implementation as torch's optimizer.
-
-    The public optimizer would run all optimizer hooks.
-
-    Args:
-        kind, form: the optimizer and its implementation.
-        weight, gradient, state: tensors on one device. The state has the order of the arguments of :data:`FUSED_STEPS`, without
-            the number of steps.
-        steps: the number of this step, from 1.
-        settings: the settings of the fused operator.
-
-    Returns:
-        The state after the step. The first step of SGD with momentum makes the state.
-    """
-    given: Any = {name: value for name, value in settings.items() if name != "is_first_step"}
-    given |= {"foreach": form == "foreach", "fused": form == "fused"}
-    # torch's functions count this step themselves.
-    counted = [torch.tensor(steps - 1, dtype=torch.float32, device=weight.device if form == "fused" else "cpu")]
-    columns: Any = [[] if each is None else [each] for each in state]
-    if kind == "sgd":
-        buffers = [None if settings["is_first_step"] or not settings["momentum"] else state[0]]
-        sgd.sgd([weight], [gradient], buffers, **given)
-        return [*buffers]
-    if kind == "adagrad":
-        adagrad.adagrad([weight], [gradient], columns[0], counted, **given)
-    else:
-        averages, squares, largest = columns
-        given["decoupled_weight_decay"] = kind == "adamw"
-        adam.adam([weight], [gradient], averages, squares, largest, counted, **given)
-    return [*state]
-
-
-def foreach_norm(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns the norm of each tensor, computed as in ``clip_grad_norm_`` on a GPU. The public one returns the total norm."""
-    return torch._foreach_norm(list(tensors), 2.0)
 
 
 def store_of_default_group() -> Any:
@@ -788,8 +736,6 @@ FEATURES = {
         "grouped_mm_operator": "superpipeline plan: stacked experts",
         "cpu_attention_operator": "superpipeline plan: attention",
         "cpu_attention_backward_operator": "superpipeline plan: attention",
-        "step_as_torch": "CPU optimizer steps that are bit-identical to the GPU's",
-        "foreach_norm": "norms for clipping that are bit-identical to the GPU's",
         "fused_sgd_step": "fused SGD of 16-bit weights",
         "RNN_WEIGHTS": 'nn.LSTM, nn.GRU and nn.RNN with activations="recompute"',
         "NormBase": 'BatchNorm and InstanceNorm with activations="recompute"',

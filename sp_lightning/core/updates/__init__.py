@@ -9,7 +9,6 @@ An *update* is the optimizer's step of one layer.
 - ``scaler`` is the gradient scaler for gradients on the host.
 - ``cpu_seconds`` has the costs of steps that compute longer than they read and write memory.
 - ``layer_stepper`` is the interface of steps on the GPU.
-- ``gpu_bits`` is the interface of steps on the CPU with a GPU's bits.
 
 Input: the user's optimizer and the layers (``layers``). Output: updated weights in host memory; code that reads them waits for
 the update. ``plan.update_policy`` decides whether a step is divided into updates, and ``engine.layerwise`` divides it.
@@ -52,6 +51,5 @@ without calling their class.
 # Note: fused operator in pieces
 
 In an update, a mode intercepts the one fused operator that torch's step calls at its end. The mode calls that operator piece by
-piece, or calls a kernel of the package. All code before the operator stays torch's: which parameters have gradients, state, step
-counts, settings.
+piece. All code before the operator stays torch's: which parameters have gradients, state, step counts, settings.
 """

@@ -12,6 +12,15 @@ EIGHT_BITS_SECONDS = 21e-9
 Measured on two cores: tests/results/2026-11-22-updates-cpu.md."""
 
 
+PIECES_SECONDS = 2.3e-9
+"""Seconds per parameter, with one thread, of an update that widens a 16-bit gradient and casts the weight (``updates.pieces``).
+
+More threads divide it, until the bandwidth of host memory bounds the update. Measured on two cores, as the next one:
+tests/results/2026-11-26-updates-cpu.md."""
+NORM_SECONDS = 1.1e-9
+"""The same for the norm of a 16-bit gradient, and its multiplication in the update."""
+
+
 def muon_flops(matrices: Iterable[Tensor]) -> int:
     """Returns the floating-point operations of a step of ``torch.optim.Muon``: five Newton–Schulz iterations for each matrix.
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sp_lightning.core.plan.ledger import FEW_BITS
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.core.torch_compat.patched import state_of
-from sp_lightning.core.torch_compat.private import Kind, fused_sgd_step, tree_leaves
+from sp_lightning.core.torch_compat.private import fused_sgd_step, tree_leaves
 
 
 def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fuse: bool) -> bool:
@@ -56,18 +56,13 @@ def settings_on_cpu(group: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def has_fused_step(optimizer: Any) -> bool:
     """Returns True if an optimizer's class is one of torch's with a fused step on the CPU. A subclass may step in its own way."""
-    return type(optimizer) in KINDS
+    return type(optimizer) in _FUSED
 
 
 PREVENT_FUSED = ("foreach", "differentiable", "capturable")
 """Settings of a group with which torch's optimizers cannot run fused."""
 
-KINDS: dict[type, Kind] = {
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adamw",
-    torch.optim.SGD: "sgd",
-}
+_FUSED = (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """torch's optimizers that have a fused step on the CPU."""
 
 
@@ -107,17 +102,6 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) ->
         and all(gradient.layout is torch.strided for _, gradient in with_gradient)
         # torch's fused SGD fails if some parameters get their first gradient later than others.
         and not lacks_buffers(group, state_of(optimizer), [p for p, _ in with_gradient])
-    )
-
-
-def writes_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns True if torch's ``foreach`` step on a GPU writes gradients: SGD's with Nesterov momentum.
-
-    Such a gradient cannot stay in a lower dtype than its weight, because user code may read what the step wrote.
-    """
-    # With weight decay or maximize, torch copies the gradient first.
-    return type(optimizer) is torch.optim.SGD and any(
-        group["nesterov"] and not group["weight_decay"] and not group["maximize"] for group in optimizer.param_groups
     )
 
 

@@ -1,9 +1,8 @@
 """Updates weights piece by piece, so that values computed for one piece are used while they are in the processor's caches.
 
 In mixed precision a layer's update makes three passes over host memory: gradients are widened to float32, the optimizer steps,
-and new weights are cast for the next fetch. A compiled kernel does all of it in a single pass. Without a kernel, all three passes
-are made over one piece before the next piece begins. The second and the third find the piece in the caches, and the widened
-gradient is never written to memory.
+and new weights are cast for the next fetch. Here all three passes are made over one piece before the next piece begins. The
+second and the third find the piece in the caches, and the widened gradient is never written to memory.
 
 torch's fused kernels compute each element by itself. So the results are bit-identical if each piece begins at a multiple of the
 processor's vector length.
@@ -18,15 +17,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.core.device.host_kernels import HALVES, Operands, host_kernels
-from sp_lightning.core.layers.narrow_gradient import Change, Factor, NarrowGradient, narrow_and_changes
+from sp_lightning.core.layers.narrow_gradient import Change, NarrowGradient, narrow_and_changes
 from sp_lightning.core.torch_compat.private import FUSED_STEPS, second_level_cache
 
 
@@ -40,7 +37,6 @@ class InPieces(TorchFunctionMode):
         casts: by the ``id`` of a parameter, host memory that receives its new values in another dtype.
         clips: by the ``id`` of a parameter, the function that clips its gradient. Narrow gradients (in a lower dtype than the
             weight) are not among them: they store their changes themselves.
-        others: by the ``id`` of a parameter, the function that updates it in place of torch's operator, with a GPU's bits.
         elements: the number of elements of a piece, a multiple of 512; None for :func:`piece_size`.
     """
 
@@ -48,15 +44,12 @@ class InPieces(TorchFunctionMode):
         self,
         casts: Mapping[int, Tensor],
         clips: Mapping[int, Change],
-        others: Mapping[int, UpdateOne] = MappingProxyType({}),
         *,
         elements: int | None = None,
     ) -> None:
         super().__init__()
         self._casts = casts
         self._clips = clips
-        self._others = others
-        self._kernels = host_kernels()
         self._elements = elements or piece_size(torch.get_num_threads())
 
     def __torch_function__(
@@ -88,16 +81,10 @@ class InPieces(TorchFunctionMode):
             if id(weight) in self._clips:
                 changes = (*changes, self._clips[id(weight)])
             update = Update(weight.detach(), stored, self._casts.get(id(weight)), state, changes)
-            if (other := self._others.get(id(weight))) is not None:
-                other(operator, settings, update)
+            # A step without widening, changes and a cast is one pass already.
+            if update.needs_several_passes and update.contiguous and weight.numel() > self._elements:
+                self._step_in_pieces(step, update)
                 continue
-            # A step of float32 tensors alone is one pass already.
-            if (update.needs_several_passes or weight.dtype in HALVES) and update.contiguous:
-                if self._in_one_pass(operator, settings, update):
-                    continue
-                if update.needs_several_passes and weight.numel() > self._elements:
-                    self._step_in_pieces(step, update)
-                    continue
             small.append(update)  # also a large update for which torch's operator alone is best
             small_elements += weight.numel()
             if small_elements >= self._elements:
@@ -105,26 +92,6 @@ class InPieces(TorchFunctionMode):
                 small, small_elements = [], 0
         if small:
             self._step_together(step, small)
-
-    def _in_one_pass(self, operator: Callable[..., Any], settings: Mapping[str, Any], update: Update) -> bool:
-        """Runs a compiled kernel, if there is one for this update. Returns True if it has run.
-
-        First applies the changes to the gradient of a 16-bit weight, also if no kernel runs.
-
-        Kernels multiply a gradient by factors without writing the gradient. So no kernel runs in two cases: a change is not a
-        factor; or a gradient in the weight's own dtype has changes left. Such a gradient has to be written, because user code may
-        read it.
-        """
-        if update.weight.dtype in HALVES:  # torch also rounds a changed gradient to 16 bits, so it is changed in place
-            for change in update.changes:
-                change(update.gradient)
-            update.changes = ()
-        changes = update.changes
-        factors = [change.number for change in changes if isinstance(change, Factor)]
-        has_others = len(factors) < len(changes)
-        if has_others or (changes and not update.widens):
-            return False
-        return self._kernels.update(operator, settings, update, factors)
 
     def _step_in_pieces(self, step: Callable[..., Any], update: Update) -> None:
         """Steps a large parameter piece by piece: widens and changes its gradient, steps, and casts the new weight."""
@@ -159,28 +126,34 @@ def mode_for(
     parameters: Iterable[Tensor],
     casts: Mapping[int, Tensor],
     clips: Mapping[int, Change],
-    others: Mapping[int, UpdateOne],
 ) -> AbstractContextManager[Any]:
     """Returns the context in which the step of these parameters runs: :class:`InPieces` if the step needs it.
 
     A mode that intercepts torch's functions lengthens a small fused step by a third, because torch's code calls many of them.
-    A step of float32 weights with float32 gradients is one pass of torch's operator already.
+    A step without casts, clipping and narrow gradients is one pass of torch's operator already.
     """
-    if casts or clips or others:
-        return InPieces(casts, clips, others)
-    if any(each.dtype in HALVES or type(each.grad) is NarrowGradient for each in parameters):
-        return InPieces(casts, clips, others)
+    if casts or clips or any(type(each.grad) is NarrowGradient for each in parameters):
+        return InPieces(casts, clips)
     return nullcontext()
 
 
 @dataclass
-class Update(Operands):
-    """The operands of one parameter's update.
+class Update:
+    """The tensors that the update of one parameter reads and writes, all of them on the host.
 
     Attributes:
+        weight: the values, which are updated in place.
+        gradient: in the weight's dtype or a lower one.
+        cast: receives the new values in its own dtype; None if there is no cast.
+        state: the operator's arguments that follow the gradients: optimizer state of the weight's shape, which is updated in
+            place, and the step number. None for state that the optimizer does not have.
         changes: functions that change the gradient before the update, for example unscaling and clipping.
     """
 
+    weight: Tensor
+    gradient: Tensor
+    cast: Tensor | None
+    state: Sequence[Tensor | None]
     changes: Sequence[Change]
 
     @property
@@ -222,10 +195,6 @@ class Update(Operands):
         columns = (weights, gradients, *map(parts, self.state))
         arguments = [[[] if each is None else [each] for each in row] for row in zip(*columns, strict=True)]
         return list(zip(weights, stored, gradients, parts(self.cast), arguments, strict=True))
-
-
-UpdateOne = Callable[[Callable[..., Any], Mapping[str, Any], Update], None]
-"""A function that updates one parameter in place of a fused operator. Arguments: operator, its keyword arguments, the update."""
 
 
 @cache

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.device.host_kernels import host_kernels
 from sp_lightning.core.layers.narrow_gradient import Factor, change, is_narrow, stored, unwidened, widen_if_changed
 from sp_lightning.core.torch_compat.private import scaler_device
 
@@ -83,14 +82,5 @@ class HostGradScaler(torch.amp.GradScaler):
 
 def _are_finite(gradients: Sequence[Tensor]) -> bool:
     """Returns True if all elements of gradients are finite. Each gradient is read once, and nothing is written."""
-    # A norm is finite if all elements are, and a kernel computes it in one pass. In other dtypes than float16, squares of finite
-    # numbers may be infinite.
-    norms = host_kernels().norms([each for each in gradients if each.dtype is torch.float16])
-    for gradient in gradients:
-        if not gradient.numel():
-            continue
-        norm = norms.get(id(gradient))
-        numbers = gradient.aminmax() if norm is None else [norm]  # aminmax returns NaN if an element is NaN
-        if not all(bool(number.isfinite()) for number in numbers):
-            return False
-    return True
+    # aminmax returns NaN if an element is NaN
+    return all(bool(number.isfinite()) for each in gradients if each.numel() for number in each.aminmax())

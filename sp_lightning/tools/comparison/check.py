@@ -15,9 +15,7 @@ from typing import Any, get_args
 
 import torch
 
-from sp_lightning.core.device.accelerator import plain_steps_on
 from sp_lightning.core.plan.choices import Mode
-from sp_lightning.registry import is_installed
 from sp_lightning.tools.comparison.record import Compared, Difference, compare, unrepeatable
 from sp_lightning.tools.comparison.report import Report, RunFigures
 from sp_lightning.tools.comparison.runs import STOPPED, RunResult, RunVariant, root_device, run, undisturbed
@@ -130,8 +128,7 @@ class _Checking:
         for variant in variants.values():
             SuperpipelineStrategy(**variant)  # invalid options raise an error before the first run
             # Both sides step fused, or both do not: otherwise their last bits differ.
-            if self._plain["like"] is None:
-                variant["fused_optimizer"] = self._plain["fuse"]
+            variant["fused_optimizer"] = self._plain["fuse"]
         try:
             plain, again = (self._run(RunVariant(name, **self._plain)) for name in ("plain", "plain again"))
         except torch.OutOfMemoryError as error:
@@ -156,14 +153,8 @@ class _Checking:
 
     def _plain_steps(self, options: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns where and how plain Lightning's optimizers step, as arguments of :class:`RunVariant`."""
-        given, on_device = options.get("fused_optimizer", "auto"), options.get("optimizer_on") == "gpu"
-        gpu = plain_steps_on(self._device)
-        like = None
-        if gpu is not None and given is not False and not on_device and is_installed("capabilities.kernels"):
-            from sp_lightning.capabilities.kernels.like_gpu import LikeGpu
-
-            like = LikeGpu(gpu, fuse=given is True)
-        return {"fuse": is_fused(options, variants, self._device), "like": like, "on_device": on_device}
+        on_device = options.get("optimizer_on") == "gpu"
+        return {"fuse": is_fused(options, variants, self._device), "on_device": on_device}
 
     def _steps_on_host(self, plain: RunResult) -> bool:
         return plain.moved or self._device.type == "cpu"

@@ -1,9 +1,9 @@
-"""Plain Lightning on one device. An optimizer steps on the CPU if the strategy's steps of it have the CPU's bits."""
+"""Plain Lightning on one device, whose gradients are moved to the CPU, and unscaled, clipped and stepped there."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -11,23 +11,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.core.updates.fused import has_fused_step, runs_fused
-from sp_lightning.trainer.update_facts import scaler_of
-
-if TYPE_CHECKING:
-    from sp_lightning.capabilities.kernels.like_gpu import LikeGpu
+from sp_lightning.core.updates.scaler import HostGradScaler
 
 
 class StepsOnHost(SingleDeviceStrategy):
-    """Lightning's strategy for one device. Some optimizers step copies of the parameters on the CPU.
+    """Lightning's strategy for one device. Optimizers step copies of the parameters on the CPU.
 
-    The last bits of an optimizer's steps on a GPU and on the CPU differ, and a fused step has yet other bits. If the strategy
-    reproduces the GPU's bits, plain Lightning's steps stay unchanged. For a module on the CPU nothing is copied; only ``fuse``
-    matters.
+    The last bits of an optimizer's steps, and of norms, on a GPU and on the CPU differ, and a fused step has yet other bits. For
+    a module on the CPU nothing is copied; only ``fuse`` matters.
 
     Args:
         device: the device of the module.
         fuse: True if optimizers run fused that support it and whose users have not decided.
-        like: decides which optimizers of the strategy step with the GPU's bits. They step unchanged. None if no optimizer does.
 
     Attributes:
         moved: True after a step on the CPU with parameters on another device.
@@ -36,20 +31,19 @@ class StepsOnHost(SingleDeviceStrategy):
     host = torch.device("cpu")
     """Parameters on this device are not copied."""
 
-    def __init__(self, device: torch.device, *, fuse: bool, like: LikeGpu | None = None) -> None:
+    def __init__(self, device: torch.device, *, fuse: bool) -> None:
         super().__init__(device)
         self._fuse = fuse
-        self._like = like
         self.moved = False
+        self._scaler: HostGradScaler | None = None
         self._originals: dict[Tensor, nn.Parameter] = {}
         self._fused: list[dict[str, Any]] = []
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        module: Any = self.lightning_module
-        if self._like is not None and not self._like.against(
-            optimizer, module, scaled=scaler_of(module.trainer) is not None
-        ):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        plugin: Any = self.precision_plugin
+        if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
+            # torch's own scaler copies its numbers to the CPU without blocking, and would read them before they have arrived.
+            plugin.scaler = self._scaler = self._scaler or HostGradScaler.like(plugin.scaler)
 
         def closed() -> Any:
             self._leave_host(optimizer)  # some optimizers call the closure again

@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
@@ -33,9 +33,6 @@ from sp_lightning.tools.comparison.subject import NotRunError, RunInputs, Subjec
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
-if TYPE_CHECKING:
-    from sp_lightning.capabilities.kernels.like_gpu import LikeGpu
-
 
 @dataclass(frozen=True)
 class RunVariant:
@@ -45,7 +42,6 @@ class RunVariant:
         name: the name of the run.
         options: the options of the strategy; None for plain Lightning.
         fuse: True if plain Lightning's optimizers that step on the host run fused, if their ``fused`` is not set.
-        like: chooses the optimizers of plain Lightning that step on the host; None for all.
         on_device: True if all optimizers of plain Lightning step on the device, as the strategy's do (``optimizer_on="gpu"``).
         begins: a checkpoint from which one batch is trained; None for a whole run.
         only: the run only trains or only predicts, and records the outputs of steps alone; None for everything.
@@ -54,7 +50,6 @@ class RunVariant:
     name: str
     options: dict[str, Any] | None = None
     fuse: bool = False
-    like: LikeGpu | None = None
     on_device: bool = False
     begins: Path | None = None
     only: Literal["training", "prediction"] | None = None
@@ -262,7 +257,7 @@ def _strategy(made: RunInputs, way: RunVariant) -> Any:
         return SuperpipelineStrategy(**way.options)
     device = root_device(made.settings)
     plainly = way.on_device or (device.type == "cpu" and not way.fuse)
-    return "auto" if plainly else StepsOnHost(device, fuse=way.fuse, like=way.like)
+    return "auto" if plainly else StepsOnHost(device, fuse=way.fuse)
 
 
 def root_device(settings: Mapping[str, Any]) -> torch.device:

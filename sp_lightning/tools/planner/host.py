@@ -13,7 +13,7 @@ from torch import nn
 from sp_lightning.core.plan.ledger import ON_DEVICE, Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.private import tree_leaves
-from sp_lightning.core.updates.cpu_seconds import EIGHT_BITS_SECONDS, muon_flops
+from sp_lightning.core.updates.cpu_seconds import EIGHT_BITS_SECONDS, NORM_SECONDS, PIECES_SECONDS, muon_flops
 from sp_lightning.core.updates.fused import has_fused_step
 from sp_lightning.core.updates.step_context import compiles
 from sp_lightning.registry import needed_for
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PASSING = "buffers for the disk"
 _HOST_FLOPS = 1e12  # floating-point operations per second of the host, for Muon's products
+_THREADS = 8  # of updates on the host: a machine with a card of 16 GB or more has at least as many cores
 
 
 # ---------------------------------------------------------------------- the step
@@ -104,11 +105,18 @@ def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger,
     share, state = gradients / everything, (ledger.state or 0) / everything
     rates = {"step": _stay_rate(question, step, everything, state)} if plan.stay else {}
     if not step.on_device:
-        seconds = share * step.seconds if step.seconds else max(traffic, 1) / question.host_bandwidth
+        seconds = max(traffic, 1) / question.host_bandwidth
+        seconds = share * step.seconds if step.seconds else max(seconds, _pieces_seconds(question, plan))
         return {"update": gradients / seconds, **rates}
     read, written = (sum(getattr(e, way) for e in ledger.passes if e.what == ON_DEVICE) for way in ("read", "written"))
     update = everything / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
     return {"update": update, "update_upload": read / gradients, "update_download": written / gradients, **rates}
+
+
+def _pieces_seconds(question: Question, plan: Plan) -> float:
+    """Returns the seconds that updates in pieces compute, on as many threads as are assumed."""
+    each = PIECES_SECONDS + NORM_SECONDS * (question.gradient_clip == "norm")
+    return each * sum(layer.narrow_bytes for layer in plan.offloaded) / 2 / _THREADS
 
 
 def _stay_rate(question: Question, step: HostStep, gradients: int, state: float) -> float:

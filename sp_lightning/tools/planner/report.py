@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sp_lightning.capabilities.activations.policy import summary
-from sp_lightning.core.device.host_kernels import host_kernels
 from sp_lightning.core.observe.stats import WAITED, remedy
 from sp_lightning.core.plan.units import in_gib, number
 from sp_lightning.tools.planner.answer import Answer, Row
@@ -159,8 +158,6 @@ def _assumed(estimate: Estimate) -> str:
     options = f" (--{' --'.join(assumed)})".replace("_", "-") if assumed else ""
     line = f"measured: {', '.join(measured)} ({question.rates}); " if measured else ""
     line += f"assumed: {optimizer}{', '.join(known[name] for name in assumed)}{options}".removesuffix(", ")
-    if step is not None and not step.on_device and step.seconds is None and (package := host_kernels().missing):
-        line += f"; updates in one pass, which needs pip install {package} (without it, 1.6 times as long)"
     if question.gpu_memory is None:
         line += "; no --gpu-memory: any amount is there"
     if question.devices > 1:
