@@ -51,7 +51,7 @@ CAPABILITIES = {
     "tools.planner": "the command line: plan, check, dial, rates",
     "experimental.ranks": "trains on several devices",
     "experimental.sharing": "lets several trainings share one frozen base",
-    "capabilities.tuning": "measures batches, chooses k and k', and has activations offloaded",
+    "capabilities.tuning": "measures batches, chooses k, and has activations offloaded",
 }
 """The folders, as names of packages, and what each adds."""
 
@@ -271,7 +271,7 @@ def is_declared(optimizer: Optimizer) -> bool:
 def make_tuner(
     window: Window, streamer: Streamer, device: Device, log: logging.Logger, *, evicts: bool, alone: bool
 ) -> BaseTuner:
-    """Returns the tuner, which chooses k and k' between batches, and has activations offloaded if not all fit.
+    """Returns the tuner, which chooses k between batches, and has activations offloaded if not all fit.
 
     Without ``tuning`` (fallback), the first plan stays, and ``activations="auto"`` keeps all activations.
 
@@ -289,7 +289,7 @@ def make_tuner(
 
             return Tuner(window, streamer, device, log, window_too=window.auto, evicts=evicts, alone=alone)
         log.info(
-            "Superpipeline: k, k' and activations stay as they are planned: sp_lightning/capabilities/tuning is not installed."
+            "Superpipeline: k and activations stay as they are planned: sp_lightning/capabilities/tuning is not installed."
         )
     from sp_lightning.core.engine.tuner import BaseTuner
 

@@ -209,7 +209,7 @@ def now() -> Agenda:
         Tests("all", tuple(others), 240),
         Module("first_light", (), 90),
         Contest(small, tuple(f"superpipeline-{k}:1-backward" for k in (1, 2, 4, 99)), 32),
-        Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "capabilities/tuning")),
+        Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "tools/planner")),
         Contest(small, ("plain-compiled", "default-compiled"), 60),
         Module("limits", ("--seconds", "16", "--rates", "{out}/rates.json"), 30),
         Module("beside_plan", ("--size", "1.5B", "--tokens", "16384", "--length", "4096", "--seconds", "4"), 75),

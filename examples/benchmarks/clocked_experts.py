@@ -34,13 +34,13 @@ from torch.utils.data import DataLoader
 import sp_lightning
 from examples.benchmarks.clocked_steps import Clocked
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.tuning.visits import RESOURCES, Rates
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.ring import Slots
 from sp_lightning.tools.planner.answer import Row, answer
 from sp_lightning.tools.planner.arguments import make_parser, read
 from sp_lightning.tools.planner.estimate import estimate_model
+from sp_lightning.tools.planner.prediction.visits import RESOURCES, Rates
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 CARDS = {

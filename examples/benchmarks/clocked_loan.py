@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from examples.benchmarks.clocked_steps import Clocked
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.tuning.visits import Rates
 from sp_lightning.core.device.device import Stream
+from sp_lightning.tools.planner.prediction.visits import Rates
 
 RATE, SMALLER = 25e9, 2**16
 """Bytes per second, and the number by which all sizes are divided."""

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.tuning.clocks import ClockDevice
-from sp_lightning.capabilities.tuning.simulator import Walk
-from sp_lightning.capabilities.tuning.visits import Rates, Visit
 from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.tools.planner.prediction.clocks import ClockDevice
+from sp_lightning.tools.planner.prediction.simulator import Walk
+from sp_lightning.tools.planner.prediction.visits import Rates, Visit
 
 MOST = 1.05
 """The aim: measured ÷ planned."""

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from examples.benchmarks.shared_base import Workload, trial_of
 from sp_lightning import SharedBase
-from sp_lightning.capabilities.tuning.clocks import ClockDevice
-from sp_lightning.capabilities.tuning.visits import Rates
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.experimental.sharing.common import ON_DEVICE
+from sp_lightning.tools.planner.prediction.clocks import ClockDevice
+from sp_lightning.tools.planner.prediction.visits import Rates
 
 WORKLOAD = Workload(24, 128, 64, 4)
 RANK = 1  # what travels is nearly all the base's

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.tuning.simulator import Walk
-from sp_lightning.capabilities.tuning.visits import Rates, Visit
 from sp_lightning.core.device.device import Wait
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import Plan, make_plan
+from sp_lightning.tools.planner.prediction.simulator import Walk
+from sp_lightning.tools.planner.prediction.visits import Rates, Visit
 
 LAYERS, STEPS = 28, 6
 Mode = Literal["off", "forward", "backward"]

@@ -12,10 +12,10 @@ from typing import Literal
 
 from torch import nn
 
-from sp_lightning.capabilities.tuning.simulator import Walk
-from sp_lightning.capabilities.tuning.visits import Rates, Visit
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import Plan, make_plan
+from sp_lightning.tools.planner.prediction.simulator import Walk
+from sp_lightning.tools.planner.prediction.visits import Rates, Visit
 
 LAYERS, BATCHES = 28, 8
 CASES = {

@@ -4,9 +4,9 @@
 - ``disk``: keeps optimizer state, weights and gradients on a disk.
 - ``experts``: uploads only the experts and embedding rows that a batch uses; packs experts in four bits.
 - ``gpu_steps``: runs optimizer steps on the GPU, and keeps layers there with their optimizer state.
-- ``tuning``: measures batches, chooses k and k', and has activations offloaded if not all fit.
+- ``tuning``: measures batches, chooses k, and has activations offloaded if not all fit.
 
-A capability may import the core. Only ``tuning`` may import other capabilities, because it predicts them. The page of each
+A capability may import the core. Only ``tuning`` may import another one, which offloads activations for it. The page of each
 says what it adds, where it enters, and what it costs if it is not used. ``tests/repository/deletion.py`` removes each, and
 tests the rest.
 """

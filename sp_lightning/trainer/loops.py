@@ -375,7 +375,7 @@ class LoopStrategy(ReadableStrategy):
         raise RuntimeError(not_whole(partly, last_checkpoint(self.lightning_module.trainer)))
 
     def _batch_starts(self, run: Run, phase: str, batch: Any) -> None:
-        """Adapts the engine to changes of the module since the last batch, and lets the tuner change k, k' and activations.
+        """Adapts the engine to changes of the module since the last batch, and lets the tuner change k and activations.
 
         Before that, runs deferred signal handlers, and replaces handlers that were set since the last batch.
 

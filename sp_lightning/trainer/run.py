@@ -184,7 +184,7 @@ class Run:
     # ------------------------------------------------------------------ batches
 
     def batch_starts(self, phase: str, batch: Any) -> None:
-        """Adapts the engine to changes of the module since the last batch, and lets the tuner change k, k' and activations.
+        """Adapts the engine to changes of the module since the last batch, and lets the tuner change k and activations.
 
         Args:
             phase: the loop: "train", "validate", "test" or "predict".
@@ -195,7 +195,7 @@ class Run:
             self.engine.invalidate()
         if (phase == "train") == self.trains:  # not for validation within training, which the tuner does not measure
             stay = self.engine.plan.stay
-            self.tuner.batch_starts(batch, self.steps.overlap)
+            self.tuner.batch_starts(batch, self.trainer.accumulate_grad_batches if self.trains else 1)
             if self.engine.plan.stay != stay:  # layers that stay on the GPU step there
                 self.steps.decide_again()
 

@@ -54,11 +54,12 @@ class StreamingStrategy(LoopStrategy):
     Args:
         k: layers usable on the GPU at once, at least 1. More is faster and takes more memory.
 
-            - ``"auto"``: the first two batches run with the smallest window, later ones with the fastest that fits (CPU: 2).
+            - ``"auto"``: 1 at first. It is doubled between batches while uploads stall them and it fits; doublings that make no
+              batch faster are taken back (CPU: 2).
 
-        k_prime: further layers that may be uploaded meanwhile, at least 1, or ``"auto"``. A transfer has at most that many.
+        k_prime: further layers that may be uploaded meanwhile, at least 1. ``"auto"`` is 1. A transfer has at most that many.
         gpu_memory: GPU memory that the run may use for everything: a size (``"16GiB"``; ``16`` is GiB), or a share of the memory
-            that is free at set-up (``"80%"``). None: 15/16 of the free memory; if ``k`` and ``k_prime`` are numbers, all of it.
+            that is free at set-up (``"80%"``). None: 15/16 of the free memory; if ``k`` is a number, all of it.
         activations: how activations are stored. It does not change results.
 
             - ``"auto"``: kept; if GPU memory gets full, the oldest are offloaded (on the CPU without ``gpu_memory``: kept).

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from sp_lightning.capabilities.tuning.simulator import Walk
-from sp_lightning.capabilities.tuning.visits import Rates
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.tools.planner.prediction.simulator import Walk
+from sp_lightning.tools.planner.prediction.visits import Rates
 from tests.support.models import Module, Stack
 from tests.support.visits import schedule_visits
 

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from sp_lightning.capabilities.tuning.visits import measured
+from examples.benchmarks.foresight import measured
 from sp_lightning.core.device.timeline import Interval
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan

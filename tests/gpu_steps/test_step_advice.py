@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from examples.benchmarks.clocked_steps import LAYERS, STEPS, WIDTH, Clocked, Trained
 from sp_lightning import SuperpipelineStrategy, registry
-from sp_lightning.capabilities.tuning.visits import Rates
 from sp_lightning.core.device.device import Stream, Wait
+from sp_lightning.tools.planner.prediction.visits import Rates
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, adamw
 from tests.support.runs import assert_same, fit

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from examples.benchmarks import clocked_loan, clocked_steps
-from sp_lightning.capabilities.tuning.clocks import ClockDevice
-from sp_lightning.capabilities.tuning.visits import Rates
 from sp_lightning.core.device.device import Stream
+from sp_lightning.tools.planner.prediction.clocks import ClockDevice
+from sp_lightning.tools.planner.prediction.visits import Rates
 from tests.support.tiers import first
 
 CASES = [

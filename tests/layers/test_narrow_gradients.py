@@ -172,7 +172,7 @@ def test_its_changes_are_made_in_order_when_it_is_widened() -> None:
     parameter = with_narrow()
     assert change(parameter, lambda gradient: gradient.add_(1))
     assert change(parameter, lambda gradient: gradient.mul_(0.5))
-    (norm,) = Norms().of([stored(parameter)])  # type: ignore[list-item]
+    norm = Norms().of(stored(parameter))  # type: ignore[arg-type]
     assert not looks
     assert torch.equal(norm, torch.linalg.vector_norm((WIDE + 1) * 0.5))
     assert torch.equal(parameter.grad, (WIDE + 1) * 0.5)  # type: ignore[arg-type]
@@ -200,8 +200,8 @@ def test_the_norm_has_the_bits_of_the_widened_one(came: torch.dtype) -> None:
         parameter = nn.Parameter(torch.zeros_like(value, dtype=torch.float32))
         keep_narrow(parameter, value, looked_at=lambda: None)
         for _ in range(2):
-            assert torch.equal(norms.of([stored(parameter)])[0], torch.linalg.vector_norm(wide))  # type: ignore[list-item]
-            assert torch.equal(norms.of([wide])[0], torch.linalg.vector_norm(wide))
+            assert torch.equal(norms.of(stored(parameter)), torch.linalg.vector_norm(wide))  # type: ignore[arg-type]
+            assert torch.equal(norms.of(wide), torch.linalg.vector_norm(wide))
             change(parameter, lambda gradient: gradient.mul_(1 / 3))
             wide.mul_(1 / 3)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import re
 import threading
@@ -235,8 +234,8 @@ def test_bad_options(options: dict[str, Any]) -> None:
 @pytest.mark.rest("takes tenths of a second")
 def test_a_run_is_predicted_from_its_own_timeline(drawn: list[Drawn], tmp_path: Path) -> None:
     """The measured batch, walked again with the same k: the same fetches, and all of its computation."""
-    from sp_lightning.capabilities.tuning.simulator import Walk
-    from sp_lightning.capabilities.tuning.visits import measured
+    from examples.benchmarks.foresight import measured
+    from sp_lightning.tools.planner.prediction.simulator import Walk
 
     strategy = run(tmp_path).trainer.strategy
     intervals = drawn[0].intervals
@@ -249,15 +248,6 @@ def test_a_run_is_predicted_from_its_own_timeline(drawn: list[Drawn], tmp_path: 
     assert Counter(walked) == Counter(fetched)
     busy = sum(each.end - each.begin for each in intervals if each.kind in ("forward", "backward", "between"))
     assert found.busy["compute"] == pytest.approx(busy)
-
-
-def test_a_layer_without_gradients_leaves_with_no_bytes() -> None:
-    """As on a rank of several whose batch has used no layer: it still comes to the sums of the others."""
-    from sp_lightning.capabilities.tuning.visits import measured
-
-    _, rates = measured([Interval("drain", 0, 0.0, 1.0, 0), Interval("update", 0, 1.0, 2.0, 8)], 1, synchronous=False)
-    assert rates.download == math.inf
-    assert rates.update == 8
 
 
 @pytest.mark.rest("takes tenths of a second")

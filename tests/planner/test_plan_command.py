@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from sp_lightning.__main__ import main
 from sp_lightning.capabilities.activations import offload
-from sp_lightning.capabilities.tuning.choices import SAME
 from sp_lightning.tools.planner.arguments import REMOVED
+from sp_lightning.tools.planner.estimate import SAME
 from tests.support.answers import plan
 from tests.support.models import Module, Stack
 from tests.support.runs import fit, superpipeline

@@ -45,7 +45,7 @@ MAY_IMPORT_LIGHTNING = {
 BETWEEN = {
     "tools.planner": "answers questions about all of them",
     "tools.comparison": "trains with and without them",
-    "capabilities.tuning": "predicts what they do",
+    "capabilities.tuning": "has activations offloaded",
 }
 """Capabilities that may import other capabilities, with the reason."""
 

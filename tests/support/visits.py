@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sp_lightning.capabilities.tuning.visits import Visit
 from sp_lightning.core.plan.plan import Plan
+from sp_lightning.tools.planner.prediction.visits import Visit
 
 
 def schedule_visits(plan: Plan, seconds: Sequence[float], *, training: bool) -> list[Visit]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from typing import Any
 
@@ -13,12 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.tuning.choices import choose_window
-from sp_lightning.capabilities.tuning.simulator import Walk
+from sp_lightning.capabilities.tuning.choices import Doublings
 from sp_lightning.capabilities.tuning.tuner import Tuner
-from sp_lightning.capabilities.tuning.visits import Rates, measured
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.device.timeline import Interval
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import Plan, make_plan
 from sp_lightning.core.plan.window import Window
@@ -26,7 +22,6 @@ from tests.support.models import Module
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first
-from tests.support.visits import schedule_visits
 
 WIDTH = 64
 LAYER = WIDTH * WIDTH * 4
@@ -76,23 +71,24 @@ def train(capacity: int | None, batches: list[Tensor], make: Any = None, **optio
 
 @pytest.fixture
 def slow_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a simulated device a copy takes no time: the more layers stay, the faster must be said otherwise."""
-    monkeypatch.setattr(Tuner, "_seconds", lambda self, plan: 1 / plan.k)
+    """On a simulated device a copy takes no time. Here a batch is nothing but stalls, and shorter with more layers."""
+    monkeypatch.setattr(Tuner, "_measured", lambda self, *_: (1 / self.streamer.plan.k,) * 2)
 
 
 @pytest.mark.long("takes a second or more")
 @pytest.mark.usefixtures("slow_fetches")
 def test_the_window_grows_to_the_budget_and_no_further() -> None:
-    batches = rows(*[4] * 6)
+    batches = rows(*[4] * 11)
     capacity = 12 * LAYER
     ours, meter = train(capacity, batches)
     assert_same(ours, fit(lambda: Module(Tower()), batches))
-    assert meter.windows[0] == meter.windows[1] == (1, 1), "the first batches are watched"
+    ks = [k for k, _ in meter.windows]
+    assert ks[:6] == [1, 1, 2, 2, 4, 4], "after a change, the first batch is not timed"
     k, k_prime = meter.windows[-1]
-    assert k > 3
+    assert k >= 4
     assert max(meter.peaks) <= capacity
-    plan = make_plan(find_layers(Module(Tower())), k=k + 1, k_prime=k_prime)
-    assert plan.peak_device_bytes + 2 * LAYER > capacity * 15 // 16, "one layer more would not be sure to fit"
+    plan = make_plan(find_layers(Module(Tower())), k=-(-5 * k // 4), k_prime=k_prime)
+    assert plan.peak_device_bytes + 2 * LAYER > capacity * 15 // 16, "a quarter more would not be sure to fit"
 
 
 @pytest.mark.long("many batches; the first tier grows a window once")
@@ -101,7 +97,7 @@ def test_the_window_grows_to_the_budget_and_no_further() -> None:
 @pytest.mark.parametrize("sizes", [(4, 4, 4, 40, 4, 80, 4), (4, 4, 120, 4, 4), (64, 4, 4, 4, 64, 4)], ids=str)
 def test_batches_of_any_size_stay_within_the_budget(sizes: tuple[int, ...], soft: bool) -> None:
     """The window gives way before a batch that is larger than those before, and comes back when its memory is known."""
-    batches = rows(*sizes)
+    batches = rows(*sizes, *[4] * 10)
     _, least = train(2**40, batches, k=1, k_prime=1)
     budget = max(least.peaks) + 4 * LAYER
     ours, meter = train(2**40 if soft else budget, batches, gpu_memory=budget if soft else "100%")
@@ -115,10 +111,10 @@ def test_batches_of_any_size_stay_within_the_budget(sizes: tuple[int, ...], soft
 def test_a_window_that_finds_no_room_after_all_leaves_the_one_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may have taken the memory since it was measured."""
     monkeypatch.setattr(Window, "fits", lambda self, plan, more=0: True)
-    batches = rows(*[4] * 5)
-    ours, meter = train(9 * LAYER, batches)
+    batches = rows(*[4] * 9)
+    ours, meter = train(17 * LAYER // 2, batches)
     assert_same(ours, fit(lambda: Module(Tower()), batches))
-    assert set(meter.windows) == {(1, 1)}
+    assert [k for k, _ in meter.windows] == [1, 1, 2, 2, 4, 4, 4, 4, 4]
 
 
 class Sampling(Tower):
@@ -132,9 +128,9 @@ class Sampling(Tower):
 @pytest.mark.usefixtures("slow_fetches")
 def test_a_batch_that_was_feared_for_nothing_leaves_the_window_as_it_was() -> None:
     """Not what the larger window had in use counts as the rest, but what the smaller one has."""
-    _, meter = train(14 * LAYER, rows(4, 4, 4, 4, 80, 4, 4), lambda: Module(Sampling()))
-    assert meter.windows[4] < meter.windows[3]
-    assert meter.windows[5] == meter.windows[6] == meter.windows[3]
+    _, meter = train(14 * LAYER, rows(*[4] * 16, 80, 4, 4), lambda: Module(Sampling()))
+    assert meter.windows[-3] < meter.windows[-4]
+    assert meter.windows[-1] == meter.windows[-2] == meter.windows[-4]
 
 
 class Takes(pl.Callback):
@@ -191,8 +187,8 @@ class Swelling(Tower):
 
 
 def swelling_rows() -> list[Tensor]:
-    batches = rows(*[4] * 6)
-    batches[4][0, 0] = 200.0
+    batches = rows(*[4] * 12)
+    batches[10][0, 0] = 200.0
     return batches
 
 
@@ -235,41 +231,40 @@ class SwellingCells(nn.Module):
         return x + x.repeat(20, 1).mean() if swells else x
 
 
-class Penalized(Module):
-    """Reads float32 weights, which come as masters, in the batch that is timed."""
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) + 1e-3 * sum(p.norm() for p in self.parameters())
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.usefixtures("slow_fetches")
-def test_masters_that_come_on_demand_are_no_layers_of_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # by prediction, as it is
-    batches = rows(*[4] * 4)
-    with simulated(capacity=30 * LAYER):
-        ours = fit(lambda: Penalized(Tower()), batches, superpipeline(), precision="bf16-mixed")
-    assert_same(ours, fit(lambda: Penalized(Tower()), batches, precision="bf16-mixed"))
-
-
-@pytest.mark.long("takes a second or more")
+@pytest.mark.rest("takes tenths of a second")
 def test_validation_is_no_part_of_the_batch_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[int] = []
+    began: list[str] = []
+    clock = Device.clock
 
-    def noted(intervals: Any, layers: int, **more: Any) -> Any:
-        found = measured(intervals, layers, **more)
-        counted.append(sum(bool(visit.layers) and not visit.backward for visit in found[0]))
-        return found
+    def noted(device: Device) -> float:
+        began.append("clock")
+        return clock(device)
 
-    monkeypatch.setattr("sp_lightning.capabilities.tuning.tuner.measured", noted)
+    class Notes(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            began.append("train")
+
+        def on_validation_batch_start(self, *_: Any) -> None:
+            began.append("validate")
+
+    monkeypatch.setattr(Device, "clock", noted)
     with simulated(capacity=30 * LAYER):
-        fit(lambda: Module(Tower()), rows(*[4] * 4), superpipeline(), val=rows(*[4] * 5), val_check_interval=2)
-    assert counted == [LAYERS]
+        fit(
+            lambda: Module(Tower()), rows(*[4] * 4), superpipeline(), val=rows(*[4] * 2), val_check_interval=2,
+            callbacks=[Notes()],
+        )  # fmt: skip
+    first = began.index("clock")
+    assert began[first - 1 : first + 3] == ["train", "clock", "clock", "validate"]
 
 
-def test_of_very_many_visits_the_first_are_walked() -> None:
-    intervals = [Interval("forward", at % 9, float(at), at + 0.5) for at in range(10**4)]
-    assert len(measured(intervals, 9, synchronous=True)[0]) == 2000
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.usefixtures("slow_fetches")
+def test_the_batches_of_a_step_are_timed_together() -> None:
+    """Layers are uploaded again after a step, not between the batches of a step."""
+    with simulated(capacity=30 * LAYER) as devices:
+        meter = Meter(devices)
+        fit(lambda: Module(Tower()), rows(*[4] * 9), superpipeline(), callbacks=[meter], accumulate_grad_batches=3)
+    assert [k for k, _ in meter.windows] == [1] * 4 + [2] * 4 + [4]
 
 
 class SwellsBackward(torch.autograd.Function):
@@ -353,30 +348,41 @@ def begun(k: Any, k_prime: Any, budget: Any = None) -> Window:
     return window
 
 
-def by_prediction(upload: float, seconds: float) -> Any:
-    """The time of a batch of a training, each layer's forward of which takes so many seconds."""
-    rates = Rates(upload=upload, download=1e15, update=math.inf, host_memory=math.inf, visit_seconds=0.0)
-    return lambda plan: Walk(plan, schedule_visits(plan, [seconds] * 40, training=True), rates).predict().seconds
+def chosen(window: Window, seconds: Any, stalled: Any) -> list[int]:
+    """Each k that is tried, the chosen one last, if batches take so many seconds by k and stall for so many of them."""
+    doublings, tried = Doublings(window), [1]
+    while not doublings.over:
+        doublings.measured(seconds(doublings.k), stalled(doublings.k))
+        tried.append(doublings.k)
+    return tried
 
 
-@pytest.mark.rest("takes tenths of a second")
-def test_where_fetches_hide_behind_compute_the_window_stays_small() -> None:
-    plan = choose_window(begun("auto", "auto"), by_prediction(upload=LAYER / 0.5, seconds=1.0))
-    assert plan.k <= 2
+def test_where_uploads_hide_behind_compute_the_window_stays_small() -> None:
+    assert chosen(begun("auto", "auto"), lambda k: 1.0, lambda k: 0.01) == [1, 1]
 
 
-@pytest.mark.long("takes a second or more")
-def test_where_fetches_bind_all_room_is_used() -> None:
+def test_k_is_doubled_until_uploads_hide() -> None:
+    assert chosen(begun("auto", "auto"), lambda k: 1 + 1 / k, lambda k: 0.3 / k) == [1, 2, 4, 8, 16, 32, 32]
+
+
+def test_where_uploads_bind_all_room_is_used() -> None:
+    """The first doublings save next to nothing: each slot saves one upload of eighty."""
     window = begun("auto", "auto", budget=20 * LAYER)
     window.rest = 5 * LAYER
-    plan = choose_window(window, by_prediction(upload=LAYER / 3.0, seconds=1.0))
-    assert window.fits(plan)
-    assert plan.k + plan.k_prime >= 12
-    for k, k_prime in ((12, 1), (6, 2), (3, 1)):
-        other = make_plan(find_layers(Tower(40)), k=k, k_prime=k_prime)
-        if window.fits(other):
-            seconds = by_prediction(upload=LAYER / 3.0, seconds=1.0)
-            assert seconds(plan) <= seconds(other) * 1.01
+    tried = chosen(window, lambda k: 3.0 * (80 - k), lambda k: 3.0 * (80 - k) - 120)
+    assert tried[:4] == [1, 2, 4, 8]
+    assert window.fits(window.plan(tried[-1]))
+    assert not window.fits(window.plan(tried[-1] + 1))
+
+
+def test_doublings_that_make_no_batch_faster_are_taken_back() -> None:
+    seconds = {1: 1.0, 2: 0.9, 4: 0.895, 8: 0.9, 16: 0.9, 32: 0.9, 40: 0.9, 30: 0.9}
+    assert chosen(begun("auto", "auto"), seconds.__getitem__, lambda k: 0.1) == [1, 2, 4, 8, 16, 32, 40, 30, 2]
+
+
+def test_three_quarters_of_the_last_k_can_be_the_fastest() -> None:
+    tried = chosen(begun("auto", "auto"), lambda k: 2 + abs(k - 29) / 10, lambda k: 0.1)
+    assert tried == [1, 2, 4, 8, 16, 32, 40, 30, 30]
 
 
 def test_gradients_that_were_measured_are_not_counted_twice() -> None:
@@ -389,12 +395,13 @@ def test_gradients_that_were_measured_are_not_counted_twice() -> None:
     assert window.needs(large) == (5 + 10 + 1) * LAYER, "one more layer's gradients are on their way with k' = 2"
 
 
-@pytest.mark.rest("takes tenths of a second")
 def test_what_is_given_is_kept() -> None:
-    seconds = by_prediction(upload=LAYER / 3.0, seconds=1.0)
-    assert choose_window(begun(7, "auto"), seconds).k == 7
-    assert choose_window(begun("auto", 3), seconds).k_prime == 3
-    assert not begun(7, 3).auto
+    given = begun(7, 3)
+    assert not given.auto
+    assert Doublings(given).over
+    assert (given.plan(1).k, given.plan(1).k_prime) == (7, 3)
+    assert begun("auto", 3).plan(2).k_prime == 3
+    assert begun("auto", "auto").plan(2).k_prime == 1
 
 
 def test_on_the_cpu_there_is_no_limit_to_find() -> None:

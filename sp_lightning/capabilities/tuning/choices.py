@@ -1,48 +1,61 @@
-"""Chooses the window (k and k'): the most of the model that fits on the device and makes a batch faster."""
+"""Chooses k by its stalls: a larger window is tried as long as uploads stall the batches."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
+import math
 
-from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.window import Window
 
-# The values of k' that are tried. More layers in one transfer are seldom worth their slots.
-_TOGETHER = (1, 2, 4)
-# Plans whose times differ by at most this factor count as equally fast; the smallest of them is chosen.
+ENOUGH = 0.01
+"""Upload stalls up to this share of the time are not worth a larger window."""
 SAME = 1.01
+"""Batches whose times differ by at most this factor count as equally fast."""
 
 
-def choose_window(window: Window, seconds: Callable[[Plan], float]) -> Plan:
-    """Returns the plan that fits and has the fastest batch. Among equally fast plans (:data:`SAME`), it prefers small ones.
+class Doublings:
+    """Doubles k while uploads stall the batches and a larger k fits. Then takes back the doublings that made no batch faster.
 
-    For each k' only the largest k that fits is tried. Then k is halved as long as the plan stays equally fast. If no plan fits,
-    the smallest window is returned.
+    It does not stop at the first doubling that saves little: each slot saves one or two of the 2 n uploads of n layers, so the
+    first doublings save next to nothing, and the last one saves as much as all before it. In training, too large a window can be
+    slower: without uploads in backward, the forward waits for all of them. So three quarters of the last k are tried, too.
 
     Args:
-        window: the options of the user, and the plans that fit.
-        seconds: predicts the seconds of a batch with a plan.
+        window: the user's k, and the plans that fit.
+
+    Attributes:
+        k: the number of layers of the next batch.
+        over: True if ``k`` is chosen, or given by the user.
     """
-    together = [each for each in _TOGETHER if each <= window.count] if window.k_prime == "auto" else [window.k_prime]
-    largest = (_largest(window, k_prime) for k_prime in together)
-    times = {plan: seconds(plan) for plan in largest if window.fits(plan)}
-    if not times:
-        return window.smallest()
-    enough = min(times.values()) * SAME
-    plan = min((each for each in times if times[each] <= enough), key=lambda each: each.peak_device_bytes)
-    while window.k == "auto" and plan.k > 1:
-        smaller = window.plan(plan.k // 2, plan.k_prime)
-        if seconds(smaller) > enough:
-            break
-        plan = smaller
-    return plan
 
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._seconds: dict[int, float] = {}  # by k
+        self.k = 1
+        self.over = window.k != "auto"
 
-def _largest(window: Window, k_prime: int) -> Plan:
-    """Returns the plan with this k' and the largest k that fits; k is 1 if no k fits. A k of the user takes precedence."""
-    fitting = 0
-    if window.k == "auto":
-        ks = range(1, window.count + 1)
-        fitting = bisect_left(ks, True, key=lambda k: not window.fits(window.plan(k, k_prime)))
-    return window.plan(max(1, fitting), k_prime)
+    def measured(self, seconds: float, stalled: float) -> None:
+        """Chooses the next k.
+
+        Args:
+            seconds: the time of batches with the present k.
+            stalled: the seconds of it during which compute waited for uploads.
+        """
+        climbed = self.k < max(self._seconds, default=0)
+        self._seconds[self.k] = seconds
+        following = self.k if climbed or stalled <= ENOUGH * seconds else self._following()
+        self.over = following == self.k
+        if self.over:
+            enough = SAME * min(self._seconds.values())
+            following = min(k for k, its in self._seconds.items() if its <= enough)
+        self.k = following
+
+    def stop(self, k: int) -> None:
+        """Chooses ``k``, because the device has no memory for a larger one."""
+        self.k, self.over = k, True
+
+    def _following(self) -> int:
+        """Returns twice k, or the largest number below that fits. If that is hardly more than k, returns three quarters of k."""
+        larger = min(2 * self.k, self._window.count)
+        while larger > self.k and not self._window.fits(self._window.plan(larger)):
+            larger -= 1
+        return larger if larger >= 1.25 * self.k else math.ceil(0.75 * self.k)

@@ -1,4 +1,6 @@
-"""Measures the first batches, then chooses k and k' so that every batch stays within the budget.
+"""Measures the memory and the upload stalls of the first batches, and chooses k so that every batch stays within the budget.
+
+The first batches run with the smallest window. Before a batch that may need more memory, k is halved until the batch fits.
 
 With ``activations="auto"``, a batch that was not measured runs with *headroom*: its activations are kept, and the oldest ones are
 offloaded before memory is full. If that was necessary, the window is the smallest from then on, and headroom stays::
@@ -11,22 +13,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from sp_lightning.capabilities.tuning.choices import choose_window
-from sp_lightning.capabilities.tuning.simulator import Walk
-from sp_lightning.capabilities.tuning.visits import Rates, Visit, measured
-from sp_lightning.core.device.device import Device
-from sp_lightning.core.device.timeline import Timeline
+from sp_lightning.capabilities.tuning.choices import Doublings
+from sp_lightning.core.device.device import Device, Wait
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.engine.tuner import BaseTuner
-from sp_lightning.core.observe.messages import degrading
-from sp_lightning.core.plan.choices import Overlap
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.core.plan.window import Window
@@ -34,9 +30,6 @@ from sp_lightning.core.torch_compat.private import tree_leaves
 
 if TYPE_CHECKING:
     from sp_lightning.capabilities.activations.calls import UnitModes
-
-# The index of the batch that is timed. The batch before it compiles kernels and fills caches and workspaces.
-_TIMED = 1
 
 _READ_OFTEN = 3
 """No layer stays on the GPU after this number of consecutive steps in which staying layers were copied to the host."""
@@ -50,7 +43,7 @@ class Tuner(BaseTuner):
         streamer: the engine whose slots change between batches.
         device: the streamer's device. The tuner resets the device's peak-memory counter for its measurements.
         log: the logger for choices.
-        window_too: True to choose the window.
+        window_too: True to choose the window, the size of the cache for experts, or the layers that stay.
         evicts: True to offload the oldest activations if not all fit.
         alone: True if nothing else in this process uses the device's memory.
     """
@@ -73,32 +66,30 @@ class Tuner(BaseTuner):
         self._activations = cast("UnitModes", streamer.activations) if evicts else None
         self._alone = alone
         self._batches = 0
-        self._timed: tuple[Sequence[Visit], Rates] | None = None  # the visits of the timed batch
+        self._doublings = Doublings(window)
+        self._resized = False  # True if the next batch fills new slots, so that it is not timed
+        self._begun: tuple[float, float] | None = None  # clock and stalls at the begin of the batch that is timed
+        self._timed: list[tuple[float, float]] = []  # the seconds and stalls of batches with the present k
         self._full = False  # True if activations were offloaded, because not all fit
-        self._timeline: Timeline | None = None
-        self._measures = True  # False after a measurement has failed
-        self._overlap: Literal["off", "forward", "backward"] = "off"
         self._size = 0  # the size of the largest batch whose memory was measured
         self._next = 0  # the size of the batch that runs now
         self._said = ""  # the last choice that was logged
-        self._again = False  # True if the window is chosen again before the next batch
+        self._why = "the first batches"  # the reason for the present k
+        self._again = window_too  # True if the plan is chosen again before the next batch
         self.expect_more()
         if window_too:
-            self.remark = "k and k' are chosen once two batches have been measured."
             device.begin_peak()
+        if not self._doublings.over:
+            self.remark = "k is doubled while uploads stall the batches."
 
-    def batch_starts(self, batch: Any, overlap: Overlap) -> None:
+    def batch_starts(self, batch: Any, accumulate: int) -> None:
         """Reads the measurements of the last batch, and changes the window if necessary.
-
-        The device must be idle.
 
         Args:
             batch: the next batch. If it is the largest so far, its memory use is expected to grow in the same proportion.
-            overlap: when optimizer steps run.
+            accumulate: the number of batches for each optimizer step, which are timed together.
         """
-        if self._timeline is not None:
-            with self._measuring():
-                self._read_timeline(self._timeline)
+        self.stop_timing()
         if self.window.may_stay and self.streamer.plan.stay and self.streamer.updates.landed_in_a_row >= _READ_OFTEN:
             self._log.info(
                 "Superpipeline: user code reads or writes weights in each step (a callback, say), so layers do not stay on the "
@@ -106,7 +97,6 @@ class Tuner(BaseTuner):
             )  # fmt: skip
             self.window.let_none_stay()
             self._again = True
-        self._overlap = "off" if overlap == "auto" else overlap
         self._observe()
         if self._batches == 1 and (free := self._device.free_bytes()) is not None:
             # The first batch has loaded kernels, and libraries have allocated memory outside of torch's allocator.
@@ -117,15 +107,10 @@ class Tuner(BaseTuner):
         self._next = sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         self._look_at_headroom()
         factor = max(1.0, self._next / self._size) if self._size else 1.0
-        if self._timed is not None:
+        if self._window_too and not self._full and self._batches:  # the first batch also compiles kernels
+            if len(self._timed) >= accumulate:
+                self._double()
             self._fit(factor)
-        elif (
-            self._timeline is None
-            and self._measures
-            and self._batches >= _TIMED
-            and self._window_too
-            and not self._full
-        ):
             self._time()
         more = math.ceil(self.window.rest * (factor - 1))
         if more and not self.window.fits(self.streamer.plan, more=more):
@@ -146,8 +131,6 @@ class Tuner(BaseTuner):
         if headroom is None or self._full:
             return
         if headroom.evicted_bytes:
-            self.stop_timing()
-            self._timeline = self._timed = None
             self._full = True
             if (smallest := self.window.smallest()).slot_bytes < self.streamer.plan.slot_bytes:
                 self._resize(smallest)
@@ -170,9 +153,10 @@ class Tuner(BaseTuner):
         return min(room - self.streamer.weight_bytes - kept(), free)
 
     def stop_timing(self) -> None:
-        """Ends the measurement of time: validation and the next batch are not part of the timed batch."""
-        if self._timeline in self._device.timelines:
-            self._device.timelines.remove(self._timeline)
+        """Reads the time and the stalls of the batch that is timed, which is over."""
+        if self._begun is not None:
+            self._timed.append(self._measured(*self._begun))
+            self._begun = None
 
     def shrink(self) -> None:
         """Changes to the smallest window, after the device has run out of memory. Fewer layers stay on the GPU.
@@ -184,7 +168,7 @@ class Tuner(BaseTuner):
         smallest = self.window.smallest()
         if smallest.slot_bytes < self.streamer.plan.slot_bytes:
             self._resize(smallest)
-            self._again = self._timed is not None
+            self._again = True
         elif self._activations is not None and self._activations.headroom is not None:
             self.window.lower_budget()
         self.expect_more()
@@ -192,30 +176,29 @@ class Tuner(BaseTuner):
     # ------------------------------------------------------------------ measurements
 
     def _time(self) -> None:
-        """Times the next batch."""
-        with self._measuring():
-            self._timeline = self._device.make_timeline()
-            self._device.timelines.append(self._timeline)
+        """Times the next batch, if k is not chosen yet."""
+        if self._doublings.over or self.streamer.plan.k != self._doublings.k:
+            return
+        if not self._resized:
+            self._begun = self._device.clock(), self._stalls()
+        self._resized = False
 
-    @contextmanager
-    def _measuring(self) -> Iterator[None]:
-        """A context for the measurement of a batch. If it fails, no further batch is measured, and the choices stay."""
-        self._measures = False
-        with degrading(self._log, "The measurement of a batch", "k and k' stay as they are"):
-            yield
-            self._measures = True
-        if not self._measures:
-            self._timeline = None
+    def _stalls(self) -> float:
+        return self._device.stall_seconds(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS)
 
-    def _read_timeline(self, timeline: Timeline) -> None:
-        """Reads visits and rates from the timeline of the timed batch. The next batch runs with a new choice."""
-        self.stop_timing()
-        layers = self.streamer.plan.layers
-        visits, rates = measured(
-            timeline.take(), len(layers), synchronous=self._device.synchronous, stay=self.streamer.plan.stay
-        )
-        self._timed = visits, rates
-        self._timeline = None
+    def _measured(self, clock: float, stalls: float) -> tuple[float, float]:
+        """Returns the seconds and the stalls since the clock and the stalls were these."""
+        return self._device.clock() - clock, self._stalls() - stalls
+
+    def _double(self) -> None:
+        """Chooses the next k by the timed batches."""
+        seconds, stalls = map(sum, zip(*self._timed, strict=True))
+        k = self._doublings.k
+        self._doublings.measured(seconds, stalls)
+        stalled = f"uploads stalled {stalls / max(seconds, 1e-9):.0%} of the time"
+        taken_back = self._doublings.over and self._doublings.k < k
+        self._why = "larger windows were no faster" if taken_back else stalled
+        self._timed.clear()
         self._again = True
 
     def _observe(self) -> None:
@@ -241,20 +224,28 @@ class Tuner(BaseTuner):
         before, window.rest = window.rest, math.ceil(window.rest * factor)
         larger = window.rest > before
         if self._again or not window.fits(self.streamer.plan):
-            self._choose("for a larger batch" if larger else "measured")
+            self._choose(larger)
         self._again = larger  # the larger batch is measured, so choose again after it
         window.rest = before
 
-    def _choose(self, why: str) -> None:
-        """Changes to the window with the fastest predicted batch, and logs the choice if it is new.
+    def _choose(self, larger: bool) -> None:
+        """Changes to the chosen k, halved until it fits, and logs the plan if it is new.
 
         Args:
-            why: the reason for the choice, for the log.
+            larger: True if the memory use of a larger batch is only expected. Otherwise a k that does not fit never will.
         """
         window, before = self.window, self.streamer.plan
-        plan = window.with_staying(choose_window(window, self._seconds))
-        if (plan.k, plan.k_prime, plan.stay) != (before.k, before.k_prime, before.stay):
+        plan = window.plan(self._doublings.k)
+        while window.k == "auto" and plan.k > 1 and not window.fits(plan):
+            plan = window.plan(plan.k // 2)
+        if plan.k < self._doublings.k and not larger:
+            self._doublings.stop(plan.k)
+        if self._doublings.over:  # what k leaves of the budget
+            plan = window.with_staying(plan)
+        if (plan.k, plan.stay) != (before.k, before.stay):
             self._resize(plan)
+            if self.streamer.plan.k < plan.k:
+                self._doublings.stop(self.streamer.plan.k)
         plan = self.streamer.plan
         said = f"k = {plan.k}, k' = {plan.k_prime}"
         if plan.stay:
@@ -262,11 +253,10 @@ class Tuner(BaseTuner):
         if said == self._said:
             return
         self._said = said
-        needs = window.needs(plan)
         assert window.room is not None
         self._log.debug(
-            "Superpipeline: %s (%s), the fastest by prediction: %s on the GPU of %s%s.",
-            said, why, human_bytes(needs), human_bytes(window.room),
+            "Superpipeline: %s (%s): %s on the GPU of %s%s.",
+            said, "for a larger batch" if larger else self._why, human_bytes(window.needs(plan)), human_bytes(window.room),
             "" if window.rest else ", weights and gradients only: activations are not counted here",
         )  # fmt: skip
 
@@ -277,6 +267,8 @@ class Tuner(BaseTuner):
             torch.OutOfMemoryError: the device has no memory for the smallest plan either.
         """
         before, old = self.streamer.weight_bytes, self.streamer.plan
+        self._resized, self._begun = True, None
+        self._timed.clear()
         for choose in (lambda: plan, lambda: old, self.window.smallest):
             each = choose()
             more_stay = len(each.stay) > len(old.stay)
@@ -294,8 +286,3 @@ class Tuner(BaseTuner):
             raise failed
         if self.streamer.weight_bytes < before:
             self._device.begin_peak()
-
-    def _seconds(self, plan: Plan) -> float:
-        """Predicts the seconds of a batch with a plan."""
-        assert self._timed is not None
-        return Walk(plan, *self._timed, overlap=self._overlap).predict(batches=2).seconds

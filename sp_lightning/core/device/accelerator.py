@@ -196,6 +196,10 @@ class Accelerator(Device):
         held = total - free - reserved
         return (held, total) if held > _CONTEXT else None
 
+    def clock(self) -> float:
+        self._stream(Stream.COMPUTE).synchronize()
+        return super().clock()
+
     def mark(self, stream: Stream) -> Any:
         if not self.timelines:
             return None

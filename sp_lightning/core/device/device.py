@@ -329,6 +329,10 @@ class Device:
             write: True for a write, False for a read.
         """
 
+    def clock(self) -> float:
+        """Waits for the compute stream, so that a batch is over. Returns the host's clock, in seconds."""
+        return perf_counter()
+
     def mark(self, stream: Stream) -> Any:
         """Returns a mark of the moment at which ``stream`` reaches this point; None if no timeline is recorded."""
         return perf_counter() if self.timelines else None

@@ -10,7 +10,7 @@ parameter*). A device parameter without memory is a *stand-in*.
   used the layers, in forward and backward (``schedule.Trace``). The first batch uses the plan's order, reversed for
   backward.
 - A frozen :class:`~sp_lightning.core.plan.plan.Plan` decides *what* is copied, and which ring of slots a layer uses. A
-  ``plan.window.Window`` chooses its k and k', and ``capabilities.tuning`` changes them between batches.
+  ``plan.window.Window`` makes the first one, and ``capabilities.tuning`` changes k between batches.
 - :func:`sp_lightning.core.plan.update_policy.decide` decides *when* optimizers step.
 - The option ``optimizer_on`` decides *where* they step. ``Window`` raises an error if the GPU has no room for steps, and
   ``decide`` if it cannot step these optimizers.
@@ -74,7 +74,7 @@ capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tune
 
 =======================  ============================================================================================
 ``schedule``             Which layers are fetched, locked, attached and released (1) (2), and in which order. The planner's
-                         simulator (``capabilities.tuning``) runs these very classes on clocks.
+                         simulator (``tools.planner.prediction``) runs these very classes on clocks.
 ``layers.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
 ``layers.compiled_calls`` Gives modules that ``torch.compile`` compiles casts and whole wrapped weights during their calls.
 ``layers.writes``        Copies weights to the host that user code has written on the device.
@@ -107,7 +107,7 @@ the streams and order of uploads; of gradients              ``layers.ring.Slots`
 a check at each call of a layer                             ``calls.ModuleCall._begin``, ``calls.Calls.enter``
 what happens when values are loaded between two steps       ``trainer.run.Run.loading``, ``step.Step.invalidate``
 what happens after an error in a step                       ``trainer.run.Run.whole_after_failure``, ``step.Step.end``
-the time that the simulator counts for a wait or a copy     ``capabilities.tuning.clocks``
+the time that the simulator counts for a wait or a copy     ``tools.planner.prediction.clocks``
 the dtype of casts; how they are computed                   ``plan.plan``, ``layers.casts``; ``layers.host_casts``
 an option: field, check, signature; where memory acts       ``trainer.options``, ``plan.options``,
                                                             ``trainer.strategy``; ``plan.window``

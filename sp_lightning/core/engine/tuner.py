@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from sp_lightning.core.engine.streamer import Streamer
-from sp_lightning.core.plan.choices import Overlap
 from sp_lightning.core.plan.window import Window
 
 
 class BaseTuner:
     """Keeps the first plan, and makes room after the device has run out of memory.
 
-    :class:`sp_lightning.capabilities.tuning.tuner.Tuner` overrides it: it measures batches and chooses. No step may run
+    :class:`sp_lightning.capabilities.tuning.tuner.Tuner` overrides it: it measures batches and chooses k. No step may run
     during a call.
 
     Args:
@@ -29,25 +28,25 @@ class BaseTuner:
         self.window = window
         self.streamer = streamer
 
-    def batch_starts(self, batch: Any, overlap: Overlap) -> None:
+    def batch_starts(self, batch: Any, accumulate: int) -> None:
         """Called before each batch of the loop that the run is for (not of a validation within training).
 
         Args:
             batch: the batch.
-            overlap: the phase that optimizer steps overlap with.
+            accumulate: the number of batches for each optimizer step. They differ in what they upload.
         """
 
     def expect_more(self) -> None:
         """Called when the next batch may take more memory than earlier batches, because more weights are trained."""
 
     def stop_timing(self) -> None:
-        """Called when other code follows the measured batch, for example validation."""
+        """Called when other code follows the last batch, for example validation, whose time is not the batch's."""
 
     def shrink(self) -> None:
         """Takes the smallest window after the device has run out of memory, and lets fewer layers stay on the GPU.
 
-        A k and k' that the user gave stay as they are; a number of layers that stay is reduced nevertheless. If
-        :attr:`Window.auto` is False, for example because the user gave all three, this does nothing.
+        A k that the user gave stays as it is; a number of layers that stay is reduced nevertheless. If :attr:`Window.auto` is
+        False, for example because the user gave both, this does nothing.
         """
         if self.window.auto:
             plan = self.streamer.plan

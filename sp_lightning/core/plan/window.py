@@ -22,8 +22,8 @@ FREE_THE_GPU = "List them: nvidia-smi. End them, or choose another GPU: CUDA_VIS
 
 # This share of the free memory is left to the rounding of allocators and to libraries.
 _MARGIN = 1 / 16
-# k and k' if nothing limits memory (on the CPU): the smallest window in which transfers overlap with computation.
-_WITHOUT_LIMIT = (2, 1)
+# k if nothing limits memory (on the CPU): the smallest window in which transfers overlap with computation.
+_WITHOUT_LIMIT = 2
 
 
 def about_others(held: int, total: int) -> str:
@@ -38,9 +38,10 @@ class Window:
     gradients, workspaces, buffers). A tuner measures this memory use while the first batches run with the smallest window.
 
     Args:
-        k, k_prime: numbers, or "auto".
+        k: a number, or "auto".
+        k_prime: a number, or "auto", which is 1.
         budget: bytes of device memory (int), or a share of the memory that is free at set-up (float). None means all free
-            memory, less a margin if k or k' is "auto".
+            memory, less a margin if k is "auto".
         ranks, nodes: the number of devices of a node, and of nodes, that sum their gradients.
         training: True if the batches are trained.
         steps_on_device: True if optimizers step on the device, so that plans have room for steps.
@@ -48,7 +49,8 @@ class Window:
             ``"auto"``, as many layers as fit after the memory use of everything else was measured.
 
     Attributes:
-        k, k_prime: as given.
+        k: as given.
+        k_prime: the number.
         budget: as given. Takes effect with :meth:`begin`.
         may_stay: True if results do not depend on how many layers stay, so that ``"auto"`` may choose their number.
     """
@@ -66,9 +68,9 @@ class Window:
         stay: Share = 0,
     ) -> None:
         self.k = k
-        self.k_prime = k_prime
+        self.k_prime = 1 if k_prime == "auto" else k_prime
         self.budget = budget
-        self._margin = _MARGIN if "auto" in (k, k_prime) else 0  # only chosen windows fill the memory
+        self._margin = _MARGIN if k == "auto" else 0  # only chosen windows fill the memory
         self._training = training
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
         self._steps_on_device = steps_on_device and training and ranks * nodes == 1
@@ -88,12 +90,8 @@ class Window:
 
     @property
     def auto(self) -> bool:
-        """True if k, k' or the number of layers that stay is chosen, and a budget limits the choice."""
-        return (
-            ("auto" in (self.k, self.k_prime) or self._chooses_stay)
-            and self.room is not None
-            and not self._found.nothing
-        )
+        """True if k or the number of layers that stay is chosen, and a budget limits the choice."""
+        return (self.k == "auto" or self._chooses_stay) and self.room is not None and not self._found.nothing
 
     def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
         """Returns the plan for the first batches: the smallest window. Sets the budget by the device's free memory.
@@ -118,8 +116,7 @@ class Window:
                 f"gpu_memory={as_option(budget)} is a share of the device's free memory, and {device.device} has no memory of "
                 'its own. Give a size: SuperpipelineStrategy(gpu_memory="1GiB").'
             )
-        smallest = _WITHOUT_LIMIT if self.room is None else (1, 1)
-        plan = self.plan(*smallest)
+        plan = self.plan(_WITHOUT_LIMIT if self.room is None else 1)
         if self.room is not None and self._is_too_large(plan):
             raise ValueError(self._too_large(plan, self.room, device, find))
         return plan
@@ -189,7 +186,7 @@ class Window:
 
     def smallest(self) -> Plan:
         """Returns the smallest plan, for use after the device has run out of memory."""
-        return self.plan(1, 1)
+        return self.plan(1)
 
     @property
     def count(self) -> int:
@@ -210,13 +207,9 @@ class Window:
         plan = make_plan(found, k=k, k_prime=k_prime, stay=stay, **self._options)
         return replace(plan, steps_on_device=self._steps_on_device)
 
-    def plan(self, k: int, k_prime: int) -> Plan:
-        """Returns the plan with this window. If the user gave a number for ``k`` or ``k_prime``, that number is used instead."""
-        return self._make(
-            self._found,
-            k=k if self.k == "auto" else min(self.k, self.count),
-            k_prime=k_prime if self.k_prime == "auto" else self.k_prime,
-        )
+    def plan(self, k: int) -> Plan:
+        """Returns the plan with this k. If the user gave a number for ``k``, that number is used instead."""
+        return self._make(self._found, k=k if self.k == "auto" else min(self.k, self.count), k_prime=self.k_prime)
 
     # ------------------------------------------------------------------ plans that do not fit
 

@@ -2,7 +2,7 @@
 
 **Adds** the commands ``plan`` and ``rates``, and the commands of Lightning's CLI with the strategy registered.
 **Enters** in ``sp_lightning.__main__``; the command ``check`` is in ``comparison``. **Unused**, it is not imported. A plan uses
-the predictions of ``tuning`` and the modes of ``activations``; other capabilities are imported for the options that need them.
+the modes of ``activations``; other capabilities are imported for the options that need them.
 
 The command ``plan`` uses these files in this order:
 
@@ -11,7 +11,7 @@ The command ``plan`` uses these files in this order:
 - ``model_source``: builds a model without memory (``fake``). ``images`` builds the inputs of vision models;
   ``adapters`` implements ``--lora``.
 - ``estimate``: runs a batch without values (``dry_run``, ``known_values``), and computes the host memory (``host``).
-- ``answer``: predicts each window of a range.
+- ``answer``: predicts each window of a range (``prediction``).
 - ``verdict`` and ``report``: format the answer.
 
 ``rates`` measures a machine; ``measured`` reads the file with its rates. ``lightning_cli`` has Lightning's

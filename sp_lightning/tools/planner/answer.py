@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sp_lightning.capabilities.tuning.choices import SAME
-from sp_lightning.capabilities.tuning.visits import Prediction
 from sp_lightning.core.plan.choices import Modes
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.tools.planner.arguments import Question
-from sp_lightning.tools.planner.estimate import Estimate
+from sp_lightning.tools.planner.estimate import SAME, Estimate
 from sp_lightning.tools.planner.host import HostMemory
+from sp_lightning.tools.planner.prediction.visits import Prediction
 
 _NOTICED = 0.005  # the least share of the time that is rounded to 1 %
 

@@ -25,7 +25,6 @@ from torch.utils.flop_counter import flop_registry
 
 from sp_lightning.capabilities.activations.offload import count_once, is_small
 from sp_lightning.capabilities.activations.policy import Call, offloaded_bytes, peak_bytes
-from sp_lightning.capabilities.tuning.visits import Visit
 from sp_lightning.core.model.found import Found
 from sp_lightning.core.model.rows import row_finder
 from sp_lightning.core.model.wrapped import parts
@@ -43,6 +42,7 @@ from sp_lightning.core.torch_compat.private import (
     tree_leaves,
     tree_map_only,
 )
+from sp_lightning.tools.planner.prediction.visits import Visit
 
 
 @dataclass

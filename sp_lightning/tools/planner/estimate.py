@@ -19,10 +19,6 @@ from torch import Tensor, nn
 
 from sp_lightning import registry
 from sp_lightning.capabilities.activations.policy import peak_bytes
-from sp_lightning.capabilities.tuning.choices import SAME
-from sp_lightning.capabilities.tuning.machine import HOST_SECONDS
-from sp_lightning.capabilities.tuning.simulator import Walk
-from sp_lightning.capabilities.tuning.visits import Prediction, Rates, Visit
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.model.found import Found
 from sp_lightning.core.plan.choices import Mode, Modes
@@ -37,7 +33,12 @@ from sp_lightning.tools.planner.host import HostMemory, HostStep, host_memory, h
 from sp_lightning.tools.planner.known_values import answered
 from sp_lightning.tools.planner.model_source import Arguments, ModelSource, has_forward, load_model
 from sp_lightning.tools.planner.modes import oldest_offloaded, visited
+from sp_lightning.tools.planner.prediction.machine import HOST_SECONDS
+from sp_lightning.tools.planner.prediction.simulator import Walk
+from sp_lightning.tools.planner.prediction.visits import Prediction, Rates, Visit
 
+SAME = 1.01
+"""Predicted times that differ by at most this factor count as equally fast; the smallest window of them is chosen."""
 _NO_UPDATES: dict[str, Any] = {"update": math.inf, "step": math.inf}
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The shares of the layers that fit, which ``--gpu-layers auto`` tries."""

@@ -92,7 +92,7 @@ def beside(optimizers: Iterable[torch.optim.Optimizer], overlap: Overlap) -> Ove
 
 
 def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger, traffic: int) -> dict[str, Any]:
-    """Returns the fields of :class:`~sp_lightning.capabilities.tuning.visits.Rates` for updates, by name.
+    """Returns the fields of :class:`~sp_lightning.tools.planner.prediction.visits.Rates` for updates, by name.
 
     Args:
         question: has the bandwidths of memory.

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from sp_lightning.capabilities.activations.policy import EXEMPT, Call, peak_bytes
-from sp_lightning.capabilities.tuning.visits import Visit
 from sp_lightning.core.plan.choices import Mode, Modes
+from sp_lightning.tools.planner.prediction.visits import Visit
 
 
 def oldest_offloaded(calls: Sequence[Call], room: int) -> Modes:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.capabilities.tuning.machine import measure_host_seconds
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.registry import needed_for
+from sp_lightning.tools.planner.prediction.machine import measure_host_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The measured dtypes of matrix products, by their names in a file of rates."""

@@ -13,8 +13,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from sp_lightning.capabilities.tuning.clocks import ClockDevice, HostBytes
-from sp_lightning.capabilities.tuning.visits import RESOURCES, Prediction, Rates, Visit
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.timeline import Kind
 from sp_lightning.core.engine.assembly import kinds
@@ -27,6 +25,8 @@ from sp_lightning.core.layers.ring import BlockSource, Slots, Staged, Uploads
 from sp_lightning.core.layers.writes import LeftMemory
 from sp_lightning.core.plan.plan import Plan, PlannedLayer
 from sp_lightning.core.updates.layer_stepper import FRESH
+from sp_lightning.tools.planner.prediction.clocks import ClockDevice, HostBytes
+from sp_lightning.tools.planner.prediction.visits import RESOURCES, Prediction, Rates, Visit
 
 _STALLS = {
     "gradients": (Wait.REUSE_AFTER_DRAIN,),

@@ -23,7 +23,7 @@ with layers of 2 to 9 weights: tests/results/2026-11-22-host-time-cpu.md. k and 
 
 def measure_host_seconds(*, training: bool) -> tuple[float, float]:
     """Measures the seconds of Python for each layer call and weight, as in
-    :class:`~sp_lightning.capabilities.tuning.visits.Rates`.
+    :class:`~sp_lightning.tools.planner.prediction.visits.Rates`.
 
     Layers of one tiny weight, and of eight, run with and without the engine, in turn, on the CPU and in one thread. Computing
     and copying take little time, so the difference is the time of the engine's Python code.

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sp_lightning.core.device.timeline import Interval, Kind
-
-# Simulating this number of visits takes about a second for each choice of k and k'.
-_MOST_VISITS = 2000
 
 RESOURCES: dict[str, tuple[Kind, ...]] = {
     "compute": ("forward", "backward", "between"),
@@ -74,75 +69,6 @@ class Rates:
     update_upload: float = 0.0
     update_download: float = 0.0
     step: float = math.inf
-
-
-def measured(
-    intervals: Iterable[Interval], layers: int, *, synchronous: bool, stay: Collection[int] = ()
-) -> tuple[list[Visit], Rates]:
-    """Reads the visits of one batch, and the speed of the machine, from its timeline.
-
-    If a batch has very many visits (generation, token by token), only the first ones are read.
-
-    Args:
-        intervals: the timeline, ordered by the begin of the intervals.
-        layers: the number of layers of the plan. Layers with a higher index are uploaded on demand; their computation
-            counts as computation between layers.
-        synchronous: True if nothing else runs during a copy, as on the CPU.
-        stay: the indices of layers that stay on the device. Their updates run on the GPU, and do not count for ``update``.
-
-    Returns:
-        The visits and the rates. Host memory and steps of staying layers count as unlimited, because a timeline does not
-        contain them. The host's own time is part of the visits: the device waits for the host inside of them.
-    """
-    by_kind: defaultdict[Kind, list[Interval]] = defaultdict(list)
-    visits: list[Visit] = []
-    enclosing: list[tuple[float, int]] = []  # the enclosing calls: their end, and their index in visits
-    for interval in intervals:
-        if interval.kind != "update" or interval.layer not in stay:
-            by_kind[interval.kind].append(interval)
-        if interval.kind in RESOURCES["compute"]:
-            seconds = interval.end - interval.begin
-            while enclosing and enclosing[-1][0] < interval.end:
-                enclosing.pop()
-            if enclosing:  # an expert inside its block: its time does not count for the block
-                outer = enclosing[-1][1]
-                visits[outer] = replace(visits[outer], seconds=visits[outer].seconds - seconds)
-            enclosing.append((interval.end, len(visits)))
-            used = () if interval.layer is None or interval.layer >= layers else (interval.layer,)
-            visits.append(Visit(used, seconds, interval.kind == "backward", used))
-    del visits[_MOST_VISITS:]
-    with_backward = {layer for visit in visits if visit.backward for layer in visit.layers}
-    known = {layer for visit in visits for layer in visit.layers}
-    # The backward of an embedding needs no weights, so the timeline contains only the copy of its gradients.
-    for drain in by_kind["drain"]:
-        if drain.layer in known and drain.layer not in with_backward and drain.layer is not None:
-            visits.append(Visit((drain.layer,), 0.0, backward=True))
-            with_backward.add(drain.layer)
-
-    updated = sum(update.nbytes for update in by_kind["update"])
-    uploaded, downloaded = (sum(copy.nbytes for copy in by_kind[kind]) / max(updated, 1) for kind in ("bring", "take"))
-    # The time of an update on the device is mostly that of its transfers, which `update_upload` and `update_download` describe.
-    update = math.inf if downloaded else _rate(by_kind, RESOURCES["optimizer"])
-    rates = Rates(
-        _rate(by_kind, RESOURCES["fetch"]),
-        _rate(by_kind, RESOURCES["drain"]),
-        update,
-        host_memory=math.inf,
-        visit_seconds=0.0,
-        synchronous=synchronous,
-        links=_rate(by_kind, RESOURCES["links"]),
-        update_upload=uploaded,
-        update_download=downloaded,
-    )
-    return visits, rates
-
-
-def _rate(by_kind: Mapping[Kind, Sequence[Interval]], kinds: Sequence[Kind]) -> float:
-    """Returns the bytes per second in intervals of these kinds; infinite if no bytes were copied."""
-    seconds = sum(copy.end - copy.begin for kind in kinds for copy in by_kind[kind])
-    nbytes = sum(copy.nbytes for kind in kinds for copy in by_kind[kind])
-    # The interval of a layer without gradients has no bytes.
-    return nbytes / seconds if nbytes and seconds else math.inf
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sp_lightning.capabilities.tuning.visits import RESOURCES, Rates
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.timeline import Interval, Kind
+from sp_lightning.tools.planner.prediction.visits import RESOURCES, Rates
 
 _READ_AHEAD = 3  # layers that fit into staging memory, as in the engine
 
@@ -143,6 +143,10 @@ class ClockDevice(Device):
     def synchronize(self, event: float | None, why: Wait) -> None:
         if event is not None:
             self.host = max(self.host, event)
+
+    def clock(self) -> float:
+        self.host = max(self.host, self.now[Stream.COMPUTE])
+        return self.host
 
     def clear(self) -> None:
         """Drops the intervals and counts of the last batch; the clocks continue."""

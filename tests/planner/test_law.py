@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 
 from examples.benchmarks.clocked_steps import LAYERS, WIDTH, Clocked
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.capabilities.tuning.simulator import Walk
-from sp_lightning.capabilities.tuning.visits import Rates
 from sp_lightning.core.device.device import Stream
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.tools.planner.prediction.simulator import Walk
+from sp_lightning.tools.planner.prediction.visits import Rates
 from tests.support.visits import schedule_visits
 
 COUNT = 24

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.capabilities.tuning import machine
-from sp_lightning.capabilities.tuning.machine import measure_host_seconds
 from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.tools.planner.prediction import machine
+from sp_lightning.tools.planner.prediction.machine import measure_host_seconds
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from sp_lightning.capabilities.tuning.simulator import Walk
-from sp_lightning.capabilities.tuning.visits import Prediction, Rates, Visit, measured
-from sp_lightning.core.device.timeline import Interval
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.tools.planner.dry_run import Work, estimate
 from sp_lightning.tools.planner.fake import fake_tensors
+from sp_lightning.tools.planner.prediction.simulator import Walk
+from sp_lightning.tools.planner.prediction.visits import Prediction, Rates, Visit
 from tests.support.engine import Trace, events, step, streamed
 from tests.support.simdevice import SimDevice
 from tests.support.tiers import first
@@ -306,17 +305,3 @@ def test_a_layer_that_stays_waits_for_no_upload() -> None:
     (first, *_) = [each for each in staying(9, "backward", upload=16e3).intervals if each.kind == "forward"]
     assert first.layer == 0
     assert first.begin <= KERNELS + 1e-9
-
-
-def test_updates_of_layers_that_stay_say_nothing_of_the_hosts_rate() -> None:
-    intervals = [Interval("update", 0, 0.0, 0.0, 100), Interval("update", 1, 0.0, 1.0, 10)]
-    assert measured(intervals, 2, synchronous=False, stay={0})[1].update == 10.0
-    assert measured(intervals, 2, synchronous=False)[1].update == 110.0
-
-
-def test_a_timeline_says_what_updates_on_the_device_move() -> None:
-    def copied(kind: Any, nbytes: int) -> Interval:
-        return Interval(kind, 0, 0.0, 1.0, nbytes)
-
-    _, rates = measured([copied("bring", 40), copied("update", 10), copied("take", 30)], 1, synchronous=False)
-    assert (rates.update_upload, rates.update_download, rates.update) == (4.0, 3.0, math.inf)
