@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from sp_lightning.tools.comparison.dial import dial
 else:
     _REMOVED = {
-        "chunk_loss": "With torch 2.14 or newer, compute the loss by torch.nn.functional.linear_cross_entropy(hidden, "
-        "model.lm_head.weight, labels, options=torch.nn.LinearCrossEntropyOptions()). For older versions, "
+        "chunk_loss": "With torch 2.14 or newer, compute the loss by torch.nn.functional.linear_cross_entropy(hidden.float(), "
+        "model.lm_head.weight.float(), labels, options=torch.nn.LinearCrossEntropyOptions()). For older versions, "
         "examples/guide/activations.md has ten lines."
     }
 

@@ -35,7 +35,7 @@ class Card(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A training: the model (a config in ``examples`` or a factory), what is trained, the options of ``plan``, how to run it."""
+    """A training: the model (a config in ``examples`` or a factory), its trained weights, ``plan``'s options, the command."""
 
     model: str
     what: str

@@ -34,7 +34,7 @@ def pairs() -> list[Pair]:
 
 
 def run(workload: Workload, name: str) -> rows.Row:
-    """Returns a contestant's row: what it measured, or why it cannot run here."""
+    """Returns a contestant's row: its measurements, or the reason why it cannot run here."""
     contestant = contestants.by_name(name)
     return contest.obstacle(workload, contestant, contest.Limits()) or measure.measure(
         workload, contestant, seconds=SECONDS
@@ -42,12 +42,12 @@ def run(workload: Workload, name: str) -> rows.Row:
 
 
 def works(row: rows.Row) -> bool:
-    """Returns True unless a contestant has failed. A missing package or GPU is no failure."""
+    """Returns False if a contestant has failed. A missing package or GPU does not count as a failure."""
     return row["status"] in ("ok", "missing") or "needs a CUDA device" in row["error"]
 
 
 def main(argv: Sequence[str] | None = None) -> bool:
-    """Run; ``argv`` as on the command line. Returns whether all contestants work."""
+    """Runs the command with the arguments ``argv``. Returns True if all contestants work."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
     options = parser.parse_args(argv)

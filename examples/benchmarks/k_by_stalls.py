@@ -84,11 +84,11 @@ class Card:
         self._estimate = estimate
 
     def plan(self, k: int) -> Plan:
-        """The plan with this k."""
+        """Returns the plan with this k."""
         return self._estimate.plan(k, 1)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether it fits the card."""
+        """Returns True if a plan fits the card."""
         limit = self._estimate.question.gpu_memory
         return limit is None or self._bytes(plan) <= limit
 

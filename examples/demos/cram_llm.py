@@ -52,7 +52,7 @@ PARTS = 8  # of the time, each of which ends with a checkpoint
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         losses: of each step.
@@ -87,7 +87,7 @@ class Crammed(CausalLM):
         self.moments: dict[str, dict[str, Tensor]] = {}
 
     def share(self) -> float:
-        """Of the time for training that is over, from 0 to 1."""
+        """Returns the share of the training time that is over, from 0 to 1."""
         trainer: Any = self.trainer
         (timer,) = (each for each in trainer.callbacks if isinstance(each, Timer))  # of max_time
         return (self.before + timer.time_elapsed()) / self.seconds
@@ -248,7 +248,7 @@ def steps_done(file: Path | None) -> int:
         return 0 if file is None else int(torch.load(file, weights_only=True, mmap=True)["global_step"])
     except (RuntimeError, LookupError, TypeError, UnpicklingError) as error:
         raise ValueError(
-            f"--resume {file}: is no checkpoint of this recipe. Give a last.ckpt that it wrote."
+            f"--resume {file}: this is not a checkpoint of this recipe. Give a last.ckpt that the recipe wrote."
         ) from error
 
 

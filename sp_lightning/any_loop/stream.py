@@ -336,7 +336,7 @@ class StreamedLoop(WatchesEngine):
         return self._call(forward, training=torch.is_grad_enabled() and self._trains())
 
     def _trains(self) -> bool:
-        """True if a backward may give weights gradients. Without optimizers, other code may step the weights."""
+        """Returns True if a backward may give weights gradients. Without optimizers, other code may step the weights."""
         return self._run.trains or any(parameter.requires_grad for parameter in self._module.parameters())
 
     def _generate(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -327,7 +327,7 @@ class OptimizerSteps:
         if not count or 2 * on_updates < stats.waited_seconds:
             return ""
         layers = len(self._run.engine.plan.layers)
-        return f"Try gpu_layers={count}: so many of {layers} layers fit on the GPU with their optimizer state, and step there."
+        return f"Try gpu_layers={count}: {count} of {layers} layers fit on the GPU with their optimizer state, and step there."
 
     def _advise_gpu(self, seconds: float) -> str:
         """Returns a sentence if at least half of the run was spent on updates that the GPU could run; else empty."""

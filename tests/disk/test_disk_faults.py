@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from sp_lightning.capabilities.disk import mapped_file
 from sp_lightning.capabilities.disk import tier as disk_tier
 from tests.support.models import Module, Stack, vectors
-from tests.support.on_disk import FAULTS, assert_whole, break_calls, on_disk, without_room
+from tests.support.on_disk import FAULTS, assert_whole, break_calls, counted_writes, on_disk, without_room
 from tests.support.runs import assert_same, fit, fused, loader, trainer_for
 from tests.support.tiers import first, some
 
@@ -128,17 +128,9 @@ def test_a_checkpoint_of_state_that_the_disk_has_lost_is_an_error(
     if fault == "read error":
         train(Breaks(monkeypatch, fault, 0, 0), Saves())  # the step itself reads nothing, because there is no state yet
         return
-    call, writes = mapped_file.libc.sync_file_range, 0
-
-    def counted(*arguments: Any) -> int:
-        nonlocal writes
-        writes += 1
-        return int(call(*arguments))
-
-    monkeypatch.setattr(mapped_file.libc, "sync_file_range", counted)
-    train()
-    monkeypatch.setattr(mapped_file.libc, "sync_file_range", call)
-    break_calls(monkeypatch, fault, writes - 1)  # no later write or read of the step would tell it
+    with counted_writes() as writes:
+        train()
+    break_calls(monkeypatch, fault, len(writes) - 1)  # no later write or read of the step would tell it
     with pytest.raises(OSError, match=FAULTS[fault][2]):
         train(Saves())
     with pytest.raises(RuntimeError, match="not those of any whole step"):

@@ -81,7 +81,7 @@ def test_memory_that_the_system_does_not_map_leaves_its_place(tmp_path: Path, mo
 
 
 def test_a_block_is_read_ahead_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each call, Linux reads no more ahead than the device's read_ahead_kb. Of a large layer nearly nothing was."""
+    """Linux reads at most the device's read_ahead_kb for each call. With one call, nearly nothing of a large layer was read."""
     memory = MappedFile(tmp_path).allocate(5 * SIZE + 1, False)
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(mapped_file, "advise", lambda address, nbytes, _: asked.append((address, nbytes)))

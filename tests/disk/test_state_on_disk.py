@@ -254,6 +254,61 @@ def test_a_view_that_somebody_holds_goes_on_seeing_the_updates(tmp_path: Path) -
     assert_equal(mine, held, "views")
 
 
+class Foreign(Callback):
+    """Gives the optimizer a tensor whose memory other code has, too, then reads and writes that memory between steps."""
+
+    def __init__(self, with_holder: Any) -> None:
+        self._with_holder = with_holder
+        self.seen: list[Tensor] = []
+        self.held: Any = None
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        state = next(iter(trainer.optimizers[0].state.values()))
+        if self.held is None:
+            state["exp_avg"], self.held = self._with_holder(state["exp_avg"].numpy().copy())
+        else:
+            self.seen.append(torch.as_tensor(self.held).clone())
+            self.held *= 0.5
+
+
+def with_view(array: Any) -> tuple[Tensor, Tensor]:
+    tensor = torch.tensor(array)
+    return tensor, tensor.view(-1)
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize(
+    "with_holder",
+    [lambda array: (torch.from_numpy(array), array), lambda array: (torch.from_dlpack(array), array), with_view],
+    ids=["NumPy", "DLPack", "a view"],
+)
+def test_memory_that_other_code_has_stays_where_it_is(with_holder: Any, tmp_path: Path) -> None:
+    ours, theirs = Foreign(with_holder), Foreign(with_holder)
+    plain = fit(made_with(OPTIMIZERS["AdamW"]), vectors(4), callbacks=[theirs])
+    assert_same(fit(made_with(OPTIMIZERS["AdamW"]), vectors(4), on_disk(tmp_path), callbacks=[ours]), plain)
+    assert_equal(ours.seen, theirs.seen, "what other code has seen")
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("disk", [False, True])
+def test_state_without_memory_of_its_own(disk: bool, tmp_path: Path) -> None:
+    """A sparse tensor has no address."""
+
+    class KeepsSparse(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            for state in trainer.optimizers[0].state.values():
+                state["mine"] = torch.eye(4).to_sparse()
+
+    options: Any = {"optimizer_overlap": "forward"}
+    strategy = on_disk(tmp_path, **options) if disk else SuperpipelineStrategy(k=1, **options)
+    ours = fit(
+        fused(made_with(OPTIMIZERS["AdamW"])), vectors(3), strategy, callbacks=[KeepsSparse()], recorded="losses"
+    )
+    plain = fit(fused(made_with(OPTIMIZERS["AdamW"])), vectors(3), callbacks=[KeepsSparse()], recorded="losses")
+    assert_equal(ours.losses, plain.losses, "losses")
+    assert_equal(ours.state, plain.state, "weights")
+
+
 @pytest.mark.long("takes a second or more")
 def test_layers_that_are_unfrozen(tmp_path: Path) -> None:
     ours = fit(lambda: Module(Stack()), vectors(), on_disk(tmp_path), callbacks=[Unfreezes()], max_epochs=3)

@@ -1,4 +1,4 @@
-"""The recipe that has so many hours: its learning rate, its end in time, a resumed run, Pseudo-to-Real, bad input."""
+"""The recipe that trains for a given time: its learning rate, its end in time, a resumed run, Pseudo-to-Real, bad input."""
 
 from __future__ import annotations
 

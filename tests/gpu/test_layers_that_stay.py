@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
-from tests.support.plain_bits import BATCHES, GPU, OPTIMIZERS, Stepped
+from tests.support.plain_bits import BATCHES, GPU, OPTIMIZERS, RUNS, Stepped
 from tests.support.runs import Outcome, assert_equal, fit
 
 pytestmark = [
@@ -19,11 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.usefixtures("deterministic"),
 ]
-RUNS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped": {"gradient_clip_val": 0.1},
-    "accumulated, clipped": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
-}
 
 
 class Looks(Callback):

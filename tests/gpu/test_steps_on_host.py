@@ -12,7 +12,7 @@ from torch import nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.tools.comparison.reference import StepsOnHost
 from tests.support.models import Module, llama
-from tests.support.plain_bits import BATCHES, GPU, OPTIMIZERS, Stepped
+from tests.support.plain_bits import BATCHES, GPU, OPTIMIZERS, RUNS, Stepped
 from tests.support.runs import assert_equal, fit
 
 pytestmark = [
@@ -20,12 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.usefixtures("deterministic"),
 ]
-RUNS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped": {"gradient_clip_val": 0.1},
-    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    "accumulated, clipped": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
-}
 
 
 def assert_plain(make: Any, batches: Any, *, overlap: Any = "auto", **options: Any) -> SuperpipelineStrategy:

@@ -315,7 +315,7 @@ class Asks(OfKind):
         (
             1.0,
             {},
-            "Try gpu_layers=7: so many of 7 layers fit on the GPU with their optimizer state, and step there.",
+            "Try gpu_layers=7: 7 of 7 layers fit on the GPU with their optimizer state, and step there.",
         ),
         (0.1, {}, ""),
         (1.0, {"gpu_layers": 1}, ""),

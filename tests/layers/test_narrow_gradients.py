@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -547,3 +548,21 @@ def test_what_is_kept_by_hand_and_widened_is_plains() -> None:
     widen(parameter)
     widen(parameter)
     assert torch.equal(parameter.grad, WIDE)  # type: ignore[arg-type]
+
+
+def test_two_threads_compute_norms_in_one_buffer() -> None:
+    """Backward's thread and the background do, if some gradients are on a disk. The second waits for the first."""
+    norms, first, second = Norms(), *(nn.Parameter(torch.ones(64)) for _ in range(2))
+    for parameter, value in ((first, 1.0), (second, 2.0)):
+        keep_narrow(parameter, torch.full((64,), value, dtype=torch.bfloat16), looked_at=lambda: None)
+    found: list[Tensor] = []
+    other = threading.Thread(target=lambda: found.append(norms.of(stored(second))))  # type: ignore[arg-type]
+
+    def begin_other(_: Tensor) -> None:
+        other.start()
+        other.join(0.2)  # without the wait, it writes the buffer in this time
+
+    change(first, begin_other)
+    assert norms.of(stored(first)) == 8  # type: ignore[arg-type]
+    other.join()
+    assert found == [16]

@@ -365,3 +365,11 @@ def test_a_plan_of_inference_counts_no_gradients() -> None:
     trainer_for(strategy).predict(Module(Stack()), loader(vectors()))
     assert strategy.plan.peak_device_bytes == strategy.stats().peak_device_bytes
     assert "gradients" not in str(strategy.plan)
+
+
+@pytest.mark.parametrize(("k_prime", "counted"), [(1, 96 + 64), (2, 96 + 64 + 32), (9, 96 + 64 + 32 + 32)])
+def test_the_plan_counts_the_largest_gradients_that_are_in_flight(k_prime: int, counted: int) -> None:
+    """It counted the largest for each transfer, up to twice what was there."""
+    net = nn.Sequential(*(nn.Linear(16, rows, bias=False) for rows in (64, 96, 32)), nn.Linear(16, 32, bias=False))
+    plan = make_plan(find_layers(net, layers=["*"]), k=1, k_prime=k_prime)
+    assert plan.gradient_bytes == 16 * 4 * counted

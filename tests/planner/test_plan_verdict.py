@@ -284,4 +284,4 @@ def test_removed_options_name_another_way(capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as error:
         main(["plan", "resnet18", "--loss-tokens", "32"])
     assert error.value.code == 2
-    assert "--loss-tokens was removed: plan a LightningModule" in capsys.readouterr().err
+    assert "--loss-tokens was removed: plan a module" in capsys.readouterr().err

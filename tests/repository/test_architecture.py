@@ -187,6 +187,7 @@ PUBLIC_ENOUGH = {
 
 PRIVATES: dict[str, set[str]] = {
     # Overridden: methods have to have their names. test_torch_private.py calls them.
+    "any_loop.transformers_trainer": {"_apply"},  # what `Module.to` calls, which cannot leave children out
     "core.updates.scaler": {"_get_scale_async", "_unscale_grads_"},
     "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }

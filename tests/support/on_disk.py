@@ -7,9 +7,11 @@ import errno
 import multiprocessing
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from lightning.pytorch import Callback
@@ -129,6 +131,21 @@ def break_calls(monkeypatch: pytest.MonkeyPatch, fault: str, at: int) -> None:
         return -1
 
     monkeypatch.setattr(mapped_file.libc, name, called)
+
+
+@contextmanager
+def counted_writes() -> Iterator[list[None]]:
+    """Yields a list that gets an entry for each write of mapped pages."""
+    from sp_lightning.capabilities.disk import mapped_file
+
+    call, writes = mapped_file.libc.sync_file_range, list[None]()
+
+    def counted(*arguments: Any) -> int:
+        writes.append(None)
+        return int(call(*arguments))
+
+    with mock.patch.object(mapped_file.libc, "sync_file_range", counted):
+        yield writes
 
 
 def assert_whole(module: nn.Module, folder: Path) -> None:

@@ -24,6 +24,13 @@ OPTIMIZERS: dict[str, Any] = {
     "Adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.1),
 }
 
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"gradient_clip_val": 0.1},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulated, clipped": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+}
+
 
 class Stepped(Module):
     def __init__(self, make: Any) -> None:

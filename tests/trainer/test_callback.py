@@ -100,7 +100,7 @@ def test_a_run_on_an_accelerator_says_what_it_is_compared_with(heard: Any) -> No
         trainer_for("superpipeline").fit(Module(Stack()), loader(vectors(4)))
     assert len(heard()) == 1
     assert heard()[0].endswith(
-        " k and k' are chosen once two batches have been measured. AdamW runs fused on the CPU: results are bitwise those "
+        " k is doubled while uploads stall the batches. AdamW runs fused on the CPU: results are bitwise those "
         "of plain Lightning whose optimizer has fused=True and steps on the CPU; fused_optimizer=False leaves it as it is. "
         "Optimizer steps do not overlap with the model; they would compete with the model for the CPU."
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.capabilities.disk.away import note_on_disk
-from sp_lightning.capabilities.disk.mapped_file import MappedFile, MappedMemory
+from sp_lightning.capabilities.disk.mapped_file import MappedFile, MappedMemory, is_on_disk
 from sp_lightning.core.device.layout import is_dense, whole_pages
 from sp_lightning.core.device.lease import shared
 from sp_lightning.core.engine.state_store import Key
@@ -55,7 +55,7 @@ class StateOnDisk:
         for block in self._blocks.get(key, ()):
             block.use()
 
-    def store(self, key: Key, part_of: Any) -> None:
+    def store(self, key: Key, part_of: Any, *, taken_over: bool = False) -> None:
         """Moves new state of a layer into the file after its update, if the layer's state is on the disk.
 
         Small tensors, and tensors of which user code holds a view, stay in memory.
@@ -63,6 +63,7 @@ class StateOnDisk:
         Args:
             key: the layer and the user's optimizer.
             part_of: the layer's part of that optimizer, with the optimizer's state.
+            taken_over: True if no update has made the state.
 
         Raises:
             OSError: the disk failed.
@@ -74,6 +75,8 @@ class StateOnDisk:
         blocks = [block for block in before if any(map(block.contains, tensors))]
         # A tensor in the file of an earlier run, or of another layer from which user code has taken it, is moved, too.
         new = [each for each in tensors if not any(block.contains(each) for block in blocks) and not shared(each)]
+        if not taken_over:  # loaded tensors are in memory that a file or `torch.load` has given
+            new = [each for each in new if _is_of_torch(each)]
         for block in before:
             if block not in blocks:
                 self._file.forget(block)
@@ -111,7 +114,7 @@ class StateOnDisk:
             for key, parameters in by_key.items():
                 part_of = SimpleNamespace(state=state_of(key[1]), param_groups=[{"params": parameters}])
                 self._blocks[key] = before  # layers may be divided in another way now
-                self.store(key, part_of)
+                self.store(key, part_of, taken_over=True)
 
 
 def _tensors(optimizer: Any) -> list[Tensor]:
@@ -124,6 +127,11 @@ def _tensors(optimizer: Any) -> list[Tensor]:
 
 def _fills_its_memory(tensor: Tensor) -> bool:
     """Returns True if a tensor on the CPU has :data:`LEAST` bytes or more, fills its storage, and is in no graph."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.requires_grad:
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu" or tensor.requires_grad:
         return False
     return LEAST <= tensor.nbytes == tensor.untyped_storage().nbytes() and is_dense(tensor)
+
+
+def _is_of_torch(tensor: Tensor) -> bool:
+    """Returns True if no code except torch, such as NumPy or DLPack, has a tensor's memory: torch can then resize the storage."""
+    return tensor.untyped_storage().resizable() or is_on_disk(tensor)

@@ -43,7 +43,7 @@ class Tuner(BaseTuner):
         streamer: the engine whose slots change between batches.
         device: the streamer's device. The tuner resets the device's peak-memory counter for its measurements.
         log: the logger for choices.
-        window_too: True to choose the window, the size of the cache for experts, or the layers that stay.
+        window_too: True to choose k, or the layers that stay.
         evicts: True to offload the oldest activations if not all fit.
         alone: True if nothing else in this process uses the device's memory.
     """

@@ -40,8 +40,8 @@ def present_device() -> torch.device:
 class Accelerator(Device):
     """An accelerator with asynchronous copies, through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 
-    All accelerators of one device have the same streams, so a stream may also have operations of other engines. These come in
-    addition: an event of this engine then waits for more operations, and for none less.
+    All accelerators of one device have the same streams, so a stream may also have operations of other engines. An event of
+    this engine then also waits for some of them, which is never wrong.
 
     Args:
         device: the device on which layers compute; without an index, the current one of its type.
@@ -195,10 +195,6 @@ class Accelerator(Device):
         free, total = memory
         held = total - free - reserved
         return (held, total) if held > _CONTEXT else None
-
-    def clock(self) -> float:
-        self._stream(Stream.COMPUTE).synchronize()
-        return super().clock()
 
     def mark(self, stream: Stream) -> Any:
         if not self.timelines:

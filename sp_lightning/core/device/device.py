@@ -331,6 +331,7 @@ class Device:
 
     def clock(self) -> float:
         """Waits for the compute stream, so that a batch is over. Returns the host's clock, in seconds."""
+        self.synchronize(self.record(Stream.COMPUTE), Wait.CLOSE_AFTER_FETCH)
         return perf_counter()
 
     def mark(self, stream: Stream) -> Any:

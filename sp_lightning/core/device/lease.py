@@ -179,7 +179,8 @@ def held_elsewhere(named: Iterable[Mapping[Any, Any]], known: Container[int] = (
         for name in values:
             count = references(values, name)
             value = values[name]
-            held = count > ALONE + (id(value) in known) or (type(value) is Tensor and shared(value))
+            has_memory = type(value) is Tensor and value.layout is torch.strided
+            held = count > ALONE + (id(value) in known) or (has_memory and shared(value))
             if isinstance(value, Tensor) and held:
                 return True
             del value  # one more reference if a later name has the same tensor

@@ -153,5 +153,5 @@ def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any], 
 
 
 def _place(value: Tensor) -> int:
-    """Returns a tensor's address, or its identity if it has no memory or is on a disk."""
-    return (value.data_ptr() if type(value) is Tensor else 0) or id(value)
+    """Returns a tensor's address, or its identity if it has no memory of its own (sparse, for example) or is on a disk."""
+    return (value.data_ptr() if type(value) is Tensor and value.layout is torch.strided else 0) or id(value)

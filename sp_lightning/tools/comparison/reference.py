@@ -35,15 +35,15 @@ class StepsOnHost(SingleDeviceStrategy):
         super().__init__(device)
         self._fuse = fuse
         self.moved = False
-        self._scaler: HostGradScaler | None = None
         self._originals: dict[Tensor, nn.Parameter] = {}
         self._fused: list[dict[str, Any]] = []
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         plugin: Any = self.precision_plugin
-        if isinstance(getattr(plugin, "scaler", None), torch.amp.GradScaler):
+        scaler = getattr(plugin, "scaler", None)
+        if type(scaler) is torch.amp.GradScaler and self.root_device != self.host:
             # torch's own scaler copies its numbers to the CPU without blocking, and would read them before they have arrived.
-            plugin.scaler = self._scaler = self._scaler or HostGradScaler.like(plugin.scaler)
+            plugin.scaler = HostGradScaler.like(scaler)
 
         def closed() -> Any:
             self._leave_host(optimizer)  # some optimizers call the closure again

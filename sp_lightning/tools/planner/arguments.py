@@ -75,8 +75,8 @@ _STATUS = (
 )
 _RATES = "rates measured by `python -m sp_lightning rates > FILE`, for all rates that are not given here"
 REMOVED = {
-    "--loss-tokens": "plan a LightningModule (package.module:Factory) whose training_step computes the loss in chunks, as in "
-    "examples/guide/activations.md",
+    "--loss-tokens": "plan a module (package.module:Factory) with example_input_array, whose forward computes the loss in chunks "
+    "(examples/guide/activations.md)",
     "--hours": "plan each --batch-size that you consider, and divide the hours by its seconds per batch. "
     "Trainer(max_time={'hours': 24}) ends the run in time",
     "--frames": "write a factory whose example_input_array has the latents of a video (examples/guide/diffusion.md)",
