@@ -183,7 +183,7 @@ def test_a_loss_that_changed_is_a_defect(cram: Callable[..., cram_llm.Result], m
         (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
         (["--batch-size", "5000", "--accumulate-grad-batches", "9"], "too short for one batch: "),
         (["--text", "/no/such/file"], "--text /no/such/file: there is no such file"),
-        (["--resume", __file__], "is no checkpoint of this recipe"),
+        (["--resume", __file__], "this is not a checkpoint of this recipe"),
         (["--config", "/no/such/folder/x"], "/no/such/folder/x"),
         (["--config", "/no/such/folder/x", "--layers", "2"], "or leave --config out"),
         (["--batch-size", "1", "--accumulate-grad-batches", "1", "--accelerator", "abacus"], "abacus"),
