@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import yaml
 
 from tests.conftest import refuse_without_reason
 from tests.support import parts
@@ -87,3 +89,12 @@ def test_the_gate_begins_with_the_command_of_the_readme_and_goes_on_with_the_res
     gate = (ROOT / ".ci/run").read_text()
     order = ['bash -euo pipefail -c "$tests"', '-m "rest and not long"', ".ci/part", "mypy"]
     assert sorted(order, key=gate.index) == order
+
+
+def test_the_workflow_runs_the_gate_on_the_oldest_and_the_newest_python_with_the_history() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"].values()
+    checkout, _, gate = job["steps"]
+    assert checkout["with"] == {"fetch-depth": 0}
+    assert gate == {"run": ".ci/run"}
+    promised = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert job["strategy"]["matrix"]["python"] == [promised[0], promised[-1]]
