@@ -13,10 +13,10 @@ They are joined and cut into windows of ``--length`` tokens. Two rows are enough
 
 Time and memory of the second and third command on a 24 GB card, *estimated* for 100 TFLOP/s and 25 GB/s over PCIe:
 
-    python -m sp_lightning plan examples/shapes/llama-3.2-3b.json --tokens 4096 --gradient-checkpointing \\
+    superpipeline plan examples/shapes/llama-3.2-3b.json --tokens 4096 --gradient-checkpointing \\
         --gradient-clip norm --accumulate-grad-batches 8 --gpu-memory 22GiB --host-memory 62GiB
         # 2 s per batch, 2046 tokens/s, device memory 12.9 GiB, host memory 57.5 GiB
-    python -m sp_lightning plan examples/shapes/llama-3-8b.json --lora 16 --tokens 4096 --gradient-checkpointing \\
+    superpipeline plan examples/shapes/llama-3-8b.json --lora 16 --tokens 4096 --gradient-checkpointing \\
         --gradient-clip norm --accumulate-grad-batches 8 --gpu-memory 22GiB --host-memory 62GiB
         # 2.8 s per batch, 1462 tokens/s, device memory 8.9 GiB, host memory 15.7 GiB
 """

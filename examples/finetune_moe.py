@@ -17,7 +17,7 @@ quantised to NVFP4. ``--lora-experts`` adds adapters to the experts (not yet run
 Time and memory of the second command on a 24 GB card, *estimated* for 100 TFLOP/s and 25 GB/s over PCIe. Adapters of
 experts are not included:
 
-    python -m sp_lightning plan examples/shapes/qwen3-30b-a3b.json --lora 16 --tokens 4096 --gradient-checkpointing \\
+    superpipeline plan examples/shapes/qwen3-30b-a3b.json --lora 16 --tokens 4096 --gradient-checkpointing \\
         --gradient-clip norm --accumulate-grad-batches 8 --gpu-memory 22GiB --host-memory 62GiB
         # 4.37 s per batch, 938 tokens/s, device memory 21.7 GiB, host memory 57.1 GiB
 """

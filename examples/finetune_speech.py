@@ -12,7 +12,7 @@ the tones of telephone keys, and the digits of the keys as text. They show that 
 
 Time and memory of the second command on a 24 GB card, *estimated* for 100 TFLOP/s and 25 GB/s over PCIe:
 
-    python -m sp_lightning plan examples/shapes/whisper-large-v3.json --batch-size 8 --tokens 128 --gradient-checkpointing \\
+    superpipeline plan examples/shapes/whisper-large-v3.json --batch-size 8 --tokens 128 --gradient-checkpointing \\
         --gradient-clip norm --accumulate-grad-batches 2 --gpu-memory 22GiB --host-memory 62GiB
         # 1.52 s per batch, 673 tokens/s, device memory 3.9 GiB, host memory 26.5 GiB; plain Lightning needs 28.7 GiB
 

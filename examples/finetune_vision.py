@@ -12,7 +12,7 @@ two folders ``train`` and ``val`` with the folders of classes. ``--model`` is a 
 
 Time and memory of the second command on a 24 GB card, *estimated* for 100 TFLOP/s and 25 GB/s over PCIe:
 
-    python -m sp_lightning plan timm.models.vision_transformer:vit_gigantic_patch14_clip_224 --input 64 3 224 224 \\
+    superpipeline plan timm.models.vision_transformer:vit_gigantic_patch14_clip_224 --input 64 3 224 224 \\
         --activations recompute --gradient-clip norm --accumulate-grad-batches 2 --gpu-memory 22GiB --host-memory 62GiB
         # 3.21 s per batch, 19.9 samples/s, device memory 6.7 GiB, host memory 31.3 GiB
 

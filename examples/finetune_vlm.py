@@ -13,7 +13,7 @@ are other names of the last two. Image paths are relative to the file. Only the 
 Time and memory of the second command on a 24 GB card, *estimated* for 1024 tokens per row (576 are the image), 100 TFLOP/s
 and 25 GB/s over PCIe:
 
-    python -m sp_lightning plan examples/shapes/llava-1.5-7b.json --precision bf16-true --tokens 1024 --batch-size 4 \\
+    superpipeline plan examples/shapes/llava-1.5-7b.json --precision bf16-true --tokens 1024 --batch-size 4 \\
         --accumulate-grad-batches 4 --gradient-checkpointing --gradient-clip norm --gpu-memory 22GiB --host-memory 62GiB
         # 3.04 s per batch, 1348 tokens/s, device memory 4.3 GiB, host memory 53.8 GiB
 """

@@ -12,7 +12,7 @@
 
 Time and memory of the third command on a 24 GB card, *estimated* for 25 GB/s over PCIe and prompts of 512 tokens:
 
-    python -m sp_lightning plan examples/shapes/llama-3-70b.json --precision bf16-true --tokens 512 --generate 256 \\
+    superpipeline plan examples/shapes/llama-3-70b.json --precision bf16-true --tokens 512 --generate 256 \\
         --batch-size 64 --gpu-memory 22GiB --host-memory 160GiB
         # 49.3 s for the prompts, then 5.56 s for each token of 64 sequences, 11.5 tokens/s
         # device memory 21.2 GiB, host memory 131.4 GiB

@@ -1,4 +1,4 @@
-"""The entry point of ``python -m sp_lightning`` and ``superpipeline``. :mod:`sp_lightning.tools.planner` has the commands."""
+"""The entry point of ``superpipeline`` and ``python -m sp_lightning``. :mod:`sp_lightning.tools.planner` has the commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sp_lightning.registry import needed_for
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command. For ``superpipeline``, first adds the working directory to ``sys.path``.
+    """Runs a command. Without ``argv``, first adds the working directory to ``sys.path``.
 
     Args:
         argv: the arguments of the command line; None: those of this process.
@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         MissingCapabilityError: the folder of the command line is missing.
     """
     with needed_for("The command line", can_leave_out=False):
-        from sp_lightning.tools.planner.arguments import LIGHTNING, PROGRAM, make_parser, read
+        from sp_lightning.tools.planner.arguments import LIGHTNING, make_parser, read
 
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if PROGRAM == "superpipeline" and os.getcwd() not in sys.path:
+    if argv is None and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as with python -m, so that users can name their own modules
     parser = make_parser()
     try:

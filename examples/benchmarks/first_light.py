@@ -128,7 +128,7 @@ MODELS: dict[str, tuple[Make, Callable[[], Batches]]] = {
 
 
 def check(make: Make, batches: Callable[[], Batches], precision: str, setting: Setting, **options: Any) -> None:
-    """Ours beside plain Lightning, as ``python -m sp_lightning check`` compares them, with the smallest window."""
+    """Ours beside plain Lightning, as ``superpipeline check`` compares them, with the smallest window."""
     trainer = {"accelerator": setting.accelerator, "precision": precision}
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):  # else plain Lightning differs from itself
         report = sp_lightning.check(make, batches, trainer=trainer, **{"k": 1, "k_prime": 1, **options})

@@ -106,7 +106,7 @@ def adamw_rates(seconds: float) -> dict[str, float]:
 
 
 def plan_arguments(row: rows.Row) -> list[str]:
-    """What ``python -m sp_lightning plan`` is told of this machine, without an accelerator of the host alone."""
+    """What ``superpipeline plan`` is told of this machine, without an accelerator of the host alone."""
     rates = {
         "--host-bandwidth": row["dram_bytes"],
         "--pcie": row["duplex_bytes"],

@@ -1,6 +1,6 @@
 """Flux (11.9 billion parameters) for ``plan``: LoRA or all weights, with one image of 1024 × 1024 pixels.
 
-python -m sp_lightning plan examples.shapes.flux:make_flux --lora 16 --gradient-checkpointing --gpu-memory 22GiB
+superpipeline plan examples.shapes.flux:make_flux --lora 16 --gradient-checkpointing --gpu-memory 22GiB
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m sp_lightning check`` on models of several kinds, from the command line and from a config; its exit statuses."""
+"""``superpipeline check`` on models of several kinds, from the command line and from a config; its exit statuses."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_the_days_commands_follow_one_another(
     monkeypatch.chdir(tmp_path)
     rates, cram = (shlex.split(block.strip()) for block in blocks(GUIDE, "bash"))
 
-    assert rates == ["python", "-m", "sp_lightning", "rates", ">", "rates.json"]
+    assert rates == ["superpipeline", "rates", ">", "rates.json"]
     capsys.readouterr()
     main(["rates", "--accelerator", "cpu", "--seconds", "0.1"])
     Path("rates.json").write_text(capsys.readouterr().out)

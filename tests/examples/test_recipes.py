@@ -181,9 +181,7 @@ def test_a_wrong_option_is_reported_before_slow_imports(recipe: ModuleType, tmp_
 
 # ---------------------------------------------------------------------- estimates in their headers
 
-PLANNED = re.compile(
-    r"^    python -m sp_lightning plan (?P<arguments>(?:.*\\\n)*.*)\n(?P<said>(?: +# .*\n)+)", re.MULTILINE
-)
+PLANNED = re.compile(r"^    superpipeline plan (?P<arguments>(?:.*\\\n)*.*)\n(?P<said>(?: +# .*\n)+)", re.MULTILINE)
 HEADERS = [
     pytest.param(found["arguments"], found["said"], id=f"{recipe.__name__.split('.')[-1]}-{number}")
     for recipe in RECIPES
@@ -192,7 +190,7 @@ HEADERS = [
 
 
 def test_all_recipes_with_an_estimate_are_found() -> None:
-    assert len(HEADERS) == sum((recipe.__doc__ or "").count("\n    python -m sp_lightning plan ") for recipe in RECIPES)
+    assert len(HEADERS) == sum((recipe.__doc__ or "").count("\n    superpipeline plan ") for recipe in RECIPES)
 
 
 @pytest.mark.long("each plans a model of real size, for seconds")

@@ -1,4 +1,4 @@
-"""``python -m sp_lightning fit``: Lightning's command line, in a process of its own."""
+"""``superpipeline fit``: Lightning's command line, in a process of its own."""
 
 from __future__ import annotations
 

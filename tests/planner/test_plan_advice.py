@@ -1,4 +1,4 @@
-"""``python -m sp_lightning plan``: adapters, modules without values, what would make it faster, and what to write."""
+"""``superpipeline plan``: adapters, modules without values, what would make it faster, and what to write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m sp_lightning``: what it says of real models, and what it says to bad input."""
+"""``superpipeline``: what it says of real models, and what it says to bad input."""
 
 from __future__ import annotations
 
@@ -398,7 +398,7 @@ def test_sizes_of_named_models_are_refused_for_a_factory(option: list[str], caps
         main(["plan", "tests.planner.test_plan_command:TakesTokens", *option])
     assert ended.value.code == 2
     assert capsys.readouterr().err == (
-        f"python -m sp_lightning plan: {option[0]} cannot be used with 'tests.planner.test_plan_command:TakesTokens'. "
+        f"superpipeline plan: {option[0]} cannot be used with 'tests.planner.test_plan_command:TakesTokens'. "
         "Use --input 4 3 224 224 (batch first).\n"
     )
 

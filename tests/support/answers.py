@@ -1,4 +1,4 @@
-"""What ``python -m sp_lightning plan`` answers, for programs."""
+"""What ``superpipeline plan`` answers, for programs."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_an_option_that_is_not_there(kind: type[SuperpipelineStrategy], option: 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("gpu_memory: lots", "python -m sp_lightning fit: gpu_memory takes a size: GiB as a number"),
+        ("gpu_memory: lots", "superpipeline fit: gpu_memory takes a size: GiB as a number"),
         pytest.param("kprime: 2", "Option 'kprime' is not accepted", marks=pytest.mark.long("jsonargparse refuses it")),
     ],
 )

@@ -1,4 +1,4 @@
-"""The types of options. This file does not import torch, so that ``python -m sp_lightning --help`` is fast."""
+"""The types of options. This file does not import torch, so that ``superpipeline --help`` is fast."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,10 +20,8 @@ from sp_lightning.core.plan.choices import Overlap as AskedOverlap
 from sp_lightning.core.plan.units import parse_bytes
 from sp_lightning.registry import check_command, is_installed
 
-PROGRAM = (
-    "superpipeline" if [Path(word).name for word in sys.argv[:1]] == ["superpipeline"] else "python -m sp_lightning"
-)
-"""The name of the program in usage texts and in printed command lines."""
+PROGRAM = "superpipeline"
+"""The name of the program in usage texts and messages. ``python -m sp_lightning`` runs the same."""
 LIGHTNING = ("fit", "validate", "test", "predict")
 """The commands of Lightning's CLI."""
 WANTED = (
@@ -73,7 +70,7 @@ _STATUS = (
     "exit status: 0 if it fits as asked, with plain Lightning or this strategy; 1 if it does not, even if a change would help; "
     "2 if an error occurs, for example because the model cannot be run without values."
 )
-_RATES = "rates measured by `python -m sp_lightning rates > FILE`, for all rates that are not given here"
+_RATES = "rates measured by `superpipeline rates > FILE`, for all rates that are not given here"
 REMOVED = {
     "--loss-tokens": "plan a module (package.module:Factory) with example_input_array, whose forward computes the loss in chunks "
     "(examples/guide/activations.md)",

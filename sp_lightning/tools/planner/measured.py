@@ -78,7 +78,7 @@ def with_rates(question: Question) -> Question:
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ArgumentTypeError) as error:
         raise ValueError(
             f"{file} is not a file of rates ({type(error).__name__}: {error}). Make one: "
-            "python -m sp_lightning rates > rates.json"
+            "superpipeline rates > rates.json"
         ) from error
 
 

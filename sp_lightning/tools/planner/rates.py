@@ -1,4 +1,4 @@
-"""Measures the speed of a machine: ``python -m sp_lightning rates > rates.json``."""
+"""Measures the speed of a machine: ``superpipeline rates > rates.json``."""
 
 from __future__ import annotations
 
