@@ -127,9 +127,9 @@ def test_commands_print_what_is_shown(
     command: str, output: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    words = shlex.split(command)
-    assert words[:3] == ["python", "-m", "sp_lightning"]
-    main(words[3:])
+    program, *arguments = shlex.split(command)
+    assert program == "superpipeline"
+    main(arguments)
     printed = capsys.readouterr().out.splitlines()
     patterns = [".*".join(map(re.escape, line.split(ELLIPSIS))) for line in output]
     assert [each for each in patterns if not any(re.fullmatch(each, line) for line in printed)] == []
@@ -179,6 +179,11 @@ def test_the_two_commands_of_readme_are_one_line_each() -> None:
         assert command.startswith("python3 -m venv .venv && . .venv/bin/activate && pip install -q -e ")
     assert install.endswith(" && python examples/finetune_llm.py")
     assert tests.endswith(" && python -m pytest")
+
+
+@pytest.mark.parametrize("page", [*PAGES[1:], *sorted((ROOT / "examples").glob("*.py"))], ids=named)
+def test_pages_have_one_name_of_the_command(page: Path) -> None:
+    assert "python -m sp_lightning" not in page.read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)

@@ -122,7 +122,7 @@ def _check_small(arguments: argparse.Namespace, options: dict[str, Any], trainer
     file.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps(found, indent=1)
     file.write_text(content, encoding="utf-8")
-    saved = f"Saved: {file}. Attach it to a report. `plan --rates {file}` reads it."
+    saved = f"Saved: {file}. Attach it to a report. `superpipeline plan --rates {file}` reads it."
     return status, content if arguments.json else f"{text}\n{saved}"
 
 

@@ -359,7 +359,7 @@ def make_parser(*, usual: bool = True) -> argparse.ArgumentParser:
         command = check_command("check")
         command.add_arguments(commands.add_parser("check", help=command.HELP))
         command.add_dial_arguments(commands.add_parser("dial", help=command.DIAL_HELP))
-    rates = commands.add_parser("rates", help="measure this machine for plan --rates, in about a minute")
+    rates = commands.add_parser("rates", help="measure this machine for superpipeline plan --rates, in about a minute")
     rates.add_argument("--accelerator", help="where layers compute, cuda or cpu (the accelerator that torch finds)")
     rates.add_argument("--disk", type=Path, help="a folder on a drive to measure as well (none)")
     rates.add_argument("--seconds", type=positive_number, default=30, help="for repeated measurements (%(default)s)")
