@@ -83,10 +83,9 @@ callback.teardown          Only of a callback that the user has made, and only w
 - *freed*: with ``optimizer_overlap="backward"``, gradients may be freed after their layer's update. Reading the ``param.grad``
   of a freed gradient is an error. After the next training step has called ``OptimizerSteps.forget_freed``, it returns None.
 - *torn*: some weights have the values of a new step, and others do not yet; or Lightning has not counted the step. A checkpoint
-  would be wrong. ``OptimizerSteps.is_torn`` is True for a while in each step. If an error leaves the weights torn,
+  would be wrong. Weights are torn for a while in each step. If an error leaves the weights torn,
   ``BackgroundUpdates.torn`` is the reason, and saving raises an error (``loops._refuse_partially_updated``).
-- *deferred signal*: a signal handler that runs later, because the signal arrived while weights were torn or while the package's
-  own code ran. ``signals`` runs it as soon as possible, at the latest between two batches or at the end of training.
+- *deferred signal*: a signal that arrived in a batch. ``signals`` runs its handler between two batches.
 
 **The parts.**
 

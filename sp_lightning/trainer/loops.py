@@ -71,13 +71,6 @@ class ReadableStrategy(HostStrategy):
         """Leaves out the run, because an engine cannot be pickled. A copy is a strategy whose run has ended."""
         return {**super().__getstate__(), "_run": None, "_last": self._known}
 
-    def _is_torn(self) -> bool:
-        """Returns True if a step has updated only some weights, or is not counted yet. Signal handlers are deferred then.
-
-        A handler may save a checkpoint, which would be wrong.
-        """
-        return self._run is not None and self._run.steps.is_torn
-
     @property
     def plan(self) -> Plan:
         """The plan of the run: layers, k, k', memory, and how layers are updated. Available from set-up on.
@@ -233,7 +226,7 @@ class LoopStrategy(ReadableStrategy):
         self._run.training_begins()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._signals.install(self._is_torn)  # user code or Lightning may have set handlers since the last batch
+        self._signals.install()  # user code or Lightning may have set handlers since the last batch
         # If another process received Ctrl-C first, this process may still have deferred its own signal.
         if isinstance(exception, KeyboardInterrupt):
             self._signals.drop(signal.SIGINT)
@@ -283,7 +276,7 @@ class LoopStrategy(ReadableStrategy):
         if self._run is None:
             return
         self._signals.run_deferred()
-        self._signals.install(self._is_torn)
+        self._signals.install()
         if not self._loop_begun:
             self._loop_begun = True
             self._compare_nodes("before the first batch")
@@ -388,7 +381,7 @@ class LoopStrategy(ReadableStrategy):
             BaseException: a deferred signal handler raised, or the engine cannot be built again.
         """
         self._signals.run_deferred()
-        self._signals.install(self._is_torn)  # user code may have set handlers
+        self._signals.install()  # user code may have set handlers
         try:
             run.batch_starts(phase, batch)
         except BaseException:
@@ -399,7 +392,6 @@ class LoopStrategy(ReadableStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self._run is not None:
-            self._run.steps.backward_begins()
             quiet = not self._run.hooks.may_write_weights("backward")
             self._run.engine.announce_backward(closure_loss, quiet=quiet)
 

@@ -89,10 +89,6 @@ class OptimizerSteps:
         # A use of a layer by backward after the layer's gradients were complete, which the trial has found.
         self._needed = ""
         self._running = 0  # the number of running steps: an optimizer may step inside another one's closure
-        self._in_own_code = False  # True if the innermost running step has reached the optimizer's own code
-        self._in_backward = False  # True if the innermost running step runs a backward that updates layers
-        # The trainer's count of steps when the last step returned. None while a step runs, and after a step that has failed.
-        self._counted: int | None = None
 
     def open(self) -> None:
         """Registers hooks on the steps of all optimizers. Called before each batch: other code may have removed the hooks."""
@@ -445,10 +441,6 @@ class OptimizerSteps:
 
     # ------------------------------------------------------------------ a step
 
-    def backward_begins(self) -> None:
-        """Called when Lightning's backward begins. If layers are updated in backward, weights are torn until the closure ends."""
-        self._in_backward = self._running > 0 and self.overlap == "backward"
-
     def forget_freed(self) -> None:
         """Makes freed gradients None, so that reading them no longer raises an error. Called after the training step."""
         if self._frees:
@@ -473,20 +465,16 @@ class OptimizerSteps:
         layerwise = self._layerwise.get(optimizer)
 
         def closure_then_prepare() -> Any:
-            self._in_own_code = False  # an optimizer may call its closure several times
             result = closure()
             self._run.engine.end_without_backward()  # no effect if the closure has run a backward
             self._step_hooks.prepare_after_closure(optimizer)
-            # Lightning's hooks and clipping follow, and then the optimizer, which updates weights.
-            self._in_own_code, self._in_backward = True, False
             return result
 
         self.state.step_begins(self._run.placement)
-        outer = self._step_hooks.deferring, self._in_own_code  # an optimizer may step inside another one's closure
+        outer = self._step_hooks.deferring  # an optimizer may step inside another one's closure
         # In manual optimization, user code may catch an out-of-memory error of this step. If it does not, `Run.step`,
         # inside of which this step runs, shrinks the window.
         make_room = self._run.trains and self._run.automatic
-        self._counted = None
         self._running += 1
         try:
             with self._run.whole_after_failure(make_room=make_room), ExitStack() as around:
@@ -495,28 +483,15 @@ class OptimizerSteps:
                     self._step_hooks.deferring = optimizer, layerwise
                 around.enter_context(in_place_of(plugin, self._clipping(layerwise, plugin)))
                 result = step(closure_then_prepare)
-                self._counted = self._trainer.global_step
         finally:
             self._step_hooks.give_back_groups()
-            self._step_hooks.deferring, self._in_own_code = outer
-            self._in_backward = False
+            self._step_hooks.deferring = outer
             self._running -= 1
             if not self._running:
                 self._step_hooks.forget_running_steps()  # torch calls no hook after a step that has raised an error
         if layerwise is not None and layerwise.tried and not self._tried:
             self._end_trial(layerwise.needed)
         return result
-
-    @property
-    def is_torn(self) -> bool:
-        """True if an optimizer's step may have updated only some weights, or if the trainer has not counted the step yet.
-
-        A signal handler may save a checkpoint, in which weights, optimizer state and the trainer's count have to agree.
-        """
-        if self._running and (streamer := self._run.streamer) is not None:
-            return self._in_own_code or self._in_backward or streamer.updates.torn is not None
-        # The trainer counts a step after the strategy's ``optimizer_step`` has returned. Until then its count is the old one.
-        return self._counted is not None and self._counted == self._trainer.global_step
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
         """Returns, by name, the clipping methods to use during one step in place of the precision plugin's."""

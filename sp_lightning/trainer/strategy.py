@@ -194,7 +194,7 @@ class StreamingStrategy(LoopStrategy):
             attach_callback(trainer, self._attached)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        self._signals.install(self._is_torn)
+        self._signals.install()
         try:
             self._set_up(trainer)
         except MemoryError as error:  # the message suffices: the traceback only shows functions of this package
@@ -243,7 +243,7 @@ class StreamingStrategy(LoopStrategy):
         Raises:
             BaseException: closing the run has failed, or a deferred handler has raised.
         """
-        self._signals.install(self._is_torn)
+        self._signals.install()
         try:
             self._tear_down()
         finally:

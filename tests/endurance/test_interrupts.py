@@ -1,7 +1,7 @@
 """An interrupt at any line of set-up and of teardown, and Ctrl-C at random moments of a run: nothing of the run is left.
 
-Ctrl-C waits for the end of the package's own code (``tests/trainer/test_deferred_signals.py``). A second Ctrl-C does not wait,
-and an error does not either: the tests with lines raise where no signal would.
+A first Ctrl-C waits for the end of the batch (``tests/trainer/test_deferred_signals.py``). A second one does not, and here a
+timer, which is never deferred, takes its place.
 """
 
 from __future__ import annotations
@@ -78,9 +78,6 @@ def things_of_the_process() -> dict[str, Any]:
 def what_is_left(module: pl.LightningModule, before: dict[str, Any]) -> list[str]:
     """What of a run is there still, in words; empty if nothing is. Trains the module with plain Lightning."""
     gc.collect()
-    for thread in threading.enumerate():
-        if thread.name == "superpipeline-signals":
-            thread.join(5)
     now = things_of_the_process()
     left = [f"{name}: {now[name]}" for name in before if now[name] != before[name]]
     if any(type(p) is not nn.Parameter for p in module.parameters()):

@@ -1,4 +1,4 @@
-"""Handlers of signals run at once, or a moment later: after the package's own code, and after a step that is under way."""
+"""Handlers of signals run between two batches. A second Ctrl-C, timers, and signals of other processes act at once."""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ import os
 import pickle
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from sp_lightning.trainer import signals
 from sp_lightning.trainer.signals import DeferredSignals
-
-OURS = Path(signals.__file__).with_name("made_by_a_test.py")
 
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """SIGUSR1 and SIGINT have handlers, which note that they have run."""
+    """SIGUSR1, SIGINT and SIGALRM have handlers, which note that they have run."""
     found: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGALRM)}
     for number in before:
         signal.signal(number, lambda number, frame: found.append(number))
     yield found
@@ -34,78 +28,31 @@ def handled() -> Iterator[list[int]]:
 
 
 @pytest.fixture
-def deferring() -> Iterator[DeferredSignals]:
+def deferring(handled: list[int]) -> Iterator[DeferredSignals]:
     made = DeferredSignals()
+    made.install()
     yield made
     made.remove()
 
 
-def in_our_code(act: Callable[[], Any]) -> Any:
-    """Calls a builtin from a file of the package: code of a test would be no code of the package."""
-    scope: dict[str, Any] = {"act": act}
-    exec(compile("def run(): return act()", str(OURS), "exec"), scope)
-    return scope["run"]()
-
-
-def soon(is_true: Callable[[], Any]) -> bool:
-    """Returns when the condition holds. If it never does, the time limit of all tests ends this one."""
-    while not is_true():
-        time.sleep(0.001)
-    return True
-
-
-def raises(number: int) -> Callable[[], None]:
-    """A builtin, which has no frame."""
-    return partial(signal.raise_signal, number)
-
-
-def test_a_handler_runs_at_once_where_nothing_is_half_done(handled: list[int], deferring: DeferredSignals) -> None:
-    deferring.install(lambda: False)
-    signal.raise_signal(signal.SIGUSR1)
-    assert handled == [signal.SIGUSR1]
-
-
-def test_a_handler_waits_for_the_end_of_our_own_code(handled: list[int], deferring: DeferredSignals) -> None:
-    deferring.install(lambda: False)
-    in_our_code(raises(signal.SIGUSR1))
-    assert soon(lambda: handled == [signal.SIGUSR1])
-    time.sleep(0.01)
-    assert handled == [signal.SIGUSR1], "once"
-
-
-def test_what_our_code_calls_of_torch_and_python_is_our_code(handled: list[int], deferring: DeferredSignals) -> None:
-    deferring.install(lambda: False)
-    source = "def run():\n    copy.copy(Strikes())\n    return list(handled)"
-    strikes = type("Strikes", (), {"__copy__": lambda self: signal.raise_signal(signal.SIGUSR1)})
-    vars(strikes)["__copy__"].__code__ = vars(strikes)["__copy__"].__code__.replace(co_filename=copy.__file__)
-    scope: dict[str, Any] = {"copy": copy, "handled": handled, "Strikes": strikes}
-    exec(compile(source, str(OURS), "exec"), scope)
-    assert scope["run"]() == []
-    assert soon(lambda: handled)
-
-
-def test_a_handler_waits_for_a_whole_step(handled: list[int], deferring: DeferredSignals) -> None:
-    torn = [True]
-    deferring.install(lambda: torn[0])
-    signal.raise_signal(signal.SIGUSR1)
-    time.sleep(0.02)
+def test_a_handler_runs_between_two_batches_once(handled: list[int], deferring: DeferredSignals) -> None:
+    for _ in range(2):
+        signal.raise_signal(signal.SIGUSR1)
     assert handled == []
-    torn[0] = False
-    assert soon(lambda: handled == [signal.SIGUSR1])
-
-
-def test_the_end_of_a_step_need_not_be_found(handled: list[int], deferring: DeferredSignals) -> None:
-    deferring.install(lambda: True)
-    signal.raise_signal(signal.SIGUSR1)
     deferring.run_deferred()
     assert handled == [signal.SIGUSR1]
     deferring.run_deferred()
     assert handled == [signal.SIGUSR1]
+
+
+def test_a_timer_acts_at_once(handled: list[int], deferring: DeferredSignals) -> None:
+    """It may be a watchdog's, which ends a batch that hangs."""
+    signal.raise_signal(signal.SIGALRM)
+    assert handled == [signal.SIGALRM]
 
 
 def test_a_second_ctrl_c_acts_at_once(handled: list[int], deferring: DeferredSignals) -> None:
-    """So that a step that hangs can be ended. Others come twice for other reasons."""
-    deferring.install(lambda: True)
+    """So that a step that hangs can be ended. Others arrive twice for other reasons."""
     for _ in range(2):
         signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGINT)
@@ -117,7 +64,6 @@ def test_a_second_ctrl_c_acts_at_once(handled: list[int], deferring: DeferredSig
 
 
 def test_a_handler_whose_work_is_done_is_dropped(handled: list[int], deferring: DeferredSignals) -> None:
-    deferring.install(lambda: True)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.raise_signal(number)
     deferring.drop(signal.SIGINT)
@@ -125,45 +71,25 @@ def test_a_handler_whose_work_is_done_is_dropped(handled: list[int], deferring: 
     assert handled == [signal.SIGUSR1]
 
 
-def test_our_code_may_wait_for_something(
-    handled: list[int], deferring: DeferredSignals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For another process, or a disk. A handler, of a watchdog for example, waits for a while then."""
-    monkeypatch.setattr(signals, "PATIENCE", 0.02)
-    deferring.install(lambda: False)
-    source = "def run():\n    strike()\n    while not handled: time.sleep(0.001)"
-    scope: dict[str, Any] = {"time": time, "handled": handled, "strike": raises(signal.SIGUSR1)}
-    exec(compile(source, str(OURS), "exec"), scope)
-    scope["run"]()
-    assert handled == [signal.SIGUSR1]
-
-
-def test_handlers_are_as_they_were_afterwards(handled: list[int], deferring: DeferredSignals) -> None:
+def test_handlers_are_as_they_were_afterwards(handled: list[int]) -> None:
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    deferring.install(lambda: True)
+    deferring = DeferredSignals()
+    deferring.install()
     here = signal.getsignal(signal.SIGUSR1)
     assert here == before[signal.SIGUSR1]
     assert here.__name__ == "<lambda>"  # type: ignore[union-attr]
     assert {here: 1}[before[signal.SIGUSR1]] == 1
     signal.raise_signal(signal.SIGUSR1)
-    assert handled == []
     deferring.remove()
     assert handled == [signal.SIGUSR1]
     after = {number: signal.getsignal(number) for number in signal.valid_signals()}
     assert all(after[number] is before[number] for number in before)
-    assert not [each for each in threading.enumerate() if each.name == "superpipeline-signals" and not soon_over(each)]
 
 
-def soon_over(thread: threading.Thread) -> bool:
-    thread.join(5)
-    return not thread.is_alive()
-
-
-def test_a_handler_that_is_set_meanwhile_is_found_and_stays(handled: list[int], deferring: DeferredSignals) -> None:
-    deferring.install(lambda: True)
+def test_a_handler_that_is_set_meanwhile_is_deferred_and_stays(handled: list[int], deferring: DeferredSignals) -> None:
     seen: list[str] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: seen.append("new"))
-    deferring.install(lambda: True)
+    deferring.install()
     signal.raise_signal(signal.SIGUSR1)
     assert seen == []
     deferring.remove()
@@ -175,12 +101,56 @@ def test_a_handler_that_is_set_meanwhile_is_found_and_stays(handled: list[int], 
     assert handled == [signal.SIGUSR1]
 
 
+def test_a_handler_that_was_replaced_twice_is_released(handled: list[int], deferring: DeferredSignals) -> None:
+    original = signal.getsignal(signal.SIGUSR1).handler  # type: ignore[union-attr]
+    first = signal.signal(signal.SIGUSR1, lambda *_: None)
+    deferring.install()
+    signal.signal(signal.SIGUSR1, first)
+    deferring.remove()
+    assert signal.getsignal(signal.SIGUSR1) is original
+    signal.raise_signal(signal.SIGUSR1)
+    assert handled == [signal.SIGUSR1]
+
+
+def test_a_handler_calls_the_one_that_it_has_replaced(handled: list[int], deferring: DeferredSignals) -> None:
+    found: list[str] = []
+    before: Any = signal.getsignal(signal.SIGUSR1)
+
+    def chained(number: int, frame: Any) -> None:
+        found.append("begins")
+        before(number, frame)
+        found.append(f"ends after {handled}")
+
+    signal.signal(signal.SIGUSR1, chained)
+    deferring.install()
+    signal.raise_signal(signal.SIGUSR1)
+    deferring.run_deferred()
+    assert found == ["begins", f"ends after {[int(signal.SIGUSR1)]}"]
+
+
+def test_a_signal_that_arrives_while_a_handler_runs_is_deferred(handled: list[int], deferring: DeferredSignals) -> None:
+    """A handler that saves runs the package's own code."""
+    order: list[str] = []
+
+    def saves(number: int, frame: Any) -> None:
+        order.append("begins")
+        signal.raise_signal(signal.SIGINT)
+        order.append(f"ends after {handled}")
+
+    signal.signal(signal.SIGUSR1, saves)
+    deferring.install()
+    signal.raise_signal(signal.SIGUSR1)
+    deferring.run_deferred()
+    assert order == ["begins", "ends after []"]
+    assert handled == [signal.SIGINT]
+
+
 def test_handlers_do_not_pile_up_over_runs(handled: list[int]) -> None:
     """Code that keeps what it found, and puts it back, may keep one of a run that is over."""
     original = signal.getsignal(signal.SIGUSR1)
     for _ in range(3):
         deferring = DeferredSignals()
-        deferring.install(lambda: False)
+        deferring.install()
         found = signal.getsignal(signal.SIGUSR1)
         deferring.remove()
         signal.signal(signal.SIGUSR1, found)
@@ -188,17 +158,16 @@ def test_handlers_do_not_pile_up_over_runs(handled: list[int]) -> None:
 
 
 def test_a_run_inside_a_run(handled: list[int], deferring: DeferredSignals) -> None:
-    torn = [True]
-    deferring.install(lambda: torn[0])
     inner = DeferredSignals()
-    inner.install(lambda: False)
-    signal.raise_signal(signal.SIGINT)
-    time.sleep(0.01)
-    assert handled == [], "the outer one's step is under way"
-    torn[0] = False
-    assert soon(lambda: handled)
-    inner.remove()
+    inner.install()
     signal.raise_signal(signal.SIGUSR1)
+    inner.run_deferred()
+    assert handled == [], "the outer run's step is under way"
+    for _ in range(2):
+        signal.raise_signal(signal.SIGINT)
+    assert handled == [signal.SIGINT]
+    inner.remove()
+    deferring.run_deferred()
     assert handled == [signal.SIGINT, signal.SIGUSR1]
 
 
@@ -207,7 +176,7 @@ def test_a_handler_that_raises_keeps_no_other_from_running(handled: list[int], d
         raise KeyError(number)
 
     signal.signal(signal.SIGINT, fails)
-    deferring.install(lambda: True)
+    deferring.install()
     signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyError):
@@ -215,56 +184,25 @@ def test_a_handler_that_raises_keeps_no_other_from_running(handled: list[int], d
     assert handled == [signal.SIGUSR1]
 
 
-def test_other_threads_change_no_handlers(handled: list[int], deferring: DeferredSignals) -> None:
+def test_other_threads_change_no_handlers(handled: list[int]) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    thread = threading.Thread(target=deferring.install, args=[lambda: True])
+    thread = threading.Thread(target=DeferredSignals().install)
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_a_forked_process_is_no_run(handled: list[int], deferring: DeferredSignals, monkeypatch: Any) -> None:
-    deferring.install(lambda: True)
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    signal.raise_signal(signal.SIGUSR1)
+def test_a_forked_process_defers_nothing(handled: list[int], deferring: DeferredSignals, monkeypatch: Any) -> None:
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        signal.raise_signal(signal.SIGUSR1)
     assert handled == [signal.SIGUSR1]
 
 
-def test_copies_are_of_no_run(handled: list[int], deferring: DeferredSignals) -> None:
-    deferring.install(lambda: True)
+def test_copies_defer_nothing(handled: list[int], deferring: DeferredSignals) -> None:
     for copied in (copy.deepcopy(deferring), pickle.loads(pickle.dumps(deferring))):
         copied.run_deferred()
         copied.remove()
     assert copy.deepcopy(signal.getsignal(signal.SIGUSR1)) is signal.getsignal(signal.SIGUSR1).handler  # type: ignore[union-attr]
     signal.raise_signal(signal.SIGUSR1)
     assert handled == []
-
-
-class Finalized:
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self.act = act
-
-    def __del__(self) -> None:
-        self.act()
-
-
-@pytest.mark.parametrize("where", ["finalizer", "weakref.py", "_weakrefset.py"])
-def test_a_handler_waits_where_python_would_ignore_what_it_raises(
-    where: str, handled: list[int], deferring: DeferredSignals
-) -> None:
-    deferring.install(lambda: False)
-    found: list[list[int]] = []
-
-    def act() -> None:
-        signal.raise_signal(signal.SIGUSR1)
-        found.append(list(handled))
-
-    if where == "finalizer":
-        Finalized(act)
-    else:  # a callback, which calls a builtin
-        scope: dict[str, Any] = {"act": raises(signal.SIGUSR1)}
-        exec(compile("def run(): act()", f"/lib/{where}", "exec"), scope)
-        scope["run"]()
-        found.append(list(handled))
-    assert found == [[]]
-    assert soon(lambda: handled)

@@ -1,7 +1,8 @@
-"""A handler of a signal finds a whole step: it may save a checkpoint, or end the run, wherever the signal comes."""
+"""A handler of a signal runs between two batches: it may save a checkpoint, or end the run, wherever the signal arrives."""
 
 from __future__ import annotations
 
+import _thread
 import copy
 import itertools
 import random
@@ -144,25 +145,9 @@ def test_a_handler_saves_in_the_middle_of_backward(name: str, tmp_path: Path, pl
     module.strikes = lambda step: signal.raise_signal(signal.SIGUSR1) if step in (1, BATCHES - 1) else None
     trainer.fit(module, loader(vectors(BATCHES)))
     steps = [assert_is_a_step(file, plain) for file in saves.files]
-    early = OPTIONS[name]["optimizer_overlap"] == "backward"
-    assert steps == ([2, BATCHES] if early else [1, BATCHES - 1])
+    assert steps == [2, BATCHES]
     assert_end(module, plain)
     assert signal.getsignal(signal.SIGUSR1) is saves
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("at", range(4))
-def test_a_handler_reads_weights_before_and_after_the_first_update(at: int, plain: dict[int, Any]) -> None:
-    """What it reads lets gradients land, after which the first layer is updated: that handler found a layer half refused."""
-    module, trainer = made(OPTIONS["backward"])
-    module.at, module.strikes = at, lambda step: signal.raise_signal(signal.SIGUSR1)
-    read = []
-    signal.signal(
-        signal.SIGUSR1, lambda *_: read.append({key: each.clone() for key, each in module.state_dict().items()})
-    )
-    trainer.fit(module, loader(vectors(BATCHES)))
-    assert len(read) == BATCHES
-    assert_equal(read, [plain[step][0] for step in range(1, BATCHES + 1)], "weights that handlers have read")
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -195,8 +180,7 @@ def test_ctrl_c_in_backward_is_saved(name: str, tmp_path: Path, plain: dict[int,
         trainer.fit(module, loader(vectors(BATCHES)))
     files = sorted(tmp_path.iterdir())
     assert len(files) == 2
-    early = OPTIONS[name]["optimizer_overlap"] == "backward"
-    assert [assert_is_a_step(file, plain) for file in files] == [3 if early else 2] * 2
+    assert [assert_is_a_step(file, plain) for file in files] == [3, 3]
 
 
 @pytest.mark.filterwarnings("ignore:.*(without a model|no last checkpoint):UserWarning")  # of OnExceptionCheckpoint
@@ -242,7 +226,7 @@ def test_an_error_after_the_signal_is_no_reason_to_lose_it(plain: dict[int, Any]
 
 
 @pytest.mark.rest("takes tenths of a second")
-def test_accumulation_defers_in_the_last_batch_alone(tmp_path: Path) -> None:
+def test_with_accumulation_a_handler_saves_the_last_whole_step(tmp_path: Path) -> None:
     module, trainer = made(OPTIONS["backward"], accumulate_grad_batches=2)
     saves = Saves(trainer, tmp_path)
     signal.signal(signal.SIGUSR1, saves)
@@ -254,42 +238,26 @@ def test_accumulation_defers_in_the_last_batch_alone(tmp_path: Path) -> None:
 
     module.strikes = strike
     trainer.fit(module, loader(vectors(4)))
-    assert counts == [1, 1, 3, 3]
+    assert counts == [0, 1, 2, 3]
     assert [torch.load(file)["global_step"] for file in saves.files] == [0, 1, 1, 2]
 
 
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("place", ["while device parameters come", "after the step, before it is counted"])
-def test_a_handler_saves_where_state_is_half_changed(place: str, tmp_path: Path, plain: dict[int, Any]) -> None:
+@pytest.mark.parametrize("place", ["while device parameters are attached", "after the step, before it is counted"])
+def test_a_signal_arrives_while_state_is_half_changed(place: str, tmp_path: Path, plain: dict[int, Any]) -> None:
     module, trainer = made(OPTIONS["forward"])
     saves = Saves(trainer, tmp_path)
     signal.signal(signal.SIGUSR1, saves)
-    original = swap._swap
+    owner: Any = swap if place.startswith("while") else optimizer_steps.OptimizerSteps
+    name = "_swap" if place.startswith("while") else "run"
+    original = getattr(owner, name)
 
-    def half(exchanges: Any, **where: bool) -> None:
-        for index, each in enumerate(exchanges):
-            if index == 3:
-                strike()
-            original([each], **where)
-
-    def strike() -> None:
+    def half(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
         signal.raise_signal(signal.SIGUSR1)
+        return result
 
-    # As code of the package: of a test it is not.
-    strike.__code__ = strike.__code__.replace(co_filename=swap.__file__)
-    half.__code__ = half.__code__.replace(co_filename=swap.__file__)
-    if place.startswith("while"):
-        patch: Any = mock.patch.object(swap, "_swap", half)
-    else:
-        run = optimizer_steps.OptimizerSteps.run
-
-        def stepped(*args: Any) -> Any:
-            result = run(*args)
-            signal.raise_signal(signal.SIGUSR1)
-            return result
-
-        patch = mock.patch.object(optimizer_steps.OptimizerSteps, "run", stepped)
-    with patch:
+    with mock.patch.object(owner, name, half):
         trainer.fit(module, loader(vectors(BATCHES)))
     assert saves.files
     for file in saves.files:
@@ -297,24 +265,44 @@ def test_a_handler_saves_where_state_is_half_changed(place: str, tmp_path: Path,
     assert_end(module, plain)
 
 
+def test_a_timer_is_not_deferred_and_cannot_save_half_a_step(tmp_path: Path, plain: dict[int, Any]) -> None:
+    """SIGALRM belongs to watchdogs. A handler that saves in backward finds layers updated, and others not yet."""
+    module, trainer = made(OPTIONS["backward"])
+    saves = Saves(trainer, tmp_path)
+    signal.signal(signal.SIGALRM, saves)
+    module.strikes = lambda step: signal.raise_signal(signal.SIGALRM) if step == 2 else None
+    with pytest.raises(RuntimeError, match="not those of any whole step"):
+        trainer.fit(module, loader(vectors(BATCHES)))
+    assert saves.files
+    assert not saves.files[0].exists()
+
+
 def at_random_moments(seed: int, name: str, folder: Path, plain: dict[int, Any]) -> int:
-    """Saves again and again in one run. Returns how many checkpoints there were."""
+    """Another thread sends signals during one run, whose handler saves. Returns the number of checkpoints."""
     chance = random.Random(f"{seed} {name}")
     module, trainer = made(OPTIONS[name])
     saves = Saves(trainer, folder)
+    over, handled = threading.Event(), threading.Event()
 
     def save(number: int, frame: Any) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         saves(number, frame)
-        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.02))
+        handled.set()
 
-    signal.signal(signal.SIGALRM, save)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    module.strikes = lambda step: signal.setitimer(signal.ITIMER_REAL, 0.001) if step == 0 else None
+    def strike() -> None:
+        while not over.wait(chance.uniform(0.0005, 0.02)):
+            _thread.interrupt_main(signal.SIGUSR1)
+            handled.wait()  # else a handler that runs after the run would be interrupted by the next signal, without end
+            handled.clear()
+
+    signal.signal(signal.SIGUSR1, save)
+    thread = threading.Thread(target=strike)
+    module.strikes = lambda step: thread.start() if step == 0 else None
     try:
         trainer.fit(module, loader(vectors(BATCHES)))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        over.set()
+        handled.set()
+        thread.join()
     for file in saves.files:
         assert_is_a_step(file, plain)
         file.unlink()
@@ -361,6 +349,6 @@ def test_a_run_in_another_thread_leaves_handlers_alone() -> None:
 
 def test_where_no_signal_comes_nothing_is_done() -> None:
     module, trainer = made(OPTIONS["backward"])
-    with mock.patch.object(DeferredSignals, "defers") as asked:
+    with mock.patch.object(DeferredSignals, "arrived") as asked:
         trainer.fit(module, loader(vectors(2)))
     assert not asked.called
