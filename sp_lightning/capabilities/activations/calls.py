@@ -87,7 +87,7 @@ class UnitModes:
         self._set_of_units = frozenset(self._units.values())
         self._rows = setup.rows
         self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
-        self.offload = Offload(setup.device, self.ring, setup.device_storages, setup.log)
+        self.offload = Offload(setup.device, self.ring, setup.device_storages, setup.log, setup.held)
         self.recompute = Recompute(setup, choice)
         self.headroom: Headroom | None = None
         self.evicted: set[str] = set()

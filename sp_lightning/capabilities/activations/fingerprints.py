@@ -94,14 +94,16 @@ class SavedRun:
 
     Args:
         layer_at: finds weights on the device.
+        hold: called with each saved tensor that is not a weight.
 
     Attributes:
         found: the fingerprints.
         short: the number of fingerprints up to the last short tensor of integers (:data:`_SHORT`); 0 without one.
     """
 
-    def __init__(self, layer_at: LayerAt) -> None:
+    def __init__(self, layer_at: LayerAt, hold: Callable[[Tensor], None] | None = None) -> None:
         self._layer_at = layer_at
+        self._hold = hold
         self.found: list[Fingerprint] = []
         self.short = 0
         # Several operators may save one tensor: for example, those that compute queries, keys and values.
@@ -163,6 +165,8 @@ class SavedRun:
         if (layer := self._layer_at(storage.data_ptr())) is not None:
             place = _place(layer, _begin(tensor))
             return Fingerprint(kind, place=place, cast_in=(layer.block, _begin(tensor)) if place[1] is None else None)
+        if self._hold is not None:
+            self._hold(tensor)
         if may_be_unwritten(tensor):
             return Fingerprint(kind)
         if tensor.dtype is torch.int64 and tensor.ndim == 1 and tensor.numel() <= _SHORT:

@@ -44,12 +44,14 @@ class Kept:
         version: the version of the tensor when it was saved.
         call: the layer call in which the tensor was saved.
         reference: the place of the tensor after it was offloaded; None before.
+        held: the object that counts the tensor as long as it is on the device.
     """
 
-    __slots__ = ("__weakref__", "_headroom", "call", "reference", "tensor", "version")
+    __slots__ = ("__weakref__", "_headroom", "call", "held", "reference", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, call: UnitCall, headroom: Headroom) -> None:
+    def __init__(self, tensor: Tensor, call: UnitCall, headroom: Headroom, held: Any) -> None:
         self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
+        self.held = held
         self.version = tensor._version
         self.call = call
         self.reference: SavedReference | None = None
@@ -133,7 +135,7 @@ class Headroom:
             self._small_bytes += nbytes
             self._spend(nbytes, self._reserve() + self._usual)
             return None
-        kept = Kept(tensor, self._call, self)
+        kept = Kept(tensor, self._call, self, self._offload.hold(tensor))
         self._kept.append(weakref.ref(kept))
         self._spend(tensor.untyped_storage().nbytes(), self._reserve() + self._usual)
         return kept
@@ -194,7 +196,7 @@ class Headroom:
             if kept.reference is None:
                 room = False
             else:
-                kept.tensor = None
+                kept.tensor = kept.held = None
                 self._evicted.add(kept.call.unit)
                 moved += self._offload.offloaded_bytes - before
         self._offload.retire(keep=0)  # frees the device memory now

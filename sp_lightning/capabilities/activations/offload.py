@@ -31,6 +31,7 @@ from sp_lightning.capabilities.activations.host_ring import HostRing
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.device.layout import strided
+from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.core.torch_compat.private import preserve_version_counter, storage_id
@@ -156,6 +157,7 @@ class Offload:
         ring: the host memory.
         device_storages: the addresses of storages that are on the device in any case. The set grows.
         log: the logger for warnings; None for Lightning's log.
+        held: counts the activations that are on the device; None if the allocator counts them.
 
     Attributes:
         ring: as given.
@@ -166,8 +168,14 @@ class Offload:
     """
 
     def __init__(
-        self, device: Device, ring: HostRing, device_storages: Set[int], log: logging.Logger | None = None
+        self,
+        device: Device,
+        ring: HostRing,
+        device_storages: Set[int],
+        log: logging.Logger | None = None,
+        held: HeldActivations | None = None,
     ) -> None:
+        self._held = held
         self._log = log or logging.getLogger("lightning.pytorch.superpipeline")
         self._device = device
         self.ring = ring
@@ -246,6 +254,10 @@ class Offload:
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             return self._refer(tensor, call, offloads=True)
 
+    def hold(self, tensor: Tensor) -> Any:
+        """Counts a tensor's storage as on the device, as long as the result exists."""
+        return None if self._held is None else self._held.hold(tensor)
+
     def count(self, tensor: Tensor, *, small: bool = False) -> int:
         """Counts a saved tensor's storage. Returns its bytes; 0 if it was counted before in this step, or is small."""
         with self.lock:
@@ -288,11 +300,12 @@ class Offload:
 
     def _send(self, saved: Tensor, call: UnitCall) -> OffloadedStorage | None:
         """Issues the copy of a tensor's storage to the host. Returns None, with a warning, if the host has no room."""
-        source = strided(saved, 0, torch.uint8, (saved.untyped_storage().nbytes(),), (1,))
+        source: Any = strided(saved, 0, torch.uint8, (saved.untyped_storage().nbytes(),), (1,))
         buffer = self.ring.take(source.nbytes)
         if buffer is None:
             self.warn(call.unit)
             return None
+        source._held = self.hold(source)  # counted as long as `source` exists
         counter = saved.detach()
         counter.data = saved.new_empty(0)
         identity, device = StorageWeakRef(source.untyped_storage()), self._device
@@ -408,10 +421,11 @@ class Offload:
         missing = [each for each in dict.fromkeys(storages) if each.source is None and each.returned is None]
         if not missing:
             return
-        memories = [
+        memories: list[Any] = [
             device.empty(storage.nbytes) for storage in missing
         ]  # before any storage is changed: this may raise
         for storage, memory in zip(missing, memories, strict=True):
+            memory._held = self.hold(memory)
             storage.returned = memory
         # Compute may have used the new memory last. Compute has also waited for the storages' copies to the host, so the uploads
         # follow these copies.

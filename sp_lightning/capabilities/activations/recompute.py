@@ -160,6 +160,7 @@ class Recompute:
         """Frees the tensors that backward has unpacked. Only those of one forward are held, if the user retains the graph."""
         if (before := self._unpacked) is not None:
             before.read.clear()
+            before.held.clear()
         self._unpacked = next_run
 
     @contextmanager
@@ -170,7 +171,10 @@ class Recompute:
             first: the first run.
             unwritten: positions of tensors that are not compared.
         """
-        second = SavedRun(self._layer_at)
+        held = self._setup.held
+        # The tensors of this run are on the device until the next forward runs again, or the graph is freed.
+        hold = None if held is None else lambda tensor: first.held.append(held.hold(tensor))
+        second = SavedRun(self._layer_at, hold)
         try:
             yield second
         except Unrepeatable:  # it has a reason to name
@@ -339,6 +343,7 @@ class FirstRun:
         saved: fingerprints of the tensors that autograd saves in the run.
         read: the tensors that the running backward has unpacked, by the objects that the graph holds in their place. The graph
             frees these objects, and so the tensors, as soon as it would free saved tensors.
+        held: the objects that count the tensors of the last second run.
     """
 
     def __init__(
@@ -360,6 +365,7 @@ class FirstRun:
         self._volatile = volatile
         self._again = 0  # the number of further runs
         self.read: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+        self.held: list[Any] = []
         self._task = -1  # the backward that has unpacked them
         self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
         self.scripted: str | None = None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.model.found import Found
+from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.plan.choices import Mode, Modes
 
 
@@ -49,6 +50,7 @@ class ActivationSetup:
             layers that the forward uses, and the forward's positional arguments.
         layer_at: returns the layer whose weights are in the device storage at an address; None if no layer has this storage.
         given_by_nested: see :meth:`~sp_lightning.core.engine.graph.Backward.given_by_nested`.
+        held: counts the activations that stay on the device; None if the allocator counts them.
         log: the logger for warnings; None for Lightning's.
     """
 
@@ -63,6 +65,7 @@ class ActivationSetup:
     rerun: Callable[[Sequence[StreamedLayer], Any], AbstractContextManager[None]]
     layer_at: Callable[[int], StreamedLayer | None]
     given_by_nested: Callable[[], Callable[[], str | None]]
+    held: HeldActivations | None
     log: logging.Logger | None
 
 

@@ -43,6 +43,7 @@ from sp_lightning.core.layers.gradients import GradientSink, Wanted
 from sp_lightning.core.layers.layer import Kind, Rows, StreamedLayer
 from sp_lightning.core.layers.writes import WriteBack
 from sp_lightning.core.model.wrapped import builder, parts
+from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.torch_compat.cast_gradient import CastGradient
 from sp_lightning.core.torch_compat.modes import held, never_compiled
 from sp_lightning.core.torch_compat.patched import WatchesEngine
@@ -414,8 +415,8 @@ class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValue
     __slots__ = ()
 
 
-_Kept = tuple[Tensor, int]
-"""Any other saved tensor, and its version.
+_Kept = tuple[Tensor, int, Any]
+"""Any other saved tensor, its version, and the object that counts its storage as long as the graph holds it.
 
 A leaf is kept as the same object, as autograd keeps it, so an assignment to its ``.data`` has an effect on the graph. Other
 tensors are detached: a node that kept its own output would keep itself alive, and would never be freed.
@@ -526,7 +527,12 @@ class _CallsOfThread(threading.local):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class SavedTensors:
-    """Makes the saved-tensor hooks of the engine. ``lock``: the engine's lock."""
+    """Makes the saved-tensor hooks of the engine.
+
+    Attributes:
+        lock: the engine's lock.
+        held: counts the activations that stay on the device; None if the allocator counts them.
+    """
 
     lock: threading.RLock
     device: Device
@@ -534,6 +540,7 @@ class SavedTensors:
     writes: WriteBack
     activations: Activations
     backward: Backward
+    held: HeldActivations | None
 
     def __post_init__(self) -> None:
         self._views: defaultdict[int, SavedViews] = defaultdict(SavedViews)  # by the layers' layout
@@ -542,6 +549,7 @@ class SavedTensors:
         """A context with the hooks. Tensors that are not in a slot are passed to the hooks that were active before, if any."""
         outer = top_saved_tensors_hooks()
         slots, store = self.residency.slots.by_address, self.activations.store
+        hold = None if self.held is None else self.held.hold
 
         def pack(tensor: Tensor, notes: bool = outer is None) -> Any:
             if notes and known:
@@ -566,7 +574,12 @@ class SavedTensors:
                 return _Outer(outer[0](tensor), outer[1])
             if store is not None and address and (saved := store(tensor)) is not None:
                 return saved
-            return tensor if tensor.is_leaf and not _is_of_frozen_weight(tensor) else tensor.detach(), tensor._version
+            held = None if hold is None else hold(tensor)
+            return (
+                tensor if tensor.is_leaf and not _is_of_frozen_weight(tensor) else tensor.detach(),
+                tensor._version,
+                held,
+            )
 
         _our_packs.add(pack)
         if outer is None:
@@ -600,17 +613,17 @@ class SavedTensors:
         """Packs a device parameter itself, without reading its memory, because reading a stand-in would fetch the layer."""
         group, index = weight._of, weight._index
         if group.layer.kind is Kind.RESIDENTS:  # residents are always on the device
-            return weight, weight._version
+            return weight, weight._version, None
         version = group.version_once_fetched(index)
         # After param.data = other with another dtype, for which the slot has no place.
         if weight.dtype is not group.spans[index].dtype:
-            return weight.detach(), weight._version
+            return weight.detach(), weight._version, None
         return _Packed((group.layer, index, version, None, None, group.layer.rows.saved_rows(index)))
 
     def _unpack(self, packed: Any) -> Tensor:
         """Returns the tensor that was saved, for backward. Checks that it was not modified in place since, as autograd does."""
         if type(packed) is tuple:  # most saved tensors are of this kind
-            tensor, expected = packed
+            tensor, expected, _ = packed
             version = tensor._version
         elif type(packed) is _Packed:
             tensor, expected, version = self._unpack_from_slot(packed)

@@ -33,6 +33,7 @@ from sp_lightning.core.layers.swap import ParameterSwap
 from sp_lightning.core.layers.writes import WriteBack
 from sp_lightning.core.model.found import Found, tensor_bytes
 from sp_lightning.core.model.rows import row_finder
+from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.store.block_memory import Staging
@@ -124,15 +125,28 @@ class Streamer:
         self._source = placement.source(self._layers, self._slots, self.updates, device)
         self._residents = Residents(self._resident_layer, self._source, self._writes)
         self._pin = pin
+        # On a GPU the allocator counts activations.
+        self._held = HeldActivations(self._staying_tensors, (self._slots.by_address, self._device_storages))
         if plan.steps_on_device or plan.stay:
             self._use_stepper(plan)
         self._gradients.keep_for_step = plan.steps_on_device
         self._peak_bytes = 0
+        self._peak_parts = 0, 0, 0  # bytes of weights, gradients and steps at this peak
         self._staying = self.found.staying[0]
         # Parameters of modules that are on the device as a whole. The engine is not notified of their gradients.
         self._aside = [parameter for _, module in self.found.aside for parameter in module.parameters()]
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._bound_weights, self._note_memory)
+
+    def _staying_tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors outside of slots that are on the device anyway: buffers, and weights of modules moved as a whole."""
+        yield from self._aside
+        yield from self._module.buffers()
+
+    @property
+    def _counts_held(self) -> HeldActivations | None:
+        """The count of activations; None if the allocator counts them."""
+        return self._held if self.device.computes_on_host else None
 
     def _use_stepper(self, plan: Plan) -> None:
         assert self._make_stepper is not None  # it is None only if no plan of the run steps layers on the GPU
@@ -155,6 +169,7 @@ class Streamer:
             rerun=lambda layers, inputs: self._calls.rerun(layers, inputs),
             layer_at=lambda address: self._uses.layer_at(address),
             given_by_nested=lambda: self._backward.given_by_nested(),
+            held=self._counts_held,
             log=log,
         )
 
@@ -220,6 +235,7 @@ class Streamer:
             writes=self._writes,
             activations=self.activations,
             backward=self._backward,
+            held=self._counts_held,
         )
         self._uses = Uses(
             lock=self._lock,
@@ -279,6 +295,8 @@ class Streamer:
             self._backward.abandon()
             for compiled in self._compiled:
                 compiled.masters.clear()
+            if training and self._counts_held is not None:
+                self._held.begin()
             self._step.begin(phase, kind, quiet=quiet)
 
     @property
@@ -432,16 +450,17 @@ class Streamer:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of device memory that weights and buffers take now."""
+        """Bytes of device memory that weights, buffers and optimizer steps take now."""
         return self._slots.device_bytes + self._residents.nbytes + self._staying + self.updates.stepper.nbytes
 
     def _note_memory(self) -> None:
         """Updates the peak of device memory: weights, and gradients. Called whenever memory use may have grown."""
-        now = self.weight_bytes + self._gradients.transfers.device_bytes
+        weights, gradients = self.weight_bytes, self._gradients.transfers.device_bytes
         if self._aside:  # nearly always empty, and this is called several times per layer
-            now += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
-        if now > self._peak_bytes:
-            self._peak_bytes = now
+            gradients += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
+        if weights + gradients > self._peak_bytes:
+            steps = self.updates.stepper.nbytes
+            self._peak_bytes, self._peak_parts = weights + gradients, (weights - steps, gradients, steps)
 
     def stats(self) -> Stats:
         """Returns the present counters."""
@@ -450,6 +469,9 @@ class Streamer:
         offloaded, uploaded_again = self.activations.moved_bytes
         rows = [layer.rows for layer in self._moving]
         uploaded, downloaded = self.updates.stepper.moved_bytes
+        weights, gradients, steps = self._peak_parts
+        allocated = self.device.most_bytes()
+        on_host = self._counts_held is not None
         return Stats(
             fetched_layers=sum(layer.fetches for layer in self._moving),
             fetched_bytes=self._slots.fetched_bytes + sum(each.looked_up_bytes for each in rows),
@@ -461,7 +483,11 @@ class Streamer:
             step_upload_bytes=uploaded,
             step_download_bytes=downloaded,
             peak_device_bytes=self._peak_bytes,
-            peak_allocated_bytes=self.device.most_bytes(),
+            peak_weight_bytes=weights,
+            peak_gradient_bytes=gradients,
+            peak_optimizer_bytes=steps,
+            peak_activation_bytes=self._held.peak if on_host else max(allocated - self._peak_bytes, 0),
+            peak_allocated_bytes=allocated,
             offloaded_activation_bytes=offloaded,
             uploaded_activation_bytes=uploaded_again,
             stall_seconds=stalled(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),

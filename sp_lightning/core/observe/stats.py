@@ -26,7 +26,12 @@ class Stats:
         host_waits: how often the host waited for compute and so could not run ahead: for the indices of rows, for gradients
             whose size depends on computed values, and for weights that were written on the device.
         extra_slots: the number of slots beyond the plan, allocated because all slots of a ring were in use or viewed.
-        peak_device_bytes: the peak of bytes that weights and gradients took on the device.
+        peak_device_bytes: the peak of bytes that weights, gradients and optimizer steps took on the device.
+        peak_weight_bytes, peak_gradient_bytes, peak_optimizer_bytes: the parts of ``peak_device_bytes``: weights and buffers;
+            gradients; and optimizer state with the memory of optimizer steps, which is 0 if all steps run on the CPU.
+        peak_activation_bytes: the peak of bytes that activations took on the device. On the CPU: the storages that autograd holds,
+            without weights and without the memory that operators use while they run; 0 if nothing is streamed. On a GPU: all of
+            ``peak_allocated_bytes`` that is not in ``peak_device_bytes``.
         peak_allocated_bytes: the peak of bytes that torch had allocated on the device. ``torch.cuda.max_memory_allocated()``
             may be less, because the choice of a window or of activation modes resets it. 0 on the CPU.
         offloaded_activation_bytes, uploaded_activation_bytes: bytes of activations offloaded to the host, and uploaded again.
@@ -64,6 +69,10 @@ class Stats:
     expert_bytes: int = 0
     compiled_graphs: int = 0
     peak_allocated_bytes: int = 0
+    peak_weight_bytes: int = 0
+    peak_gradient_bytes: int = 0
+    peak_optimizer_bytes: int = 0
+    peak_activation_bytes: int = 0
     step_upload_bytes: int = 0
     step_download_bytes: int = 0
 

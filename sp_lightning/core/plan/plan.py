@@ -316,7 +316,10 @@ class Plan:
             **({"gradients in flight": (self.gradient_bytes, "")} if self.training else {}),
             **({"steps on the GPU": (steps, "")} if self.training and self.steps_on_device else {}),
             **({"layers that stay": (self.staying_bytes, stays)} if self.stay else {}),
-            "peak on the GPU": (self.peak_device_bytes, f"{what}; plain {plain}" if plain else what),
+            "peak on the GPU": (
+                self.peak_device_bytes,
+                f"{what}; plain {plain}; both without activations" if plain else f"{what}, without activations",
+            ),
             "host": (self.host_bytes, what),
         }
         return "\n".join(
@@ -334,7 +337,7 @@ class Plan:
         return f"{verb} k, or " if self.k > 1 else ""
 
     def sentence(self, *, state: int | None = None, on_cpu: bool = False) -> str:
-        """Returns the plan in one line: layers, window, and device memory compared to plain Lightning.
+        """Returns the plan in one line: layers, window, and device memory compared to plain Lightning, without activations.
 
         The arguments are those of :meth:`table`. ``on_cpu``: True if the model computes on the CPU, so that the memory is what a
         GPU would need.
@@ -348,8 +351,7 @@ class Plan:
         whose = "a GPU's" if on_cpu else "GPU"
         ours, *theirs = in_one_unit(peak, *plain)
         saves = f"take {ours} of {whose} memory"
-        if theirs:
-            saves += f", plain Lightning {theirs[0]}{note}"
+        saves += f", plain Lightning {theirs[0]}{note}, both without activations" if theirs else ", without activations"
         if self.nothing:
             return f"{self._heading()}. {what.capitalize()} {saves}."
         everything = self.host_bytes + self.staying[0] + self.staying[1] * self.training  # as if nothing were streamed

@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import rmtree
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -19,11 +19,32 @@ from sp_lightning.core.device.accelerator import device_for
 from sp_lightning.core.observe.machine import machine_of, today
 from sp_lightning.core.observe.plot import DialPoint
 from sp_lightning.core.plan.plan import cap_remarks
-from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.core.plan.units import in_one_unit
 from sp_lightning.tools.comparison.check import is_refusal
 from sp_lightning.tools.comparison.runs import RunResult, RunVariant, root_device, run, undisturbed
 from sp_lightning.tools.comparison.subject import Factory, NotRunError, Subject
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
+
+
+PARTS = ("weights", "gradients", "optimizer state", "activations")
+"""The names of the parts of :class:`Memory`, in a table."""
+
+
+class Memory(NamedTuple):
+    """Bytes of GPU memory, by what takes them. Each is at its peak.
+
+    On a GPU, ``activations`` are all of the peak of allocated memory that is not in the other parts.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The sum of the parts, which is the same sum for plain Lightning and the strategy."""
+        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -32,15 +53,18 @@ class DialRow:
 
     Attributes:
         name: "plain", or the window: ``k=1, k'=1``.
-        counted: bytes of GPU memory that weights, gradients and optimizer state take; None if unknown.
-        allocated: the peak of bytes that torch allocated on the device; None on the CPU.
+        memory: the parts of GPU memory; None if they are unknown.
         seconds: the median time of a batch; None if the run did not end.
     """
 
     name: str
-    counted: int | None = None
-    allocated: int | None = None
+    memory: Memory | None = None
     seconds: float | None = None
+
+    @property
+    def total(self) -> int | None:
+        """The bytes of all parts; None if they are unknown."""
+        return None if self.memory is None else self.memory.total
 
 
 @dataclass
@@ -76,13 +100,17 @@ class Dial:
     @property
     def points(self) -> list[DialPoint]:
         """The rows that have a size and a time, for a picture."""
-        sizes = [(row.name, row.allocated or row.counted, row.seconds) for row in self.rows]
+        sizes = [(row.name, row.total, row.seconds) for row in self.rows]
         return [DialPoint(name, size, seconds) for name, size, seconds in sizes if size and seconds]
 
     def __str__(self) -> str:
-        on_gpu = any(row.allocated is not None for row in self.rows)
-        head = ["", "GPU memory", "of plain", *["torch's peak"] * on_gpu, "s per batch", "of plain"]
-        lines = [head, *(self._cells(row, on_gpu=on_gpu) for row in self.rows)]
+        known = [row.memory for row in self.rows if row.memory is not None]
+        unit = in_one_unit(*(memory.total for memory in known), 0)[0].rpartition(" ")[2]
+        # Prediction has weights only, so the total says it all.
+        shown = [at for at in range(len(PARTS)) if any(memory[at] for memory in known)]
+        shown = shown if len(shown) > 1 else []
+        head = [unit, *(PARTS[at] for at in shown), "total", "of plain", "s per batch", "of plain"]
+        lines = [head, *(self._cells(row, shown) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * (width - 1) + ":" * (at > 0) + "-" * (at == 0) for at, width in enumerate(widths)])
         table = [
@@ -91,14 +119,17 @@ class Dial:
         ]
         return "\n".join([f"{self.title}. {self.machine}", "", *table, *(["", *self.notes] if self.notes else [])])
 
-    def _cells(self, row: DialRow, *, on_gpu: bool) -> list[str]:
-        plain = self.rows[0]
-        size = "" if row.counted is None else human_bytes(row.counted)
-        share = f"{row.counted / plain.counted:.0%}" if row.counted and plain.counted else ""
-        peak = [human_bytes(row.allocated) if row.allocated else ""] * on_gpu
+    def _cells(self, row: DialRow, shown: Sequence[int]) -> list[str]:
+        """Returns the cells of a row. All sizes of the table are in the unit of the largest one. ``shown``: indices of parts."""
+        plain, largest = self.rows[0], max(each.total or 0 for each in self.rows)
+        sizes = [""] * (len(shown) + 1)
+        if row.memory is not None:
+            parts = (*(row.memory[at] for at in shown), row.memory.total)
+            sizes = [in_one_unit(largest, part)[1].rpartition(" ")[0] for part in parts]
+        share = f"{row.total / plain.total:.0%}" if row.total and plain.total else ""
         time = "" if row.seconds is None else f"{row.seconds:.3g}"
         slower = f"{row.seconds / plain.seconds:.2f}" if row.seconds and plain.seconds else ""
-        return [row.name, size, share, *peak, time, slower]
+        return [row.name, *sizes, share, time, slower]
 
 
 def dial(
@@ -118,7 +149,7 @@ def dial(
     """Trains or predicts some batches with plain Lightning and with each k and k', and measures memory and time.
 
     Module and data are made anew for each run, from the same seed, as by :func:`~sp_lightning.check`, which compares results.
-    Random states are restored.
+    Random states are restored. Memory is the sum of weights, gradients, optimizer state and activations.
 
     Args:
         factory: makes the LightningModule when it is called: a callable, or ``"package.module:Name"``.
@@ -131,7 +162,8 @@ def dial(
         seed: the seed of all random states.
         name: the name of the model in the table.
         trainer: arguments of ``Trainer`` that change numbers or the device, for example ``{"precision": "bf16-mixed"}``.
-        options: other options of :class:`~sp_lightning.SuperpipelineStrategy`.
+        options: other options of :class:`~sp_lightning.SuperpipelineStrategy`. With ``activations="recompute"``, the table shows
+            what k and recomputed activations save together.
 
     Raises:
         ValueError, TypeError: a name cannot be imported, or an option or an argument of ``Trainer`` is invalid.
@@ -171,16 +203,16 @@ class _Measuring:
         ways = [RunVariant("plain", on_device=True, only=task)]
         for k, k_prime in windows:
             options = {**given, **options, "k": k, "k_prime": k_prime}
-            ways.append(RunVariant(f"k={k}, k'={k_prime}", options, only=task))
+            mode = options.get("activations")
+            mode = f", {mode}" if isinstance(mode, str) and mode not in ("auto", "keep") else ""
+            ways.append(RunVariant(f"k={k}, k'={k_prime}{mode}", options, only=task))
         found = [self._run(way, f"{number} of {len(ways)}") for number, way in enumerate(ways, 1)]
+        plain = _plain_memory(found, task)
         for way, done in zip(ways, found, strict=True):
-            counted = _plain_bytes(found, task) if way.options is None else None
-            if done is None:
-                self._found.rows.append(DialRow(way.name, counted))
-                continue
-            counted = counted if done.stats is None else done.stats.peak_device_bytes
-            self._found.rows.append(DialRow(way.name, counted, done.peak_bytes, median(done.times[1:] or done.times)))
-            if done.plan is not None and way.options is not None:
+            memory = plain if way.options is None else None if done is None else _memory(done)
+            seconds = None if done is None else median(done.times[1:] or done.times)
+            self._found.rows.append(DialRow(way.name, memory, seconds))
+            if done is not None and done.plan is not None and way.options is not None:
                 remarks = cap_remarks(way.options["k"], way.options["k_prime"], done.plan)
                 self._found.notes += [each for each in remarks if each not in self._found.notes]
         self._found.machine = self._machine(root_device(settings))
@@ -213,17 +245,38 @@ class _Measuring:
     def _machine(self, device: torch.device) -> str:
         machine = machine_of(device_for(device))
         versions = ", ".join(f"{name} {at}" for name, at in machine["versions"].items())
-        what = "weights, gradients and optimizer state" if self._found.task == "training" else "weights"
         return (
             f"{machine['accelerator'] or 'CPU'}; {machine['processor']}, {machine['cores']} cores, torch's threads: "
-            f"{machine['threads']}; {versions}; {today()}. GPU memory: {what}, counted"
-            f"{', as a GPU would need' if device.type == 'cpu' else ''}; activations do not count. "
+            f"{machine['threads']}; {versions}; {today()}. GPU memory: {_meaning(device, self._found.task)}. "
             f"Times: median of up to {self._subject.steps - 2} batches after two."
         )
 
 
-def _plain_bytes(found: Sequence[RunResult | None], task: str) -> int | None:
-    """Returns the bytes that plain Lightning has on the GPU: a plan counts weights and gradients. None if they are unknown.
+def _meaning(device: torch.device, task: str) -> str:
+    """Returns what the sizes of a table are, for its heading."""
+    if device.type != "cpu":
+        return (
+            "total: torch's peak of allocated memory; activations: all of it that is not in the other parts, with the temporary "
+            "memory of operators"
+        )
+    if task == "prediction":
+        return "weights, counted as a GPU would need; the temporary memory of operators is not in it"
+    return (
+        "counted, as a GPU would need; activations: tensors that autograd holds at the peak. The temporary memory of operators is "
+        "not in it, nor are tensors that a checkpoint of the model computes again"
+    )
+
+
+def _memory(done: RunResult) -> Memory:
+    """Returns the memory of a run of the strategy."""
+    assert done.stats is not None
+    stats = done.stats
+    counted = stats.peak_weight_bytes, stats.peak_gradient_bytes, stats.peak_optimizer_bytes
+    return _with_activations(counted, done.peak_bytes, stats.peak_activation_bytes)
+
+
+def _plain_memory(found: Sequence[RunResult | None], task: str) -> Memory | None:
+    """Returns the memory of plain Lightning on the GPU: a plan counts weights and gradients. None if it is unknown.
 
     Args:
         found: the run of plain Lightning, which has the size of the optimizers' state, and those of the windows.
@@ -234,4 +287,12 @@ def _plain_bytes(found: Sequence[RunResult | None], task: str) -> int | None:
     if plan is None or (plain is None and task == "training"):
         return None
     weights, gradients = plan.plain
-    return weights + gradients + plain.state_bytes if plain is not None and task == "training" else weights
+    if plain is None:
+        return Memory(weights, 0, 0, 0)
+    counted = (weights, gradients, plain.state_bytes) if task == "training" else (weights, 0, 0)
+    return _with_activations(counted, plain.peak_bytes, plain.activation_bytes)
+
+
+def _with_activations(counted: tuple[int, int, int], allocated: int | None, activations: int) -> Memory:
+    """Adds activations to the other parts: the counted ones, or the rest of the allocated bytes if the device measures them."""
+    return Memory(*counted, activations if allocated is None else max(allocated - sum(counted), 0))

@@ -73,7 +73,7 @@ class Report:
         if self.runs:  # empty if every run of the strategy raised an error
             memory = "peak of allocated memory"
             if self.counted:
-                memory = "weights, gradients and optimizer state, as counted"
+                memory = "weights, gradients and optimizer state, as counted; activations are not in it"
             longest = max(len(each.name) for each in self.runs)
             lines += ["", f"time per training batch, and GPU memory ({memory}):"]
             for each in self.runs:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from sp_lightning.core.device.accelerator import device_for
+from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.tools.comparison.record import Entry, Record, flatten, held
@@ -66,6 +67,7 @@ class RunResult:
         times: the seconds of each training batch, without the first; of each predicted batch if the run only predicts.
         peak_bytes: the peak of allocated device memory in these batches; None if the device does not measure it.
         state_bytes: bytes of the optimizers' state after training with plain Lightning.
+        activation_bytes: the peak of bytes that autograd holds for plain Lightning in a run that only trains on the CPU; else 0.
         plan: the plan of the strategy; None for plain Lightning.
         stats: the stats of the strategy after training; None for plain Lightning.
         moved: True if plain Lightning's optimizers stepped on the host while the module was on the device.
@@ -78,6 +80,7 @@ class RunResult:
     times: list[float]
     peak_bytes: int | None
     state_bytes: int
+    activation_bytes: int
     plan: Plan | None = None
     stats: Stats | None = None
     moved: bool = False
@@ -90,10 +93,16 @@ class RunResult:
 
 
 class Recorder(Callback):
-    """Records the outputs of steps, logged values, the peak of device memory, and when batches end. It does not write weights."""
+    """Records the outputs of steps, logged values, the peak of device memory, and when batches end. It does not write weights.
 
-    def __init__(self, record: Record) -> None:
+    Args:
+        record: receives the values.
+        held: the count of activations, which is told when a batch begins.
+    """
+
+    def __init__(self, record: Record, held: HeldActivations | None = None) -> None:
         self.record = record
+        self._held = held
         self.ends: list[float] = []
         self.peak: int | None = None
         self._phases: Counter[str] = Counter()
@@ -113,6 +122,10 @@ class Recorder(Callback):
         self._device.reset_peak()
 
     on_predict_start = on_fit_start
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._held is not None:
+            self._held.begin()
 
     def _ended(self, trainer: Any, phase: str, kind: str, outputs: Any) -> None:
         peak = self._device.peak_bytes()  # read in each batch, because the choice of a window resets the peak
@@ -183,9 +196,11 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
     """
     folder.mkdir()
     record = Record(folder / "record")
-    recorder = Recorder(record)
     pl.seed_everything(subject.seed, workers=True, verbose=False)
     made = subject.make()
+    counts = way.options is None and way.only == "training" and root_device(made.settings).type == "cpu"
+    held = HeldActivations(lambda: (*made.module.parameters(), *made.module.buffers())) if counts else None
+    recorder = Recorder(record, held)
     trainer = _trainer(made, way, folder, subject.steps, recorder)
     start = perf_counter()
     with _gradients_seen() if way.options is None else nullcontext(list[bool]()) as seen:
@@ -195,7 +210,8 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
                 raise NotRunError(f"{type(made.module).__qualname__} has no predict_step, or no data for it.")
             trainer.predict(made.module, return_predictions=False, **data)
         else:
-            trainer.fit(made.module, **made.data, ckpt_path=way.begins, weights_only=False)
+            with nullcontext() if held is None else held.hooks():
+                trainer.fit(made.module, **made.data, ckpt_path=way.begins, weights_only=False)
     if not recorder.ends:
         does = "predicted" if way.only == "prediction" else "trained"
         raise NotRunError(f"The run {way.name!r} has {does} no batch: the data has none, or each was skipped.")
@@ -216,7 +232,8 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
             record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
     times = [after - before for before, after in pairwise(ends if len(ends) > 1 else [start, *ends])]
     moved = getattr(trainer.strategy, "moved", False)
-    return RunResult(way, record, checkpoint, times, peak, state_bytes, plan, stats, moved, trained)
+    activations = 0 if held is None else held.peak
+    return RunResult(way, record, checkpoint, times, peak, state_bytes, activations, plan, stats, moved, trained)
 
 
 @contextmanager
