@@ -81,7 +81,8 @@ def test_a_model_that_is_one_script_module_says_so() -> None:
     plan = strategy.plan
     assert plan.sentence(state=0) == (
         "Superpipeline: nothing can be streamed: 'net' is a ScriptModule. "
-        "Weights and gradients take 16.6 KiB of GPU memory, plain Lightning 16.6 KiB with optimizer state."
+        "Weights and gradients take 16.6 KiB of GPU memory, plain Lightning 16.6 KiB with optimizer state, both "
+        "without activations."
     )
     assert plan.notes[0] == (
         "'net' is a ScriptModule: it stays on the GPU whole; so do its gradients and its optimizer's state."

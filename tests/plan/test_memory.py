@@ -347,9 +347,12 @@ def test_set_up_peaks_at_the_model_and_one_layer() -> None:
 
 def test_a_plan_in_one_line_is_compared_with_what_is_known() -> None:
     plan = make_plan(find_layers(Stack()), k=1, k_prime=1)
-    assert plan.sentence().endswith("of GPU memory.")
-    assert replace(plan, training=False).sentence().endswith(f"plain Lightning {human_bytes(plan.plain[0])}.")
-    assert plan.sentence(state=8).endswith(f"plain Lightning {human_bytes(sum(plan.plain) + 8)} with optimizer state.")
+    assert plan.sentence().endswith("of GPU memory, without activations.")
+    weights, everything = human_bytes(plan.plain[0]), human_bytes(sum(plan.plain) + 8)
+    assert replace(plan, training=False).sentence().endswith(f"plain Lightning {weights}, both without activations.")
+    assert plan.sentence(state=8).endswith(
+        f"plain Lightning {everything} with optimizer state, both without activations."
+    )
 
 
 @pytest.mark.parametrize(("k", "advice"), [(1, ": choose smaller layers"), (2, ": lower k, or choose smaller layers")])

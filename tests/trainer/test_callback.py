@@ -38,7 +38,7 @@ def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 TRAINING = (
     "Superpipeline: 22 layers, k = 1, k' = 1: weights and gradients take 0.122 MiB of a GPU's memory, "
-    "plain Lightning 2.4 MiB with optimizer state."
+    "plain Lightning 2.4 MiB with optimizer state, both without activations."
 )
 
 
@@ -54,7 +54,8 @@ def test_the_log_of_a_default_run_is_one_line(heard: Any) -> None:
     trainer.validate(module, loader(tokens()), verbose=False)
     trainer.predict(module, loader(tokens()))
     assert heard()[3:] == [
-        "Superpipeline: 22 layers, k = 1, k' = 1: weights take 0.0611 MiB of a GPU's memory, plain Lightning 0.607 MiB."
+        "Superpipeline: 22 layers, k = 1, k' = 1: weights take 0.0611 MiB of a GPU's memory, plain Lightning 0.607 MiB, both "
+        "without activations."
     ]
 
 
@@ -196,7 +197,10 @@ def test_metrics_come_every_n_steps(every: int, accumulate: int, steps: list[int
     file = Path(trainer.log_dir or "") / "metrics.csv"
     rows = list(csv.DictReader(file.read_text().splitlines())) if file.exists() else []
     assert [int(row["step"]) for row in rows if row.get("superpipeline/fetched_layers")] == steps
-    assert all(float(row["superpipeline/peak_device_bytes"]) > 0 for row in rows if row.get("superpipeline/window"))
+    logged = [row for row in rows if row.get("superpipeline/window")]
+    for part in ("device", "weight", "gradient", "activation"):
+        assert all(float(row[f"superpipeline/peak_{part}_bytes"]) > 0 for row in logged)
+    assert all(float(row["superpipeline/peak_optimizer_bytes"]) == 0 for row in logged)  # steps run on the CPU
 
 
 @pytest.mark.parametrize(

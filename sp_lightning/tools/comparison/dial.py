@@ -25,7 +25,6 @@ from sp_lightning.tools.comparison.runs import RunResult, RunVariant, root_devic
 from sp_lightning.tools.comparison.subject import Factory, NotRunError, Subject
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
-
 PARTS = ("weights", "gradients", "optimizer state", "activations")
 """The names of the parts of :class:`Memory`, in a table."""
 
@@ -262,8 +261,8 @@ def _meaning(device: torch.device, task: str) -> str:
     if task == "prediction":
         return "weights, counted as a GPU would need; the temporary memory of operators is not in it"
     return (
-        "counted, as a GPU would need; activations: tensors that autograd holds at the peak. The temporary memory of operators is "
-        "not in it, nor are tensors that a checkpoint of the model computes again"
+        "counted, as a GPU would need; activations: tensors that autograd holds at the peak. Not in it: temporary memory of "
+        "operators, and tensors that a checkpoint of the model computes again"
     )
 
 
@@ -272,7 +271,7 @@ def _memory(done: RunResult) -> Memory:
     assert done.stats is not None
     stats = done.stats
     counted = stats.peak_weight_bytes, stats.peak_gradient_bytes, stats.peak_optimizer_bytes
-    return _with_activations(counted, done.peak_bytes, stats.peak_activation_bytes)
+    return with_activations(counted, done.peak_bytes, stats.peak_activation_bytes)
 
 
 def _plain_memory(found: Sequence[RunResult | None], task: str) -> Memory | None:
@@ -290,9 +289,9 @@ def _plain_memory(found: Sequence[RunResult | None], task: str) -> Memory | None
     if plain is None:
         return Memory(weights, 0, 0, 0)
     counted = (weights, gradients, plain.state_bytes) if task == "training" else (weights, 0, 0)
-    return _with_activations(counted, plain.peak_bytes, plain.activation_bytes)
+    return with_activations(counted, plain.peak_bytes, plain.activation_bytes)
 
 
-def _with_activations(counted: tuple[int, int, int], allocated: int | None, activations: int) -> Memory:
+def with_activations(counted: tuple[int, int, int], allocated: int | None, activations: int) -> Memory:
     """Adds activations to the other parts: the counted ones, or the rest of the allocated bytes if the device measures them."""
     return Memory(*counted, activations if allocated is None else max(allocated - sum(counted), 0))

@@ -1,0 +1,104 @@
+"""Activations on a CPU are counted as a GPU would hold them: each storage once, from its save until its release, no weights."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sp_lightning.core.observe.activations import HeldActivations
+from tests.support.models import Module
+from tests.support.runs import loader, superpipeline, trainer_for
+from tests.support.simdevice import SimDevice, simulated
+
+ROWS, NARROW, WIDE, BLOCKS = 4, 16, 32, 4
+FLOAT = 4  # bytes
+INPUT, HIDDEN = ROWS * NARROW * FLOAT, ROWS * WIDE * FLOAT
+
+
+def block() -> nn.Module:
+    """Autograd saves the input and the output of ReLU, which is the input of the second product, too."""
+    return nn.Sequential(nn.Linear(NARROW, WIDE), nn.ReLU(), nn.Linear(WIDE, NARROW))
+
+
+def batches(count: int = 2) -> list[Tensor]:
+    return [torch.randn(ROWS, NARROW) for _ in range(count)]
+
+
+def counted(net: nn.Module) -> HeldActivations:
+    held = HeldActivations(lambda: (*net.parameters(), *net.buffers()))
+    held.begin()
+    return held
+
+
+def stats_of(**options: Any) -> Any:
+    strategy = superpipeline(k=1, k_prime=1, **options)
+    trainer_for(strategy).fit(Module(nn.Sequential(*(block() for _ in range(BLOCKS)))), loader(batches()))
+    return strategy.stats()
+
+
+def test_two_products_and_a_relu_hold_two_tensors() -> None:
+    net, (x, other) = block(), batches()
+    held = counted(net)
+    with held.hooks():
+        loss = net(x).sum()
+        assert held.nbytes == INPUT + HIDDEN
+        loss.backward()
+        assert held.nbytes == 0, "backward has freed them"
+        kept = [net(each).sum() for each in (x, other)]
+        assert held.nbytes == 2 * (INPUT + HIDDEN)
+        del kept
+    gc.collect()
+    assert (held.nbytes, held.peak) == (0, 2 * (INPUT + HIDDEN))
+
+
+def test_views_share_their_storage_and_a_buffer_is_a_weight() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(NARROW))
+            self.register_buffer("scale", torch.ones(NARROW))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x[:1] * (self.weight * self.scale) + (x[1:2] * self.weight.view(1, -1))
+
+    net, (x, _) = Scaled(), batches()
+    held = counted(net)
+    with held.hooks():
+        output = net(x)
+        assert held.nbytes == INPUT  # the whole storage of x
+    assert output.requires_grad
+
+
+def test_the_strategy_counts_the_same_and_has_all_parts_after_a_batch() -> None:
+    stats = stats_of()
+    layer = block()
+    assert stats.peak_activation_bytes == BLOCKS * (INPUT + HIDDEN) + INPUT  # the loss squares the output
+    assert stats.peak_weight_bytes >= 2 * sum(each.nbytes for each in layer.parameters())  # k + k' slots
+    assert stats.peak_gradient_bytes > 0
+    assert stats.peak_optimizer_bytes == 0  # optimizers step on the CPU
+    parts = stats.peak_weight_bytes, stats.peak_gradient_bytes, stats.peak_optimizer_bytes
+    assert sum(parts) == stats.peak_device_bytes
+
+
+def test_recomputed_activations_are_the_inputs_and_those_of_one_block() -> None:
+    assert stats_of(activations="recompute").peak_activation_bytes == BLOCKS * INPUT + HIDDEN
+
+
+def test_offloaded_activations_count_while_they_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 0)
+    offloaded = stats_of(activations="offload")
+    assert 0 < offloaded.peak_activation_bytes < stats_of().peak_activation_bytes
+    assert offloaded.offloaded_activation_bytes > 0
+
+
+def test_on_an_accelerator_activations_are_the_rest_of_allocated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimDevice, "most_bytes", lambda self: 2**20)
+    with simulated():
+        stats = stats_of()
+    assert stats.peak_activation_bytes + stats.peak_device_bytes == stats.peak_allocated_bytes == 2**20
+    assert all(value >= 0 for value in astuple(stats))
