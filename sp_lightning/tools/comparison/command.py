@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from sp_lightning.tools.comparison.dial import Dial
 
 DIAL_HELP = (
-    "measure memory and time of a model with plain Lightning and with some k and k' (exit status 1: a run stopped)"
+    "measure memory (weights, gradients, optimizer state, activations) and time of a model with plain Lightning and with some k "
+    "and k' (exit status 1: a run stopped)"
 )
 
 _CHECK_OPTIONS = ("factory", "data", "config", "steps", "seed")
