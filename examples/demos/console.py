@@ -116,7 +116,7 @@ def say_memory(plan: Plan, *, counted: int, plain: int, holds: str, allocated: i
         allocated: CUDA's peak, if there is one.
     """
     ours = "weights and gradients" if "gradients" in holds else "weights"
-    say("Peak on the device:")
+    say("Peak on the device, without activations:")
     say(f"  superpipeline, planned  {human_bytes(plan.peak_device_bytes):>10}   {ours}")
     say(f"  superpipeline, counted  {human_bytes(counted):>10}   {ours}")
     say(f"  plain, computed         {human_bytes(plain):>10}   {holds}")

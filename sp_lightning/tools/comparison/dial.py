@@ -261,8 +261,8 @@ def _meaning(device: torch.device, task: str) -> str:
     if task == "prediction":
         return "weights, counted as a GPU would need; the temporary memory of operators is not in it"
     return (
-        "counted, as a GPU would need; activations: tensors that autograd holds at the peak. Not in it: temporary memory of "
-        "operators, and tensors that a checkpoint of the model computes again"
+        "counted, as a GPU would need, each part at its peak; activations: tensors that autograd holds. Not in it: temporary "
+        "memory of operators, and tensors that a checkpoint of the model computes again"
     )
 
 
