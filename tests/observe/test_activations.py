@@ -35,9 +35,25 @@ def counted(net: nn.Module) -> HeldActivations:
     return held
 
 
-def stats_of(**options: Any) -> Any:
+class Blocks(Module):
+    """``in_forward``: the peak of activations when backward begins. ``retains``: True to retain the graph."""
+
+    in_forward = 0
+
+    def __init__(self, *, retains: bool = False) -> None:
+        super().__init__(nn.Sequential(*(block() for _ in range(BLOCKS))))
+        self.retains = retains
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.in_forward = self.trainer.strategy.stats().peak_activation_bytes
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=self.retains)
+
+
+def stats_of(module: Blocks | None = None, **options: Any) -> Any:
     strategy = superpipeline(k=1, k_prime=1, **options)
-    trainer_for(strategy).fit(Module(nn.Sequential(*(block() for _ in range(BLOCKS)))), loader(batches()))
+    trainer_for(strategy).fit(module or Blocks(), loader(batches()))
     return strategy.stats()
 
 
@@ -85,15 +101,20 @@ def test_the_strategy_counts_the_same_and_has_all_parts_after_a_batch() -> None:
     assert sum(parts) == stats.peak_device_bytes
 
 
-def test_recomputed_activations_are_the_inputs_and_those_of_one_block() -> None:
-    assert stats_of(activations="recompute").peak_activation_bytes == BLOCKS * INPUT + HIDDEN
+@pytest.mark.parametrize("retains", [False, True])
+def test_recomputed_activations_are_the_inputs_and_those_of_one_block(retains: bool) -> None:
+    """A graph that is retained also keeps the output, and nothing that was computed again."""
+    stats = stats_of(Blocks(retains=retains), activations="recompute")
+    assert stats.peak_activation_bytes == (BLOCKS + retains) * INPUT + HIDDEN
 
 
 def test_offloaded_activations_count_while_they_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward those of a block are copied while the next one runs; in backward those of two blocks are uploaded."""
     monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 0)
-    offloaded = stats_of(activations="offload")
-    assert 0 < offloaded.peak_activation_bytes < stats_of().peak_activation_bytes
-    assert offloaded.offloaded_activation_bytes > 0
+    monkeypatch.setattr("sp_lightning.capabilities.activations.calls.EXEMPT", 0)
+    module = Blocks()
+    stats = stats_of(module, activations="offload")
+    assert module.in_forward == stats.peak_activation_bytes == 2 * (INPUT + HIDDEN)
 
 
 def test_on_an_accelerator_activations_are_the_rest_of_allocated_memory(monkeypatch: pytest.MonkeyPatch) -> None:

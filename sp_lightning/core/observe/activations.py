@@ -77,8 +77,9 @@ class HeldActivations:
             found = self._held.get(address)
             if found is None or (held := found()) is None:
                 held = _HeldStorage()
-                reference = self._held[address] = _Reference(held, self._free)
+                reference = _Reference(held, self._free)
                 reference.address, reference.nbytes = address, tensor.untyped_storage().nbytes()
+                self._held[address] = reference
                 self.nbytes += reference.nbytes
                 self.peak = max(self.peak, self.nbytes)
             return held
