@@ -53,7 +53,7 @@ class Blocks(Module):
 
 def stats_of(module: Blocks | None = None, **options: Any) -> Any:
     strategy = superpipeline(k=1, k_prime=1, **options)
-    trainer_for(strategy).fit(module or Blocks(), loader(batches()))
+    trainer_for(strategy).fit(module or Blocks(), loader(batches(1)))
     return strategy.stats()
 
 

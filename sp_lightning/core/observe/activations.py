@@ -74,14 +74,13 @@ class HeldActivations:
         if not address or address in self._staying or any(address in each for each in self._storages):
             return None
         with self._lock:
-            found = self._held.get(address)
-            if found is None or (held := found()) is None:
-                held = _HeldStorage()
-                reference = _Reference(held, self._free)
-                reference.address, reference.nbytes = address, tensor.untyped_storage().nbytes()
-                self._held[address] = reference
-                self.nbytes += reference.nbytes
-                self.peak = max(self.peak, self.nbytes)
+            if (found := self._held.get(address)) is not None and (held := found()) is not None:
+                return held
+            held = _HeldStorage()
+            self._held[address] = new = _Reference(held, self._free)
+            new.address, new.nbytes = address, tensor.untyped_storage().nbytes()
+            self.nbytes += new.nbytes
+            self.peak = max(self.peak, self.nbytes)
             return held
 
     @contextmanager
