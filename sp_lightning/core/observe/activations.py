@@ -96,12 +96,11 @@ class HeldActivations:
 
     def _free(self, reference: Any) -> None:
         """Called when no graph holds a storage any more."""
+        address: int = reference.address
         with self._lock:
             self.nbytes -= reference.nbytes
-            if (
-                self._held.get(reference.address) is reference
-            ):  # another storage may have got the address in the meantime
-                del self._held[reference.address]
+            if self._held.get(address) is reference:  # another storage may have got the address in the meantime
+                del self._held[address]
 
 
 def _address(tensor: Tensor) -> int:
