@@ -6,8 +6,7 @@
 All weights stay in CPU memory. The GPU has k + k' slots, each for the weights of one block. While a block computes, the
 next k' blocks are uploaded. Forward keeps only the input of each block. Backward calls the blocks in reverse order: it
 runs each block again, now with a graph, and offloads its gradients to the CPU, where your optimizer steps. Losses and
-weights equal those of plain training, bit for bit. To fit on this page, the weights of all blocks have the same shapes,
-and no block draws random numbers.
+weights equal plain training's, bit for bit. All blocks have weights of the same shapes, no buffers, no random numbers.
 """
 
 import argparse
@@ -27,7 +26,7 @@ device = torch.get_device_module(DEVICE)  # torch.cuda, or torch.cpu: its stream
 
 class Superpipeline:
     def __init__(self, model: nn.Sequential, k: int, k_prime: int) -> None:
-        self.k, self.k_prime = k, k_prime
+        self.k, self.k_prime, self.uploaded, self.offloaded = k, k_prime, 0, 0  # the last two are bytes
         self.trace = [*model, *reversed(model)]  # the order of block calls in a batch: forward, then backward
         self.compute, self.upload, self.offload = device.current_stream(), device.Stream(), device.Stream()
         # The host store: weights and gradients in CPU memory. Only copies from and to pinned memory run beside compute.
@@ -40,7 +39,6 @@ class Superpipeline:
         self.slots = [Slot(weights=w, block=None, uploaded=None, free=self.compute.record_event()) for w in memory]
         self.in_flight: tuple[Any, Sequence[Tensor]] = (None, [])  # gradients, and the event after their offload
         self.peak = Counter(weights=sum(size(weights.values()) for weights in memory))  # bytes on the device at once
-        self.uploaded = self.offloaded = 0
 
     def fetch(self, call: int) -> Any:
         """Upload the blocks of this call and the next k' calls that no slot holds. Return the slot of this call."""
@@ -94,7 +92,7 @@ class Superpipeline:
         self.peak["gradients"] = max(self.peak["gradients"], size([*before, *gradients]))
         self.offloaded += size(gradients)
         if done:
-            done.synchronize()  # only now may torch use the GPU memory of the gradients before these for other tensors
+            done.synchronize()  # only now may torch give the GPU memory of the gradients before these to new tensors
 
 
 def size(tensors: Iterable[Tensor]) -> int:
