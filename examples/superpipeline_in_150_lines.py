@@ -68,6 +68,7 @@ class Superpipeline:
                 x = functional_call(slot.block, slot.weights, x)
             slot.free = self.compute.record_event()
         loss = nn.functional.mse_loss(x.requires_grad_(), target)
+        self.peak["activations"] = max(self.peak["activations"], size([*inputs, x, target]))
         (gradient,) = torch.autograd.grad(loss, x)
         for call in range(n, 2 * n):
             slot = self.fetch(call)
@@ -124,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         weights = {name: p.to(DEVICE) for name, p in plain.named_parameters()}  # on a CPU, the parameters themselves
         kept: dict[int, int] = {}
         with keeping(kept, without=weights.values()):
-            y = functional_call(plain, weights, x)
-        plain_loss = nn.functional.mse_loss(y, target)
+            plain_loss = nn.functional.mse_loss(functional_call(plain, weights, x), target)
         plain_loss.backward()  # also copies gradients to the CPU: a GPU's AdamW could round differently
         loss = streamed.forward_and_backward(x, target)
         optimizer.step()
