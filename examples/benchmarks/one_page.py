@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import warnings
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict
@@ -87,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--k-prime", type=int, default=1)
     options = parser.parse_args(argv)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=UserWarning)  # Lightning's advice about workers
     print(f"| KiB | {' | '.join(PARTS)} | total | uploaded | offloaded | losses and weights |")
     print(f"|---{'|---:' * 7}|---|")
     window = {"k": options.k, "k_prime": options.k_prime}
@@ -107,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             copied = page.uploaded / STEPS, page.offloaded / STEPS
             print(row("the page", memory, *copied, equal(losses, net_of_page, plain)))
         for activations in ("keep", "recompute"):
-            strategy = SuperpipelineStrategy(**window, activations=activations)  # type: ignore[arg-type]
+            strategy = SuperpipelineStrategy(**window, activations=activations)
             ours = trained_by(precision, strategy)
             stats = asdict(strategy.stats())
             memory = [stats[f"peak_{part}_bytes"] for part in ("weight", "gradient", "optimizer", "activation")]

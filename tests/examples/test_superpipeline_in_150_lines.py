@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import checkpoint
 
 from examples import superpipeline_in_150_lines as page
+from examples.benchmarks import one_page
 from tests.support.pages import ROOT
 
 FILE = ROOT / "examples" / "superpipeline_in_150_lines.py"
 GUIDE = ROOT / "examples" / "guide" / "how_it_works.md"
+OTHERS = pytest.mark.rest("other windows than the smallest and the default")
 BLOCKS, BLOCK_KIB = 8, (256 * 256 + 3 * 256) * 4 / 1024
 
 
@@ -36,7 +40,7 @@ def printed_by(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str,
     return {name: (float(plain.replace(",", "")), float(ours.replace(",", ""))) for name, plain, ours in cells}
 
 
-@pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (1, 1), (6, 2)])
+@pytest.mark.parametrize(("k", "k_prime"), [(2, 1), (1, 1), pytest.param(6, 2, marks=OTHERS)])
 def test_it_trains_as_plain_training_with_the_memory_and_bytes_of_the_formula(
     k: int, k_prime: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,6 +71,39 @@ def test_it_is_at_most_150_lines_and_imports_torch_only() -> None:
         for alias in node.names
     }
     assert imported - sys.stdlib_module_names == {"torch"}
+
+
+def cells(page: Path) -> list[list[str]]:
+    """Returns the rows of a page's tables."""
+    return [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
+
+
+def test_the_guide_begins_with_it_and_has_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.findall(r"\]\((.+?)\)", GUIDE.read_text())[0] == "../superpipeline_in_150_lines.py"
+    rows = printed_by([], capsys)
+    figures = [f"{rows[name][1]:,.0f}" for name in ("total", "uploaded", "offloaded")]
+    assert ["the 150 lines", *figures] in cells(GUIDE)
+    assert ["plain training", f"{rows['total'][0]:,.0f}", "0", "0"] in cells(GUIDE)
+
+
+def test_figures_of_the_guide_are_those_of_its_record() -> None:
+    recorded = {",".join(row[5:8]) for row in cells(GUIDE.parents[1] / "results" / "2026-11-30-one-page.md")}
+    shown = [row[1:] for row in cells(GUIDE) if row[-1].replace(",", "").isdecimal()]
+    assert len(shown) == 5
+    assert [row for row in shown if ",".join(row) not in recorded] == []
+
+
+@pytest.mark.rest("trains with Lightning six times")
+def test_the_record_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
+    one_page.main([])
+    rows = capsys.readouterr().out.splitlines()
+    recorded = (GUIDE.parents[1] / "results" / "2026-11-30-one-page.md").read_text().splitlines()
+    assert [row for row in rows if row not in recorded] == []
+
+
+def test_the_guide_is_at_most_500_words() -> None:
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", GUIDE.read_text())
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 500
 
 
 def test_its_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +210,18 @@ def test_what_the_guide_says_that_the_page_gets_wrong(name: str) -> None:
     of_buffers = {each for each in found if "running" in each or "tracked" in each}
     assert found
     assert (found == of_buffers) == (outcome == "only buffers differ")
+
+
+def test_the_guide_has_a_row_for_each_program_that_the_page_gets_wrong() -> None:
+    others = {"mixed precision", "weights that are replaced", "checkpoint files"}
+    assert {row[0] for row in cells(GUIDE) if "tests/" in row[-1]} == {*WRONG, *others}
+
+
+def test_tests_that_the_guide_names_are_there() -> None:
+    for names, link in re.findall(r"^\|[^|]+\|[^|]+\| (`.+`) in \[.+\]\((.+)\) \|$", GUIDE.read_text(), re.MULTILINE):
+        source = (GUIDE.parent / link).read_text()
+        for name in re.findall("`(.+?)`", names):
+            assert re.search(rf"def {name}\(|\"{name}\"", source), name
 
 
 def test_weights_that_are_replaced_are_an_error_on_the_page() -> None:
@@ -301,7 +350,10 @@ def on_late_device(without: str | None = None) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (1, 2), (3, 2), (1, 0), (9, 1)])
+@pytest.mark.parametrize(
+    ("k", "k_prime"),
+    [(1, 1), (2, 1), *(pytest.param(*window, marks=OTHERS) for window in ((1, 2), (3, 2), (1, 0), (9, 1)))],
+)
 def test_copies_that_are_late_change_nothing(k: int, k_prime: int) -> None:
     late = on_late_device()
     with late.device:
