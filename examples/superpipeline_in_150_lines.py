@@ -35,6 +35,7 @@ class Superpipeline:
             p.data = torch.zeros_like(p, pin_memory=DEVICE == "cuda").copy_(p.data)  # your optimizer still has p
         # A slot: GPU memory, the block that it holds, and events after the block's upload and after its last use.
         shapes, count = {name: p.shape for name, p in model[0].named_parameters()}, min(k + k_prime, len(model))
+        assert all({name: p.shape for name, p in each.named_parameters()} == shapes for each in model), "other shapes"
         memory = [{name: torch.empty(shape, device=DEVICE) for name, shape in shapes.items()} for _ in range(count)]
         self.slots = [Slot(weights=w, block=None, uploaded=None, free=self.compute.record_event()) for w in memory]
         self.in_flight: tuple[Any, Sequence[Tensor]] = (None, [])  # gradients, and the event after their offload

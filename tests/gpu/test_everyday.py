@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from examples import superpipeline_in_150_lines
 from sp_lightning import SuperpipelineStrategy
 from tests.support import stacked
 from tests.support.models import Module, Stack, lora, tokens
@@ -193,3 +194,12 @@ def test_layers_that_stay_leave_room_for_what_steps_make(precision: Any) -> None
     assert strategy.plan.stay
     assert retries.seen[4:] == [retries.seen[4]] * len(retries.seen[4:])
     assert torch.cuda.max_memory_reserved() <= budget
+
+
+@needs_gpu
+@pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (3, 2)])
+def test_the_idea_in_150_lines(k: int, k_prime: int, capsys: pytest.CaptureFixture[str]) -> None:
+    superpipeline_in_150_lines.main([f"--k={k}", f"--k-prime={k_prime}"])
+    printed = capsys.readouterr().out
+    assert "KiB on cuda" in printed
+    assert "All losses and weights are equal, bit for bit." in printed
