@@ -6,7 +6,7 @@
 All weights stay in CPU memory. The GPU has k + k' slots, each for the weights of one block. While a block computes, the
 next k' blocks are uploaded. Forward keeps only the input of each block. Backward calls the blocks in reverse order: it
 runs each block again, now with a graph, and offloads its gradients to the CPU, where your optimizer steps. Losses and
-weights equal plain training's, bit for bit. All blocks have weights of the same shapes, no buffers, no random numbers.
+weights equal plain training's, bit for bit. Blocks are float32, of one shape, all trained, without buffers and randomness.
 """
 
 import argparse
@@ -93,8 +93,8 @@ class Superpipeline:
         (done, before), self.in_flight = self.in_flight, (self.offload.record_event(), gradients)
         self.peak["gradients"] = max(self.peak["gradients"], size([*before, *gradients]))
         self.offloaded += size(gradients)
-        if done:
-            done.synchronize()  # only now may torch give the GPU memory of the gradients before these to new tensors
+        if done:  # the gradients before these are alive until their copy is over: the allocator knows only compute
+            done.synchronize()
 
 
 def size(tensors: Iterable[Tensor]) -> int:
@@ -102,7 +102,7 @@ def size(tensors: Iterable[Tensor]) -> int:
 
 
 def keeping(kept: dict[int, int], without: Collection[Tensor]) -> Any:
-    """Note the memory that autograd keeps for backward, except weights: address and bytes."""
+    """Note the memory that autograd keeps for backward, except weights: address and bytes. For the table only."""
 
     def note(tensor: Tensor) -> Tensor:
         if (memory := tensor.untyped_storage()).data_ptr() not in [weight.data_ptr() for weight in without]:
@@ -127,10 +127,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         kept: dict[int, int] = {}
         with keeping(kept, without=weights.values()):
             plain_loss = nn.functional.mse_loss(functional_call(plain, weights, x), target)
+        optimizer.zero_grad()  # after forward, as Lightning does
         plain_loss.backward()  # also copies gradients to the CPU: a GPU's AdamW could round differently
         loss = streamed.forward_and_backward(x, target)
         optimizer.step()
-        optimizer.zero_grad()
         pairs = [(plain_loss, loss), *zip(plain.parameters(), model.parameters(), strict=True)]
         if not all(torch.equal(*pair) for pair in pairs):
             raise SystemExit("losses or weights differ")

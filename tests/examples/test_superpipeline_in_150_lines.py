@@ -136,7 +136,7 @@ def blocks() -> nn.Sequential:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def trained(
@@ -179,6 +179,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Sequential], int, str]] = {
         "differs",
     ),
     "accumulated gradients": (blocks, 2, "differs"),
+    "frozen weights": (lambda: frozen(blocks()), 1, "differs"),
     "hooks on parameters": (lambda: hooked(blocks()), 1, "differs"),
     "dropout": (lambda: nn.Sequential(*(block(nn.Dropout()) for _ in range(5))), 1, "differs"),
     "buffers": (lambda: nn.Sequential(*(block(nn.BatchNorm1d(8)) for _ in range(5))), 1, "only buffers differ"),
@@ -194,6 +195,11 @@ def tied(model: nn.Sequential) -> nn.Sequential:
 
 def hooked(model: nn.Sequential) -> nn.Sequential:
     model[1][0].weight.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
+def frozen(model: nn.Sequential) -> nn.Sequential:
+    model[1][0].weight.requires_grad_(False)
     return model
 
 
