@@ -376,11 +376,11 @@ class OptimizerSteps:
 
     @property
     def ledger(self) -> Ledger | None:
-        """Host memory and traffic, as they are now; None outside of training."""
+        """Host memory, as it is now; None outside of training."""
         return self._count() if self.policy is not None else None
 
     def _count(self) -> Ledger:
-        """Returns host memory and traffic of the run, with the decided place and mode, and with the files on a disk."""
+        """Returns host memory of the run, with the decided place and mode, and with the files on a disk."""
         trainer, overlap, placement = self._trainer, self.overlap, self._run.placement
         on_device = self._facts.place == "gpu"
         paging = Paging(gradients=placement.pages_gradients)
@@ -389,14 +389,11 @@ class OptimizerSteps:
             early=overlap == "backward" and (self._frees or on_device),
             accumulate=trainer.accumulate_grad_batches,
             clips=self._clips(),
-            scales=scaler_of(trainer) is not None,
-            pieces=pieces,
             narrow=(pieces or on_device) and may_stay_narrow(self._facts, paging),
             on_device=on_device,
         )
         ledger = make_ledger(self._run.engine.plan, trainer.optimizers, steps)
-        fused = all(runs_fused(o, g, fuse=self._may_fuse(o)) for o in trainer.optimizers for g in o.param_groups)
-        return self.state.count(placement.count(replace(ledger, fused=fused)), placement)
+        return self.state.count(placement.count(ledger), placement)
 
     def _clips(self) -> str | None:
         """Returns how the trainer clips gradients: ``"norm"``, ``"value"``, or None if it does not."""

@@ -18,19 +18,12 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.torch_compat.features import FEATURES
+
 _PACKAGE = Path(__file__).parents[2] / "sp_lightning"
 FILES = {"private": (_PACKAGE / "core" / "torch_compat" / "private.py").read_text()}
 if (_PACKAGE / "tools" / "planner").exists():
     FILES["fake"] = (_PACKAGE / "tools" / "planner" / "fake.py").read_text()
-
-
-def features(source: str) -> dict[str, str]:
-    """The table of a file without its ranks: the feature that depends on a name."""
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "FEATURES" for t in node.targets):
-            ranked: dict[str, dict[str, str]] = ast.literal_eval(node.value)
-            return {name: feature for names in ranked.values() for name, feature in names.items()}
-    raise AssertionError("the file has no FEATURES")
 
 
 def missing(source: str) -> dict[str, str]:
@@ -59,9 +52,9 @@ def _defined(node: ast.stmt) -> str:
 
 
 def public(source: str) -> set[str]:
-    """Returns the public names that a file defines, except its table and ``Kind``, a type that uses nothing of torch."""
+    """Returns the public names that a file defines, except ``Kind``, a type that uses nothing of torch."""
     names = {_defined(node) for node in ast.parse(source).body}
-    return {name for name in names if name and not name.startswith("_")} - {"FEATURES", "Kind"}
+    return {name for name in names if name and not name.startswith("_")} - {"Kind"}
 
 
 def _import(node: ast.Import | ast.ImportFrom, namespace: dict[str, Any]) -> dict[str, str]:
@@ -119,7 +112,7 @@ def _lacks(value: Any, path: list[str]) -> Iterator[str]:
             return
 
 
-NAMES = [(file, name) for file, source in FILES.items() for name in features(source)]
+NAMES = [(file, name) for file in FILES for name in FEATURES[file]]
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +127,12 @@ def test_torch_has_the_name(file: str, name: str, lacking: dict[str, dict[str, s
 
 
 def _line(file: str, name: str, why: str | None) -> str:
-    return f"torch {torch.__version__}: {name} of {file}.py fails ({why}). It is for: {features(FILES[file])[name]}."
+    return f"torch {torch.__version__}: {name} of {file}.py fails ({why}). It is for: {FEATURES[file][name]}."
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_each_name_has_its_feature(file: str) -> None:
-    assert features(FILES[file]).keys() == public(FILES[file])
+    assert FEATURES[file].keys() == public(FILES[file])
 
 
 @pytest.mark.parametrize(

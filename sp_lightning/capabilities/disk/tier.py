@@ -357,7 +357,7 @@ def missing_bytes(
     # Weights in the scratch file of an earlier run take no memory until this run copies them.
     needed += sum(p.nbytes for layer in _layers(found) for _, p in layer.parameters if is_on_disk(p))
     early = options.optimizer_overlap == "backward"
-    needed += make_ledger(plan, (), Steps(early, accumulate, clips=None, scales=False)).gradients
+    needed += make_ledger(plan, (), Steps(early, accumulate, clips=None)).gradients
     needed += 2 * _STATE * max(layer.gradient_bytes for layer in plan.trained) + _UNTIL_STATE
     return needed + plan.allocated_bytes * (device.type == "cpu") - room  # device memory is host memory, too
 

@@ -131,9 +131,9 @@ an option: field, check, signature; where memory acts       ``trainer.options``,
 *early*              of an update: in backward, before the optimizer's step
 ===================  ==================================================================================================
 
-**Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine through two interfaces only:
+**Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine in two ways only:
 
-- device parameters through :class:`~sp_lightning.core.layers.parameter_group.EngineCallbacks`, which ``Uses`` implements;
+- device parameters call methods of :class:`~sp_lightning.core.engine.uses.Uses`, which is their ``ParameterGroup.engine``;
 - residents, which need their bytes on the host, through :class:`~sp_lightning.core.layers.ring.BlockSource`, which ``HostSource``
   implements.
 

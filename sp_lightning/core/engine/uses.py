@@ -37,7 +37,7 @@ from sp_lightning.core.updates.background import BackgroundUpdates
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Uses:
-    """Fetches and attaches layers on request. It is the ``EngineCallbacks`` of device parameters.
+    """Fetches and attaches layers on request. Device parameters call it as ``ParameterGroup.engine``.
 
     Attributes:
         lock: the engine's lock.

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import sys
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, increment_version
 from torch.utils.hooks import RemovableHandle
 
-from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.layout import Span, absent, version_of, versions
-from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.layers.casts import SavedValues
 from sp_lightning.core.layers.device_parameter import (
     AttachedParameter,
@@ -38,71 +35,6 @@ from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.private import counted_nodes, gradient_hooks
 
 
-class EngineCallbacks(Protocol):
-    """The calls of device parameters into the engine. :class:`~sp_lightning.core.engine.uses.Uses` implements them.
-
-    A ``layer`` is a :class:`~sp_lightning.core.layers.layer.StreamedLayer`.
-    """
-
-    device: Device
-    calls: Any  # ``calls.depth`` is the number of running module calls
-    lock: threading.RLock  # the engine's lock
-    threads: OwnThreads
-
-    def at_host(self) -> bool:
-        """Returns True if this thread gets host parameters: no step, call or backward runs, or the thread is outside the run."""
-
-    def helping(self) -> AbstractContextManager[bool]:
-        """A context for an operation of a thread outside the run. Yields True if the operation may use device parameters."""
-
-    def copied(self, layer: Any, index: int) -> Tensor | None:
-        """Returns a copy of a weight that may have been written on the device; None if the host has the present values."""
-
-    def refuse_over(self, name: str) -> None:
-        """If the run is over, raises a RuntimeError for the use of the device parameter ``name``."""
-
-    def operation_on(
-        self, parameters: Sequence[DeviceParameter], *, casts: bool = False
-    ) -> AbstractContextManager[None]:
-        """A context during which these device parameters, or their ``casts``, are on the device."""
-
-    def saves_raw(self) -> bool:
-        """Returns True if autograd would now save tensors as they are: the engine's saved-tensor hooks are not active."""
-
-    def hooks(self) -> AbstractContextManager[None]:
-        """A context with the engine's saved-tensor hooks."""
-
-    def gradient_arrived(self, layer: Any, index: int, parameter: Tensor) -> None:
-        """Called after autograd has set the gradient of a device parameter."""
-
-    def gradients_complete(self, layer: Any) -> None:
-        """Called when all parameters of a layer and of its masters have their gradients in this backward."""
-
-    def replacing(self, layer: Any, index: int, value: Tensor) -> None:
-        """Called before ``param.data = value``, while the layer is on the device."""
-
-    def take_back_writes(self, layer: Any) -> None:
-        """Makes a layer's host weights current: waits for its update, and copies back weights that were written on the device."""
-
-    def host_is_used(self, layer: Any) -> None:
-        """Called within a step before user code reads the host's weights of a layer, or writes them."""
-
-    def host_was_used(self, layer: Any, *, viewed: bool) -> None:
-        """Called within a step after user code has used host weights of a layer. ``viewed``: True if it got a view of one."""
-
-    def host_is_shown(self, layer: Any) -> None:
-        """Called within a step before user code gets the host's memory of a weight. Writes to that memory change no version."""
-
-    def device_is_used(self, layer: Any) -> None:
-        """Called before an operation that was given host parameters of a layer computes with the device parameters instead."""
-
-    def reading_rows(self, layer: Any) -> AbstractContextManager[tuple[Tensor, Any] | None]:
-        """A context in which no update writes a table's weight on the host.
-
-        Yields the weight's bytes, and the event after which they may be read; None if the whole weight is on the device.
-        """
-
-
 class ParameterGroup:
     """The device parameters of one layer.
 
@@ -116,7 +48,8 @@ class ParameterGroup:
         autocast: the dtype of these parameters' casts, if they are masters; otherwise None.
 
     Attributes:
-        layer, engine: the layer, and the engine that fetches the layer; :meth:`connect` sets the engine.
+        layer, engine: the :class:`~sp_lightning.core.layers.layer.StreamedLayer`, and the engine that fetches the layer: its
+            :class:`~sp_lightning.core.engine.uses.Uses`. :meth:`connect` sets both.
         by_rows: True if only rows of some parameters may be on the device. These parameters keep the class of
             stand-ins also while they are views of the slot (:meth:`notice_uses_of`).
         compute: runs an operation that needs only rows of a stand-in; None if the layer is uploaded whole. The function takes
@@ -134,7 +67,7 @@ class ParameterGroup:
     """
 
     layer: Any
-    engine: EngineCallbacks
+    engine: Any
 
     def __init__(
         self,
@@ -178,7 +111,7 @@ class ParameterGroup:
         for index in indices:
             self._view_classes[index] = self._stand_in_classes[index]
 
-    def connect(self, layer: Any, engine: EngineCallbacks) -> None:
+    def connect(self, layer: Any, engine: Any) -> None:
         """Sets the layer and the engine, and adds hooks for gradients. The parameters can be used from now on."""
         self.layer = layer
         self.engine = engine
@@ -361,7 +294,7 @@ class ParameterGroup:
         """Returns a number that rises with each known write of a weight, also with writes that no version shows.
 
         If an update of the layer runs, which may change the version at any time, or if the weight may have been written on the
-        device, this first makes the host weights current (:meth:`EngineCallbacks.take_back_writes`).
+        device, this first makes the host weights current (``Uses.take_back_writes``).
         """
         guard = self.layer.guard
         written = (guard is not None and index in guard.exposed) or self.version(index) != self._versions[index]

@@ -29,7 +29,7 @@ nothing any more.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -80,20 +80,15 @@ class WriteGuard:
         self.viewed.clear()
 
 
-class Guarded(Protocol):
-    """A :class:`~sp_lightning.core.layers.layer.StreamedLayer`."""
-
-    guard: WriteGuard | None
-
-
-def guard_of(layer: Guarded) -> WriteGuard:
+def guard_of(layer: Any) -> WriteGuard:
     """Returns the layer's guard. Makes one if the layer has none."""
-    if layer.guard is None:
-        layer.guard = WriteGuard()
-    return layer.guard
+    guard: WriteGuard | None = layer.guard
+    if guard is None:
+        guard = layer.guard = WriteGuard()
+    return guard
 
 
-def drop_if_empty(layer: Guarded) -> None:
+def drop_if_empty(layer: Any) -> None:
     """Removes the layer's guard if it records nothing any more, so that uses of the layer need no more time."""
     guard = layer.guard
     if guard is not None and not (

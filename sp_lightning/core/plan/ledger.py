@@ -1,8 +1,4 @@
-"""The host's side of the plan: memory use, and the memory traffic of an optimizer step.
-
-If the optimizer steps on the host, the bandwidth of host memory limits training, as PCIe does. So the ledger lists each pass over
-host memory.
-"""
+"""The host's side of the plan: the memory that training uses."""
 
 from __future__ import annotations
 
@@ -21,26 +17,6 @@ from sp_lightning.core.torch_compat.private import tree_leaves
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One pass over host memory in a step.
-
-    Attributes:
-        what: the purpose of the pass.
-        read, written: the bytes that the pass reads and writes, for all parameters together.
-    """
-
-    what: str
-    read: int
-    written: int
-
-
-ON_DEVICE = "steps on the GPU"
-"""The pass that uploads and offloads weights, gradients and state for steps on the GPU. It replaces the pass of updates."""
-_TRANSFERS = ("fetch", "gradients", ON_DEVICE)
-_OF_BATCHES = ("casts", "accumulation")
-
-
-@dataclass(frozen=True)
 class Ledger:
     """Host memory of a node while training. All sizes are in bytes.
 
@@ -51,14 +27,11 @@ class Ledger:
         gradients: bytes of ``param.grad``, of staging memory for gradients that are accumulated, and of the buffer in which
             norms of 16-bit gradients are computed. Gradients that stay on the device do not count.
         state: bytes of the optimizers' tensors; None if unknown before the first step.
-        passes: the passes of one step with all its micro-batches: an upper bound if the optimizer runs fused. Other optimizers
-            pass over the memory more often.
         ranks: the number of processes of the node, each with a device, that share the memory.
         on_disk: bytes of the state that are on a disk and not in memory.
         staging: bytes of the memory buffers for transfers from and to the disk.
         disk_traffic: bytes read from and written to the disk per step, on average, without the first step; 0 before the second.
         weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk.
-        fused: True if the step runs fused.
         staying: bytes of weights and state of layers that stay on the device. They are in host memory until the first step, and
             while a checkpoint is written.
     """
@@ -67,14 +40,12 @@ class Ledger:
     weights: int
     gradients: int
     state: int | None
-    passes: tuple[Pass, ...]
     ranks: int = 1
     on_disk: int = 0
     staging: int = 0
     disk_traffic: float = 0.0
     weights_on_disk: int = 0
     gradients_on_disk: int = 0
-    fused: bool = True
     staying: int = 0
 
     @property
@@ -87,28 +58,14 @@ class Ledger:
         """Bytes of host memory while batches are trained, from the first step on."""
         return self.nbytes - self.staying
 
-    @property
-    def update_bytes(self) -> int:
-        """Bytes that the CPU reads and writes in a step: all passes except transfers."""
-        return sum(each.read + each.written for each in self.passes if each.what not in _TRANSFERS)
-
-    @property
-    def batch_bytes(self) -> int:
-        """The part of :attr:`update_bytes` that occurs in micro-batches, for all micro-batches of a step together."""
-        return sum(each.read + each.written for each in self.passes if each.what in _OF_BATCHES)
-
     def __str__(self) -> str:
-        """Returns a line about memory and a line about traffic per parameter by pass; a third line if a disk is used."""
+        """Returns a line about memory, and a second line if a disk is used."""
         count = max(self.parameters, 1)
         state = "optimizer state unknown before its first step"
         if self.state is not None:
             state = f"{human_bytes(self.state - self.on_disk)} optimizer state"
         if self.staging:
             state += f", {human_bytes(self.staging)} disk buffers"
-        passes = ", ".join(f"{each.what} {each.read / count:.3g}/{each.written / count:.3g}" for each in self.passes)
-        read = sum(each.read for each in self.passes) / count
-        written = sum(each.written for each in self.passes) / count
-        step = "fused optimizer step, at most" if self.fused else "optimizer step, which does not run fused, more than"
         of = f" of the node's {self.ranks} devices together" if self.ranks > 1 else ""
         stays = ""
         if self.staying:
@@ -117,13 +74,11 @@ class Ledger:
         return (
             f"Superpipeline: CPU memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
             f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those in flight, "
-            f"{state}).{stays}\n"
-            f"Superpipeline: CPU memory traffic per parameter and {step}: {read:.3g} bytes read and {written:.3g} "
-            f"written (read/written by {passes})." + self._of_disk(count)
+            f"{state}).{stays}" + self._of_disk(count)
         )
 
     def _of_disk(self, count: int) -> str:
-        """Returns the third line of :meth:`__str__`; empty without a disk."""
+        """Returns the second line of :meth:`__str__`; empty without a disk."""
         on_disk = {
             "trained weights": self.weights_on_disk, "gradients": self.gradients_on_disk, "the optimizer state": self.on_disk,
         }  # fmt: skip
@@ -145,23 +100,19 @@ class Steps:
         early: True if layers are updated in backward and their gradients freed after that.
         accumulate: the number of micro-batches of a step.
         clips: how gradients are clipped: ``"norm"``, ``"value"``, or None if they are not.
-        scales: True if gradients are unscaled.
-        pieces: True if layers are updated piece by piece, so that the data of one pass is in the caches for the next.
         narrow: True if gradients of casts keep the cast's dtype until the update.
-        on_device: True if layers are stepped on the device. Then only transfers read and write host memory.
+        on_device: True if layers are stepped on the device.
     """
 
     early: bool
     accumulate: int
     clips: str | None
-    scales: bool
-    pieces: bool = False
     narrow: bool = False
     on_device: bool = False
 
 
 def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: Steps) -> Ledger:
-    """Counts the host memory and its traffic for a run with the layers of a plan and the state of some optimizers.
+    """Counts the host memory for a run with the layers of a plan and the state of some optimizers.
 
     Args:
         plan: the layers.
@@ -172,8 +123,6 @@ def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: 
     # Sums of gradients, over micro-batches or devices, are not narrow.
     steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)
     state = _state_bytes(optimizers)
-    offloaded_state = _offloaded_state(plan, state or 0)
-    passes = _passes(plan, offloaded_state, steps)
     layers = (*plan.trained, *plan.masters)
     weights = sum(layer.nbytes for layer in layers)
     return Ledger(
@@ -181,9 +130,8 @@ def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: 
         weights=weights,
         gradients=_gradient_bytes(plan, steps) + _norm_bytes(plan, steps),
         state=state,
-        passes=tuple(each for each in passes if each.read or each.written),
         ranks=plan.ranks,
-        staying=weights + (state or 0) - _offloaded_weights(plan) - offloaded_state,
+        staying=weights + (state or 0) - _offloaded_weights(plan) - offloaded_state(plan, state or 0),
     )
 
 
@@ -192,7 +140,7 @@ def _offloaded_weights(plan: Plan) -> int:
     return sum(layer.nbytes for layer in (*plan.offloaded, *plan.offloaded_masters))
 
 
-def _offloaded_state(plan: Plan, state: int) -> int:
+def offloaded_state(plan: Plan, state: int) -> int:
     """Returns the bytes of optimizer state of layers that do not stay on the device, estimated by their share of gradients."""
     if not plan.stay:
         return state
@@ -226,56 +174,6 @@ def _norm_bytes(plan: Plan, steps: Steps) -> int:
         min(layer.narrow_bytes, max((cast.nbytes for cast in layer.casts), default=0)) for layer in plan.offloaded
     )
     return 2 * max(halves, default=0)
-
-
-def _passes(plan: Plan, state: int, steps: Steps) -> list[Pass]:
-    """Returns all passes of a step. Layers that stay on the device have none.
-
-    Args:
-        plan: the layers.
-        state: bytes of the state of layers that do not stay on the device.
-        steps: the properties of the steps.
-    """
-    layers = plan.offloaded
-    accumulate, more = steps.accumulate, steps.accumulate - 1
-    clips, scales, pieces, narrow = steps.clips, steps.scales, steps.pieces, steps.narrow
-    masters = sum(each.nbytes for each in plan.offloaded_masters)
-    casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
-    # The bytes that each device uploads in a forward. Tables do not count: only some of their rows are uploaded.
-    fetched = [layer for index, layer in enumerate(plan.layers) if index not in plan.stay]
-    uploaded = sum(layer.nbytes for layer in (*fetched, plan.residents))
-    gradients = sum(layer.gradient_bytes for layer in layers)
-    # Gradients of casts, in the casts' dtype. They are half as large as the masters' gradients.
-    halves = sum(layer.narrow_bytes for layer in layers)
-    kept = gradients - halves * narrow
-    narrow_offloaded = halves * plan.alone
-    widened = narrow_offloaded * (not narrow)
-    wide = kept - halves * narrow  # without narrow gradients, which other passes unscale and clip
-    clipped = wide * (clips is not None)
-    buffered = 2 * halves * narrow * (not steps.on_device)  # narrow gradients are widened into a buffer for their norms
-    offloaded = gradients
-    if steps.early and steps.on_device:
-        offloaded = kept = plan.residents.gradient_bytes
-        narrow_offloaded = widened = 0
-    # A weight is as large as its gradient, so ``gradients`` also counts the weights that an update reads and writes.
-    update = Pass("update", gradients + kept + state, gradients + state)
-    casts_of_device = 0  # casts that are offloaded after steps on the device
-    if steps.on_device:
-        casts_of_device = sum(cast.nbytes for layer in layers for cast in layer.casts if layer.gradient_bytes)
-        update = Pass(ON_DEVICE, gradients + kept + state, gradients + state + casts_of_device)
-    written_casts = accumulate * casts - casts_of_device
-    return [
-        Pass("casts", accumulate * masters - 2 * halves * (pieces or steps.on_device), written_casts),
-        Pass("fetch", 2 * accumulate * plan.ranks * uploaded, 0),
-        Pass("gradients", 0, accumulate * (offloaded - narrow_offloaded)),
-        Pass("widening", widened, 2 * widened),
-        # Several devices upload the accumulated gradients, and add to them on the device.
-        Pass("accumulation", more * gradients * (2 if plan.alone else plan.ranks), more * gradients * plan.alone),
-        Pass("unscaling", kept * scales, wide * scales),
-        Pass("norm", (kept + buffered) * (clips == "norm"), buffered * (clips == "norm")),
-        Pass("clipping", clipped * (not pieces), clipped),
-        update,
-    ]
 
 
 def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:

@@ -29,7 +29,15 @@ from sp_lightning.tools.planner.adapters import add_adapters
 from sp_lightning.tools.planner.arguments import PRECISIONS, Question, contradictions
 from sp_lightning.tools.planner.dry_run import Work, estimate
 from sp_lightning.tools.planner.fake import VALUES_NEEDED, fake_tensors
-from sp_lightning.tools.planner.host import HostMemory, HostStep, host_memory, host_step, update_rates
+from sp_lightning.tools.planner.host import (
+    HostMemory,
+    HostStep,
+    Traffic,
+    host_memory,
+    host_step,
+    host_traffic,
+    update_rates,
+)
 from sp_lightning.tools.planner.known_values import answered
 from sp_lightning.tools.planner.model_source import Arguments, ModelSource, has_forward, load_model
 from sp_lightning.tools.planner.modes import oldest_offloaded, visited
@@ -202,23 +210,19 @@ class Estimate:
         return host_memory(self.question, self.plan(1, 1), self.step, offloaded) if offloaded else self.host
 
     @property
-    def _traffic(self) -> tuple[int, int]:
-        """Bytes of host memory that a step of a fused optimizer reads and writes: those of the step itself, and of each batch.
-
-        Without accumulation, the second number is 0, and the first one contains everything.
-        """
-        ledger, batches = self.host.ledger, self.question.accumulate_grad_batches
-        if ledger is None:
-            return 0, 0
-        each = ledger.batch_bytes // batches if batches > 1 else 0
-        return ledger.update_bytes - batches * each, each
+    def _traffic(self) -> Traffic:
+        """The host memory that optimizer steps read and write."""
+        step, ledger = self.step, self.host.ledger
+        if step is None or ledger is None:
+            return Traffic()
+        return host_traffic(self.question, self.plan(1, 1), step, ledger.state or 0)
 
     @cached_property
     def rates(self) -> Rates:
         """The speed of the machine, from the question."""
         asked, step, ledger, updates = self.question, self.step, self.host.ledger, _NO_UPDATES
         if step is not None and ledger is not None:
-            updates = update_rates(asked, step, self.plan(1, 1), ledger, self._traffic[0])
+            updates = update_rates(asked, step, self.plan(1, 1), ledger, self._traffic)
         visit, weight = asked.measured.python or HOST_SECONDS["inference" if asked.predict else "training"]
         others = asked.devices - 1  # the number of other devices
         return Rates(
@@ -277,7 +281,7 @@ class Estimate:
 
     def _batch(self, plan: Plan, modes: Modes, rates: Rates, *, updates: bool, moves: bool) -> Prediction:
         """Predicts one batch: with optimizer steps if ``updates`` is True, with disk traffic if ``moves`` is True."""
-        update, each = self._traffic
+        traffic = self._traffic
         overlap = self.question.mode if self.step is None else self.step.overlap
         on_disk: Mapping[int, int] = {}
         if moves and self.question.disk is not None:
@@ -286,7 +290,7 @@ class Estimate:
         asked = self.question
         visits = self._visits(plan, modes, flops=asked.tflops * 1e12, memory=asked.device_bandwidth)
         walk = Walk(plan, visits, with_updates, overlap=overlap, frees=self.question.frees, on_disk=on_disk)
-        return walk.predict(host_traffic=each + update * updates)
+        return walk.predict(host_traffic=traffic.batch + traffic.step * updates)
 
 
 def estimate_model(question: Question) -> Estimate:

@@ -115,16 +115,3 @@ def fake_tensors() -> Iterator[None]:
         Fakes(allow_non_fake_inputs=True),
     ):
         yield
-
-
-FEATURES = {
-    "the planner": {
-        "VALUES_NEEDED": "superpipeline plan: activations that depend on values",
-        "Fakes": "superpipeline plan",
-        "truncated_normal_without_values": "superpipeline plan: models that call nn.init.trunc_normal_",
-        "grouped_products_without_values": "superpipeline plan: stacked experts",
-        "modules_converted_without_swaps": "superpipeline plan: module.to(…)",
-        "fake_tensors": "superpipeline plan",
-    },
-}
-"""As :data:`sp_lightning.core.torch_compat.private.FEATURES`."""

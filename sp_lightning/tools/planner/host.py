@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from sp_lightning.core.plan.ledger import ON_DEVICE, Ledger, Steps, has_known_state, make_ledger
+from sp_lightning.core.plan.ledger import Ledger, Steps, has_known_state, make_ledger, offloaded_state
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.core.updates.cpu_seconds import EIGHT_BITS_SECONDS, NORM_SECONDS, PIECES_SECONDS, muon_flops
@@ -91,13 +91,13 @@ def beside(optimizers: Iterable[torch.optim.Optimizer], overlap: Overlap) -> Ove
     return "off" if overlap == "forward" and any(map(compiles, optimizers)) else overlap
 
 
-def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger, traffic: int) -> dict[str, Any]:
+def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger, traffic: Traffic) -> dict[str, Any]:
     """Returns the fields of :class:`~sp_lightning.tools.planner.prediction.visits.Rates` for updates, by name.
 
     Args:
         question: has the bandwidths of memory.
         step, plan, ledger: the optimizer's step, the plan of the layers, and the host memory of training.
-        traffic: bytes of host memory that a fused optimizer's step reads and writes.
+        traffic: the host memory that steps read and write.
     """
     everything, gradients = (
         max(1, sum(layer.gradient_bytes for layer in layers)) for layers in (plan.trained, plan.offloaded)
@@ -105,12 +105,12 @@ def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger,
     share, state = gradients / everything, (ledger.state or 0) / everything
     rates = {"step": _stay_rate(question, step, everything, state)} if plan.stay else {}
     if not step.on_device:
-        seconds = max(traffic, 1) / question.host_bandwidth
+        seconds = max(traffic.step, 1) / question.host_bandwidth
         seconds = share * step.seconds if step.seconds else max(seconds, _pieces_seconds(question, plan))
         return {"update": gradients / seconds, **rates}
-    read, written = (sum(getattr(e, way) for e in ledger.passes if e.what == ON_DEVICE) for way in ("read", "written"))
     update = everything / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
-    return {"update": update, "update_upload": read / gradients, "update_download": written / gradients, **rates}
+    read, written = (nbytes / gradients for nbytes in (traffic.uploaded, traffic.downloaded))
+    return {"update": update, "update_upload": read, "update_download": written, **rates}
 
 
 def _pieces_seconds(question: Question, plan: Plan) -> float:
@@ -322,16 +322,67 @@ def _early(question: Question, step: HostStep) -> bool:
     return question.accumulate_grad_batches == 1 and step.overlap == "backward" and question.frees
 
 
+def _in_pieces(step: HostStep) -> bool:
+    """Returns True if layers are updated piece by piece, so that the data of one pass is in the caches for the next."""
+    return step.overlap != "off" and step.seconds is None and not step.on_device
+
+
 def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = True) -> Ledger:
     """Returns the host memory of training without a disk. With ``narrow=False``, gradients have the parameters' dtype."""
-    fused = step.overlap != "off" and step.seconds is None and not step.on_device
     steps = Steps(
         early=_early(question, step),
         accumulate=question.accumulate_grad_batches,
         clips=question.gradient_clip,
-        scales=question.precision == "16-mixed",
-        pieces=fused,
-        narrow=(fused or step.on_device) and narrow,
+        narrow=(_in_pieces(step) or step.on_device) and narrow,
         on_device=step.on_device,
     )
     return make_ledger(plan, step.optimizers, steps)
+
+
+class Traffic(NamedTuple):
+    """Bytes of host memory that optimizer steps read and write: an upper bound for fused steps. Layers that stay have none.
+
+    Attributes:
+        step: by the CPU, in each step.
+        batch: by the CPU, in each micro-batch. 0 without accumulation: ``step`` then contains them.
+        uploaded, downloaded: by the transfers of weights, gradients and state of a step on the device.
+    """
+
+    step: int = 0
+    batch: int = 0
+    uploaded: int = 0
+    downloaded: int = 0
+
+
+def host_traffic(question: Question, plan: Plan, step: HostStep, state: int) -> Traffic:
+    """Counts the passes over host memory. ``state``: bytes of the optimizers' state."""
+    layers, accumulate, more = plan.offloaded, question.accumulate_grad_batches, question.accumulate_grad_batches - 1
+    pieces, on_device, norm = _in_pieces(step), step.on_device, question.gradient_clip == "norm"
+    narrow = (
+        (pieces or on_device) and not more and plan.alone
+    )  # sums of gradients, of batches or devices, are not narrow
+    state = offloaded_state(plan, state)
+    gradients = sum(layer.gradient_bytes for layer in layers)  # as large as the weights that an update reads and writes
+    halves = sum(layer.narrow_bytes for layer in layers)  # gradients of casts, in the casts' dtype
+    kept, widened = gradients - halves * narrow, halves * plan.alone * (not narrow)
+    wide = kept - halves * narrow  # without narrow gradients, which other passes unscale and clip
+    clipped = wide * (question.gradient_clip is not None)
+    if on_device and _early(question, step):
+        kept, widened = plan.residents.gradient_bytes, 0
+    casts = accumulate * sum(cast.nbytes for layer in layers for cast in layer.casts)
+    downloaded = sum(cast.nbytes for layer in layers for cast in layer.casts if layer.gradient_bytes) * on_device
+    read_for_casts = accumulate * sum(each.nbytes for each in plan.offloaded_masters) - 2 * halves * (
+        pieces or on_device
+    )
+    batches = read_for_casts + casts - downloaded
+    batches += more * gradients * (3 if plan.alone else plan.ranks)  # several devices add to gradients on the device
+    passes = batches + 3 * widened + (kept + wide) * (question.precision == "16-mixed") + clipped * (2 - pieces)
+    # Narrow gradients are widened into a buffer for their norms.
+    passes += norm * (kept + 4 * halves * narrow * (not on_device))
+    uploaded, downloaded = gradients + kept + state, gradients + state + downloaded
+    if on_device:
+        transfers = uploaded, downloaded
+    else:
+        passes, transfers = passes + uploaded + downloaded, (0, 0)
+    each = batches // accumulate if more else 0
+    return Traffic(passes - accumulate * each, each, *transfers)

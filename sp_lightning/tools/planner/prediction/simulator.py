@@ -190,9 +190,8 @@ class Walk:
         """Simulates some batches and returns the prediction of the last one, whose trace is known.
 
         Args:
-            host_traffic: bytes that the updates of a batch read and write on the host, as
-                :class:`~sp_lightning.core.plan.ledger.Ledger` lists them. Together with the copied bytes they bound the time of a
-                batch from below, by the rate of host memory.
+            host_traffic: bytes that the updates of a batch read and write on the host. Together with the copied bytes they bound
+                the time of a batch from below, by the rate of host memory.
             batches: the number of simulated batches.
         """
         for _ in range(batches):
