@@ -184,71 +184,21 @@ def test_like_plain(name: str, precision: str) -> None:
 # ---------------------------------------------------------------------- an optimizer of a layer's own
 
 
-class Lookahead(torch.optim.Optimizer):
-    """An optimizer whose step runs another one's, and writes the same weights afterwards, beside weights that it keeps."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        super().__init__(inner.param_groups, {})
-        self.slow: list[Tensor] = []
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        weights = [p for group in self.param_groups for p in group["params"]]
-        self.slow = self.slow or [p.data.clone() for p in weights]
-        self.inner.step()
-        for weight, slow in zip(weights, self.slow, strict=True):
-            slow.add_(weight.data - slow, alpha=0.5)
-            weight.data.copy_(slow)
-
-
-class ReadsItsModule(torch.optim.SGD):
-    """Its step reads the weight from the module as well, once it has written it."""
-
-    module: Any
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.add_(0.1 * self.module.codes.sum())
-
-
-def reads_its_module(parameters: Any, module: Any) -> torch.optim.Optimizer:
-    made = ReadsItsModule(parameters, lr=0.1)
-    made.module = module
-    return made
-
-
-OWN: dict[str, Callable[[Any, Any], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters, _: torch.optim.SGD(parameters, lr=0.1),
-    "adam, one by one": lambda parameters, _: torch.optim.Adam(parameters, lr=0.01, foreach=False),
-    "fused": lambda parameters, _: torch.optim.SGD(parameters, lr=0.1, fused=True),
-    "lbfgs": lambda parameters, _: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
-    "lookahead": lambda parameters, _: Lookahead(torch.optim.Adam(parameters, lr=0.01)),
-    "reads its module": reads_its_module,
-}
-
-
 class Trained(nn.Module):
-    """Reads its weights, has an optimizer of its own step them in its forward, or in a module's inside, and reads them again."""
+    """Reads its weights, has an optimizer of its own step them in its forward, and reads them again."""
 
-    def __init__(self, own: str, inside: bool = False) -> None:
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, own: Callable[[Any], torch.optim.Optimizer]) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
         self.codes = nn.Parameter(torch.randn(16))
-        parameters = [self.codes, self.second.weight]  # the latter travels as its cast in bf16-mixed
-        self.optimizer = OWN[own](parameters, self)
-        self.inside = Inside() if inside else None
+        self.optimizer = own([self.codes, self.second.weight])  # the latter travels as its cast in bf16-mixed
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x)) + self.codes.detach()
-        view = self.codes.detach()[::2]
-        if self.inside is None:
-            self.train_codes(x.detach())
-        else:
-            self.inside(x, self.train_codes)
-        return self.second(x + self.codes.detach()) + view.sum()
+        self.train_codes(x.detach())
+        return self.second(x + self.codes.detach())
 
     def train_codes(self, x: Tensor) -> None:
         def closure() -> Tensor:
@@ -267,18 +217,17 @@ class Trained(nn.Module):
             self.optimizer.zero_grad()
 
 
-class Inside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, then: Callable[[Tensor], None]) -> None:
-        then((x + self.scale(x)).detach())
+OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+}
+IN_ITS_CALL = r"An optimizer would step 'net\.0\..*' inside a call of its layer 'net\.0'.*keep_on_gpu=\['net\.0'\]"
 
 
 class TrainsItself(Module):
-    def __init__(self, own: str, inside: bool = False) -> None:
-        super().__init__(nn.Sequential(*(Trained(own, inside) for _ in range(3))))
+    def __init__(self, own: str = "sgd") -> None:
+        super().__init__(nn.Sequential(*(Trained(OWN[own]) for _ in range(3))))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for name, p in self.named_parameters() if ".first" in name], lr=0.1)
@@ -296,36 +245,73 @@ class TrainsItselfByHand(TrainsItself):
         return loss
 
 
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in float32"))
 @pytest.mark.parametrize("kind", [TrainsItself, TrainsItselfByHand])
 @pytest.mark.parametrize("own", OWN)
-def test_an_own_optimizer_steps_inside_of_its_layers_forward(own: str, kind: Any, precision: Any) -> None:
-    """The rest of the forward went on with the old weights, silently, unless optimization was manual and a module followed."""
-    inside = own == "sgd"
-    plain = fit(lambda: kind(own, inside), vectors(2), val=vectors(1), precision=precision)
-    for options in ({"k": 1}, {"k": 3}, {"k": 1, "keep_on_gpu": ["**.codes"]}):
-        with nullcontext() if options == {"k": 3} else simulated():
-            ours = fit(
-                lambda: kind(own, inside), vectors(2), superpipeline(**options), val=vectors(1), precision=precision
-            )
-        assert_same(ours, plain)
+def test_an_optimizer_that_steps_a_layer_inside_its_call_is_refused(own: str, kind: Any) -> None:
+    """The rest of the forward would go on with the old weights."""
+    model = kind(own)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=IN_ITS_CALL):
+        trainer_for(superpipeline(k=1)).fit(model, loader(vectors()))
+    assert_equal(list(model.parameters()), before, "no weight is written")
 
 
-@pytest.mark.parametrize("own", ["sgd", "fused"])
-def test_it_does_so_in_a_prediction(own: str) -> None:
-    def predict(strategy: Any) -> Any:
-        pl.seed_everything(7, verbose=False)
-        return trainer_for(strategy).predict(TrainsItself(own), loader(vectors()))
+def test_it_is_refused_in_a_prediction() -> None:
+    with pytest.raises(RuntimeError, match=IN_ITS_CALL):
+        trainer_for(superpipeline(k=1)).predict(TrainsItself(), loader(vectors()))
 
-    assert_equal(predict(superpipeline(k=1)), predict("auto"), own)
+
+@pytest.mark.long("takes a second or more")
+@pytest.mark.parametrize("kind", [TrainsItself, TrainsItselfByHand])
+@pytest.mark.parametrize("own", OWN)
+def test_an_optimizer_steps_weights_on_the_gpu_inside_a_call(own: str, kind: Any) -> None:
+    """What the error advises."""
+    plain = fit(lambda: kind(own), vectors(2), val=vectors(1), precision="bf16-mixed")
+    for device in (nullcontext, simulated):
+        with device():
+            strategy = superpipeline(k=1, keep_on_gpu=[f"net.{index}" for index in range(3)])
+            assert_same(fit(lambda: kind(own), vectors(2), strategy, val=vectors(1), precision="bf16-mixed"), plain)
+
+
+class OwnStepMissesItsGroups(torch.optim.SGD):
+    """Its step also writes a weight that is in none of its groups."""
+
+    other: nn.Parameter
+    how: str
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        with torch.no_grad():
+            (self.other.data if self.how == "data" else self.other).sub_(1)
+
+
+class WritesAnother(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.own = OwnStepMissesItsGroups([nn.Parameter(torch.ones(2))], lr=0.1)
+        self.own.other, self.own.how = self.linear.bias, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.own.step()
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("how", ["data", "in place"])
+def test_a_step_inside_a_call_that_writes_a_weight_of_no_group_is_refused(how: str) -> None:
+    def model() -> Module:
+        return Module(nn.Sequential(*(WritesAnother(how) for _ in range(3))))
+
+    with simulated(), pytest.raises(RuntimeError, match=r"A weight of 'net\.0' was .* inside a call of its layer"):
+        fit(model, vectors(), superpipeline(k=1))
 
 
 class TrainsOutside(TrainsItself):
     """``training_step`` trains weights of a layer and one beside all layers, and reads them without a call in between."""
 
     def __init__(self) -> None:
-        super().__init__("sgd")
+        super().__init__()
+        self.net = nn.Sequential(*(Apart(OWN["sgd"]) for _ in range(3)))
         self.bias = nn.Parameter(torch.randn(16))
         self.own = torch.optim.SGD([self.bias], lr=0.1)
 
@@ -337,6 +323,11 @@ class TrainsOutside(TrainsItself):
         self.net[0].train_codes(batch + self.bias.detach())  # type: ignore[index]
         again = [self.bias.detach(), self.net[0].codes.detach()]  # type: ignore[index]
         return super().loss(batch + sum(view.sum() for view in (*views, *again)))
+
+
+class Apart(Trained):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) + self.codes.detach())
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -380,17 +371,18 @@ class StepsInCalls(TrainsItselfByHand):
         Module.__init__(self, nn.Sequential(*(StepsInItsCall(how) for _ in range(3))))
 
 
+@pytest.mark.parametrize("how", ["in place", "in place, view", "data", "detach"])
+def test_steps_by_hand_after_a_backward_inside_of_the_layers_call_are_refused(how: str) -> None:
+    with pytest.raises(RuntimeError, match=r"A weight of 'net\.0' was .* inside a call of its layer 'net\.0'"):
+        fit(lambda: StepsInCalls(how), vectors(), superpipeline(k=1))
+
+
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("how", ["in place", "in place, view"])
-def test_steps_by_hand_after_a_backward_inside_of_the_layers_call(how: str) -> None:
+@pytest.mark.parametrize("how", ["in place", "in place, view", "data", "detach"])
+def test_steps_by_hand_inside_a_call_of_weights_on_the_gpu(how: str) -> None:
+    """What the error advises."""
     plain = fit(lambda: StepsInCalls(how), vectors())
     for device in (nullcontext, simulated):
         with device():
-            ours = fit(lambda: StepsInCalls(how), vectors(), superpipeline(k=1))
-        assert_same(ours, plain)
-
-
-@pytest.mark.parametrize("how", ["data", "detach"])
-def test_memory_that_such_a_call_would_not_see_written_is_refused(how: str) -> None:
-    with pytest.raises(RuntimeError, match=r"weight of 'net\.0' was read through \.data.*would miss a write"):
-        fit(lambda: StepsInCalls(how), vectors(), superpipeline(k=1))
+            strategy = superpipeline(k=1, keep_on_gpu=[f"net.{index}" for index in range(3)])
+            assert_same(fit(lambda: StepsInCalls(how), vectors(), strategy), plain)

@@ -183,7 +183,8 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
 - In a step, user code writes device parameters. Version counters show such writes, and (5) copies the weights back to the host.
 - In a step, user code may also have captured host parameters, for example in a list. They have a role then
   (``_HostParameterInStep`` in ``layers/swap.py``), which notices operations on them, and version counters show writes to them.
-  Later fetches have the new values. If a weight was written on the host and on the device, (5) raises a ``RuntimeError``.
+  Later fetches have the new values. If a weight was written on the host and on the device, (5) raises a ``RuntimeError``. So
+  does a write on the host, or an optimizer's step, inside a call of the weight's layer (``Residency.renew``).
 - A write that no version counter shows (through ``.data``, a kept view, ``param.data = other``) needs
   :class:`~sp_lightning.core.layers.write_guard.WriteGuard`. A layer has a guard only after user code has made such a write
   possible.

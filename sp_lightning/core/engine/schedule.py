@@ -505,28 +505,16 @@ class Residency:
             self.renew(layer)
 
     def renew(self, layer: StreamedLayer) -> None:
-        """Uploads a locked layer again, because its host weights were written, or may have been, while it was locked.
-
-        If no call of the layer is running, the layer is released instead, and its next use fetches it.
-
-        A running call continues with the new values in the same slot. This is how a plain parameter behaves when it is written in
-        place: views of the weight show the new values, and autograd detects that the version of a saved weight has changed.
+        """Releases a locked layer, because its host weights were written, or may have been. Its next use fetches it.
 
         Raises:
-            RuntimeError: a weight was given other memory, or was written on the device as well.
+            RuntimeError: a call of the layer runs, and its host weights were written.
         """
         if not layer.running_calls:
             self.release(layer)
             layer.invalidate()
-            return
-        # Write back first: the fetch overwrites the slot, and would lose the writes on the device.
-        self._bound_weights.before_renewal(layer)
-        slot = self.used[layer]
-        layer.casts.invalidate()  # staging then casts the new masters
-        slot.stale = True
-        self._fetch([(layer, slot)])
-        self.slots.wait_for_upload(slot)
-        self._bound_weights.renewed(layer, slot)
+        elif layer.outdated:
+            raise RuntimeError(WRITTEN_IN_CALL.format(what=f"A weight of {layer.name!r} was written", layer=layer.name))
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
         """Releases a layer, and its masters, if user code has given their host parameters other memory (``.data =``).
@@ -605,6 +593,11 @@ class Residency:
         self.used[layer] = self.resting.pop(layer)  # where `release` looks for it
         self.release(layer)
 
+
+WRITTEN_IN_CALL = (
+    "{what} inside a call of its layer {layer!r}, which would continue with the old weights on the GPU. Write weights after the "
+    "call, or keep the layer on the GPU: SuperpipelineStrategy(keep_on_gpu=[{layer!r}])."
+)
 
 _gain = itemgetter(0)
 _slot_of = attrgetter("slot")  # None if the layer is absent

@@ -138,15 +138,15 @@ class Step:
         """
         if self._holds_host:  # user code or an optimizer may have written weights while modules held host parameters
             self._holds_host = False
-            self.invalidate_unused()  # used layers are renewed below, after the swap
+            self.invalidate_unused()
             self.residents.invalidate()
         held_host = not self.swap.on_device
         if held_host:
+            self.residency.renew_used()
             self.swap.to_device()
         self.residents.refresh()
         if held_host:
             self.swap.watch_captured(not in_backward or self.swap.captured_used)
-            self.residency.renew_used()  # calls that still run continue with the values that the host has now
 
     def refuse_other_stream(self, name: str) -> None:
         """Raises an error if the step computes on another stream than this thread does now.
@@ -209,7 +209,7 @@ class Step:
         if layers is None or self.residents.layer in layers:
             self.residents.invalidate()
         self.expected = None  # the layers that were prefetched for the next step are out of date
-        if self.swap.on_device and self.residency.used:  # a running call has the old weights
+        if self.swap.on_device and self.residency.used:
             self.residency.renew_used()
             self.residents.refresh()
         if goes_on and (self._stepping or (self.running and self.kind is StepKind.MANUAL)):
@@ -256,7 +256,8 @@ class Step:
         if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
             self.swap.to_host()
             self._holds_host = self._stepping = True
-        self.swap.watch_captured(False)
+        # Calls in which the step runs would miss its writes of their weights, so these are noticed.
+        self.swap.watch_captured(False, besides=[layer for layer in self.residency.used if layer.running_calls])
 
     def compute_on_host(self, on_host: bool) -> None:
         """Sets whether operations on host parameters run on the host. In backward they do, because gradients are added there.

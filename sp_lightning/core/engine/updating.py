@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from sp_lightning.core.device.device import Device, Wait
 from sp_lightning.core.engine.graph import Backward
 from sp_lightning.core.engine.host_source import HostSource
-from sp_lightning.core.engine.schedule import Residency
+from sp_lightning.core.engine.schedule import WRITTEN_IN_CALL, Residency
 from sp_lightning.core.engine.step import Step
 from sp_lightning.core.engine.turns import Turns
 from sp_lightning.core.layers.device_parameter import Untouched
@@ -105,7 +105,12 @@ class Updating:
             deferred: True if updates may run meanwhile, because the step only submits updates, or has submitted some.
             parameters: the host parameters that the step writes. Their writes are counted here, because a fused step does not
                 change versions.
+
+        Raises:
+            RuntimeError: a call of the layer of one of these parameters runs.
         """
+        if running := {layer for layer in self.residency.used if layer.running_calls}:
+            self._refuse_in_calls(running, parameters)
         if not deferred:
             self.updates.wait_for_all()
         with self.lock:
@@ -119,6 +124,14 @@ class Updating:
                     if place is not None and parameter.grad is not None:
                         layer, index = place
                         layer.parameters.unversioned_writes[index] += 1
+
+    def _refuse_in_calls(self, running: set[StreamedLayer], parameters: Iterable[Tensor]) -> None:
+        """Raises a RuntimeError if a step would write a parameter of one of these layers, whose calls run."""
+        for parameter in parameters:
+            layer, index = self._place_of.get(id(parameter), (None, 0))
+            if layer is not None and not running.isdisjoint(layer.owner.with_masters) and parameter.grad is not None:
+                what = f"An optimizer would step {layer.spans[index].name!r}"
+                raise RuntimeError(WRITTEN_IN_CALL.format(what=what, layer=layer.name))
 
     def resume(self) -> None:
         """Puts device parameters into the modules again, for a closure that an optimizer calls within its own step."""

@@ -22,7 +22,7 @@ from sp_lightning.core.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_P
 from sp_lightning.core.engine.activations import Activations
 from sp_lightning.core.engine.graph import Backward, RunningCalls, packs
 from sp_lightning.core.engine.host_source import HostSource, tied
-from sp_lightning.core.engine.schedule import Residency
+from sp_lightning.core.engine.schedule import WRITTEN_IN_CALL, Residency
 from sp_lightning.core.engine.step import Step
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.layers.layer import StreamedLayer
@@ -190,15 +190,20 @@ class Uses:
             self.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_FETCH)
 
     def host_was_used(self, layer: StreamedLayer, *, viewed: bool) -> None:
-        """Uploads host weights that user code has written, if the layer is in use on the device, or its slot is viewed.
+        """Uploads host weights that user code has written, if tensors view the layer's slot.
 
         Args:
             layer: the layer.
             viewed: True if user code has made a view of a host weight, through which it may write the weight later.
+
+        Raises:
+            RuntimeError: a call of the layer runs, and would miss the write.
         """
         with held(self.lock):
             if layer is self.residents.layer:
-                if self.swap.on_device or self.calls.depth:
+                if viewed:
+                    self.residents.current = False
+                elif self.swap.on_device or self.calls.depth:
                     self.residents.refresh()
                 return
             if viewed and layer in self.residency.used:
@@ -241,14 +246,15 @@ class Uses:
         """
         # If modules hold device parameters, another thread gets the memory, and only reads it.
         if not self.swap.on_device:
-            raise RuntimeError(
-                f"A weight of {layer.name!r} was read through .data, .detach() or a view after a backward inside a call of this "
-                "layer. The call continues with the copy on the GPU, and would miss a write to that memory. Write the weight "
-                "itself (with torch.no_grad(): weight.sub_(…)), or write it after the call."
-            )
+            what = f"A weight of {layer.name!r} was read through .data, .detach() or a view, which may be written,"
+            raise RuntimeError(WRITTEN_IN_CALL.format(what=what, layer=layer.name))
 
     def device_is_used(self, layer: StreamedLayer) -> None:
-        """Uploads a layer in use again if modules hold host parameters, and user code has written them."""
+        """Releases a layer in use if modules hold host parameters, and user code has written them.
+
+        Raises:
+            RuntimeError: a call of the layer runs, and would continue with the old weights.
+        """
         with held(self.lock):
             if layer.outdated and layer in self.residency.used and not self.swap.on_device:
                 self.residency.renew(layer)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import torch
 from torch import Tensor
 
-from sp_lightning.core.layers.device_parameter import same_place
 from sp_lightning.core.layers.layer import Slot, StreamedLayer
 from sp_lightning.core.layers.ring import Slots
 from sp_lightning.core.layers.states import RESTING
 from sp_lightning.core.layers.write_guard import drop_if_empty, guard_of
 from sp_lightning.core.layers.writes import WriteBack
-from sp_lightning.core.torch_compat.modes import no_inference_mode
 
 
 class BoundWeights:
@@ -78,40 +75,6 @@ class BoundWeights:
         group.sync_requires_grad()
         if not layer.whole:
             layer.casts.offer(views[len(group.all) :])
-
-    def before_renewal(self, layer: StreamedLayer) -> None:
-        """Copies to the host all weights that were written on the device, before a fetch overwrites the slot of a layer in use.
-
-        Raises:
-            RuntimeError: a weight was given other memory on the host, or was written on the host and on the device.
-        """
-        if layer.parameters.changed:
-            self._writes.take_back(layer)
-        for member in layer.with_masters:
-            for index in member.block.displaced:
-                raise RuntimeError(
-                    f"Parameter {member.planned.spans[index].name!r} was given other memory (param.data = other) while a call "
-                    f"of its layer {layer.name!r} was running. The call continues with the old memory. Write it in place: "
-                    "param.data.copy_(other)."
-                )
-
-    def renewed(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Copies the new values to weights that were given other memory in this use, and offers the new casts.
-
-        Called after the fetch of :meth:`before_renewal` was issued.
-        """
-        group, guard = layer.parameters, layer.guard
-        places = self._slots.views(layer, slot)
-        # If a signal handler has interrupted `attach`, device parameters may still be stand-ins, which have no other memory.
-        attached = range(len(group.all)) if layer.state.attached else ()
-        with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            for index in attached:
-                value = group.value(index)
-                if guard is not None and index in guard.retyped:  # the slot has no place for the weight
-                    value.copy_(group.hosts[index])
-                elif not same_place(value, places[index]):  # the device parameter is not a view of the slot
-                    value.copy_(places[index])
-        self.attach(layer, slot)
 
     # ------------------------------------------------------------------ a use ends
 

@@ -163,17 +163,20 @@ class ParameterSwap:
                     parameters[attribute] = parameter.host
         self.on_device = False  # set last: after an interrupt in this call, the next call does all of it again
 
-    def watch_captured(self, watch: bool) -> None:
+    def watch_captured(self, watch: bool, besides: Iterable[StreamedLayer] = ()) -> None:
         """Adds the role that host parameters have in a step, or removes it.
 
         Args:
             watch: True to add the role. Without the role each use is an ordinary one: by an optimizer, or between steps.
+            besides: layers whose host parameters get the role in any case.
         """
         self.between = False
         if watch:
             take_all(self._captured, self._role)
         else:
             leave_all(self._captured, self._role)
+        for layer in besides:
+            take_all([p for p in layer.block.parameters if isinstance(p, nn.Parameter)], self._role)
 
     def watch_between(self) -> None:
         """Notices uses of host parameters between two steps, so that only layers that user code may have written are uploaded.
