@@ -1,4 +1,4 @@
-"""A custom ``torch.autograd.Function`` finds in backward what it saved: the parameter, and activations with their attributes.
+"""A custom ``torch.autograd.Function`` finds in backward the parameter that it saved. Attributes of activations are refused.
 
 If saved-tensor hooks are active, torch makes a new tensor of what they return. A Function that adds to ``weight.main_grad``, sets
 ``weight.grad`` or writes ``weight.data`` in backward then trained other weights, silently.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -50,22 +49,20 @@ class Saves(Block):
         return Product.apply(x, self.outer.weight, partial(self.does, self))  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
-        h: Any = torch.sin(self.inner(x)).mul_(1)
-        h.scale = 2.0
-        y: Any = self.around(h)
+        y: Any = self.around(torch.sin(self.inner(x)).mul_(1))
         y.tag = 1
         return x + y
 
 
 def _looks(block: Any, ctx: Any, x: Any, weight: Any, again: Any, output: Any, gradient: Tensor) -> Tensor:
-    """Notes the weight, the activation and the output, and registers a hook."""
+    """Notes the weight and the output, and registers a hook."""
     is_it = isinstance(weight, nn.Parameter), weight is block.outer.weight, getattr(weight, "main_grad", None)
     block.seen.append((*is_it, weight.is_leaf, weight.requires_grad, weight._version == block.outer.weight._version))
-    block.seen.append((getattr(x, "scale", None), x is again, x._version, x.requires_grad, x.is_leaf))
+    block.seen.append((x.requires_grad, x.is_leaf))
     block.seen.append((hasattr(output, "tag"), output.grad_fn is ctx, ctx.needs_input_grad))
     if weight.requires_grad:
         weight.register_post_accumulate_grad_hook(lambda p: block.hooked.append(p.grad.clone()))
-    return gradient * getattr(x, "scale", 1.0)
+    return gradient
 
 
 def _sets_grad(block: Any, ctx: Any, x: Any, weight: Any, again: Any, output: Any, gradient: Tensor) -> None:
@@ -145,37 +142,6 @@ class Frozen(Saves):
         return super().around(x)
 
 
-class Transposed(Saves):
-    """Saves a view of its weight, and a tensor of a subclass."""
-
-    def around(self, x: Tensor) -> Tensor:
-        kept: Any = torch.sin(x).as_subclass(Subclass)
-        kept.scale = 3.0
-        view: Any = self.outer.weight.t()
-        view.scale = 4.0
-        return OfOthers.apply(x, kept, view, self.seen)  # type: ignore[no-untyped-call]
-
-
-class Subclass(Tensor):
-    pass
-
-
-class OfOthers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, kept: Any, view: Any, seen: Any) -> Tensor:
-        ctx.save_for_backward(x, kept, view)
-        ctx.seen = seen
-        return (x * kept @ view).as_subclass(Tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        x, kept, view = ctx.saved_tensors
-        ctx.seen.append([(type(each).__name__, getattr(each, "scale", None)) for each in (x, kept, view)])
-        plain = kept.as_subclass(Tensor)
-        to = gradients[0] @ view.t()
-        return to * plain, to * x, (x * plain).t() @ gradients[0], None
-
-
 class Neighbours(Saves):
     """One Function uses the weights of two layers."""
 
@@ -246,7 +212,7 @@ def _keep(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _product_backward(ctx: Any, gradient: Tensor) -> Any:
     x, weight = ctx.saved_tensors
-    seen[-1].append((getattr(weight, "main_grad", None), isinstance(weight, nn.Parameter), getattr(x, "scale", None)))
+    seen[-1].append((getattr(weight, "main_grad", None), isinstance(weight, nn.Parameter)))
     return gradient @ weight, gradient.t() @ x
 
 
@@ -260,47 +226,72 @@ class Shown(Saves):
         output: Any = super().around(x)
         if torch.is_grad_enabled():
             one, again = output.grad_fn.saved_tensors, output.grad_fn.saved_tensors
-            self.seen.append((one[0] is x, one[1] is again[1] is self.outer.weight, one[1].main_grad))
+            self.seen.append((one[1] is again[1] is self.outer.weight, one[1].main_grad))
         return output
 
 
-class Tagged(Saves):
-    """Its activation has a large attribute, which a kept loss must not keep alive."""
+class Subclass(Tensor):
+    pass
+
+
+def _tag(x: Any) -> Any:
+    x.scale = 2.0
+    return x
+
+
+MARKS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # before and after the Function's forward
+    "before": (_tag, lambda x: x),
+    "after": (lambda x: x, _tag),
+    "subclass": (lambda x: x.as_subclass(Subclass), lambda x: x),
+}
+
+
+class Marked(Saves):
+    mark: str
 
     def around(self, x: Tensor) -> Tensor:
-        x.tag = torch.zeros(8)  # type: ignore[attr-defined]
-        tags.append(ref(x.tag))  # type: ignore[attr-defined]
-        return super().around(x)
-
-
-tags: list[ref[Tensor]] = []
+        before, after = MARKS[self.mark]
+        x = before(x)
+        output = super().around(x)
+        after(x)
+        return output.as_subclass(Tensor)
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-def test_attributes_are_freed_with_the_graph(activations: Any) -> None:
-    def does(block: Any, ctx: Any, *saved: Any) -> Tensor:
-        return saved[-1]
-
-    losses: list[Tensor] = []
-
-    def make() -> Any:
-        module = saves(does, Tagged)()
-        compute = module.loss
-
-        def loss(batch: Any) -> Tensor:
-            losses.append(compute(batch))
-            return losses[-1]
-
-        module.loss = loss
-        return module
-
-    tags.clear()
-    fit(make, vectors(), superpipeline(activations=activations))
-    assert tags
-    assert not any(each() is not None for each in tags)
+@pytest.mark.parametrize("mark", MARKS)
+def test_what_backward_would_not_find_is_refused(mark: str, activations: Any) -> None:
+    kind = type("Kind", (Marked,), {"mark": mark})
+    what = "of the class Subclass" if mark == "subclass" else "with the attribute 'scale'"
+    with pytest.raises(RuntimeError, match=rf"ProductBackward has saved an activation {what}.*ctx\.scale = x\.scale"):
+        fit(saves(_looks, kind), vectors(), superpipeline(activations=activations))
 
 
-KINDS = [OwnHooks, Checkpointed, Reentrant, Frozen, Transposed, Neighbours, Mapped, Operator, Shown]
+class OfLeaf(Saves):
+    """Saves a leaf with an attribute, which is found."""
+
+    def around(self, x: Tensor) -> Tensor:
+        self.scale: Any = getattr(self, "scale", _tag(torch.tensor(2.0, device=x.device)))
+        scaled: Tensor = Scaled.apply(x, self.scale, self.seen)  # type: ignore[no-untyped-call]
+        return super().around(scaled)
+
+
+class Scaled(torch.autograd.Function):
+    """What the error advises: the value is in ``ctx``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, scale: Any, seen: Any) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.scale, ctx.seen = scale.scale, seen
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (scale,) = ctx.saved_tensors
+        ctx.seen.append((scale.scale, ctx.scale))
+        return gradients[0] * ctx.scale, None, None
+
+
+KINDS = [OwnHooks, Checkpointed, Reentrant, Frozen, Neighbours, Mapped, Operator, Shown, OfLeaf]
 
 
 @pytest.mark.parametrize("way", ["keep", "offload", "recompute", "overlap"])

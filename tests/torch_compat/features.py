@@ -56,7 +56,6 @@ FEATURES = {
         "will_execute_node": "embeddings whose rows are uploaded on demand",
         "preserve_version_counter": 'activations="recompute" and "offload"',
         "is_of_compiled_graph": "custom autograd Functions",
-        "set_version_counter": 'custom autograd Functions with activations="offload"',
         "TorchDispatchMode": "superpipeline plan and the prediction of windows",
         "is_traceable_wrapper_subclass": "quantised weights (torchao) and other tensor subclasses",
         "tree_map": "steps on the GPU, and state of optimizers",

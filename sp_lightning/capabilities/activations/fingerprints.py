@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.device.layout import PAGE, flat_bytes, strided
-from sp_lightning.core.engine.saved_objects import hooks_in_place_of_none, plain_has_no_hooks
+from sp_lightning.core.engine.saved_objects import like_plain, plain_has_no_hooks
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.model.wrapped import OffloadedWrapper, parts
 from sp_lightning.core.store.block import HostBlock
@@ -131,8 +131,9 @@ class SavedRun:
             self._note(tensor)
             return its_pack(tensor)
 
-        hooks = hooks_in_place_of_none if plain or plain_has_no_hooks() else saved_tensors_hooks
-        with hooks(pack, partial(unpack, its_unpack)):
+        if plain or plain_has_no_hooks():
+            like_plain.add(pack)
+        with saved_tensors_hooks(pack, partial(unpack, its_unpack)):
             try:
                 yield
             finally:

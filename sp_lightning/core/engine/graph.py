@@ -33,7 +33,7 @@ from sp_lightning.core.device.lease import SavedView, SavedViews
 from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.engine.activations import Activations
 from sp_lightning.core.engine.host_source import HostSource
-from sp_lightning.core.engine.saved_objects import Noted, known, like_plain, with_attributes
+from sp_lightning.core.engine.saved_objects import like_plain
 from sp_lightning.core.engine.schedule import Residency
 from sp_lightning.core.engine.step import Step, StepKind
 from sp_lightning.core.layers.casts import SavedValues
@@ -551,9 +551,7 @@ class SavedTensors:
         slots, store = self.residency.slots.by_address, self.activations.store
         hold = None if self.held is None else self.held.hold
 
-        def pack(tensor: Tensor, notes: bool = outer is None) -> Any:
-            if notes and known:
-                return with_attributes(tensor, pack(tensor, False))
+        def pack(tensor: Tensor) -> Any:
             kind = type(tensor)
             if kind is not Tensor:
                 if issubclass(kind, DeviceParameter):
@@ -629,8 +627,6 @@ class SavedTensors:
             tensor, expected, version = self._unpack_from_slot(packed)
         elif type(packed) is _Outer:
             return packed.unpack(packed.packed)
-        elif type(packed) is Noted:
-            return self._unpack(packed.packed)
         elif type(packed) is _Wrapped:
             return packed.build(iter([self._unpack(part) for part in packed.parts]))
         else:  # a SavedActivation

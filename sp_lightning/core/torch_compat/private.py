@@ -82,11 +82,6 @@ def is_of_compiled_graph(ctx: Any) -> bool:
     return bool(ctx._forward_cls.__module__.startswith("torch._functorch._aot_autograd"))
 
 
-set_version_counter: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
-    torch._C._autograd._unsafe_set_version_counter
-)
-"""Sets the versions of tensors. The public API only increments them."""
-
 preserve_version_counter: Callable[[Tensor | tuple[Tensor, ...]], Any] = autograd._unsafe_preserve_version_counter
 """A context that restores the version counters of tensors on exit. The public API only increments them."""
 
