@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -106,15 +105,6 @@ class SavesInside(Module):
         )
 
 
-class Threads(Module):
-    """Calls in a thread of its own build graphs too; hooks were pushed on one thread and popped on another."""
-
-    def loss(self, batch: Any) -> Tensor:
-        with ThreadPoolExecutor(1) as pool:
-            first = pool.submit(super().loss, batch).result()
-        return first + super().loss(batch * 0.5)
-
-
 @pytest.mark.long("takes a second or more")
 @pytest.mark.filterwarnings(SELECTIVE)
 def test_selective_checkpoints_of_transformers() -> None:
@@ -156,7 +146,6 @@ CASES: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
     "frozen-checkpoint-inside-reentrant": (lambda: FrozenAndCheckpointed(InsideReentrant()), {}),
     "keeps-what-is-saved": (lambda: KeepsWhatIsSaved(Stack()), {}),
     "saves-inside": (lambda: SavesInside(Stack()), {}),
-    "threads": (lambda: Threads(Stack()), {}),
     "selective-inside": (lambda: Module(nn.Sequential(Block(), SelectiveInside(), Block(), SelectiveInside())), {}),
     "selective-around": (lambda: Module(SelectiveAround()), {}),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.layers.layer import AllRows
 from tests.support.engine import listen
 
@@ -24,6 +24,7 @@ class Listens:
     def __init__(self) -> None:
         self.entered: list[Any] = []
         self.left: list[Any] = []
+        self.threads = OwnThreads()
 
     def enter(self, visits: Any, inputs: Any) -> Any:
         (x,) = inputs
@@ -139,29 +140,6 @@ def test_a_hook_of_a_user_that_raises_ends_the_call_of_its_module_alone() -> Non
     finally:
         handle.remove()
     assert listener.left == [3.0, 2.0]
-
-
-def test_calls_of_two_threads_end_each_by_itself() -> None:
-    """The first to return ended the call that had begun last, which was the other thread's."""
-    module, inside, go_on = Calls(), threading.Event(), threading.Event()
-    second = threading.Thread(target=module, args=(torch.tensor([2.0]),))
-
-    def meets(x: Tensor) -> None:
-        if threading.current_thread() is second:
-            inside.set()
-            go_on.wait(10)
-        else:
-            second.start()
-            inside.wait(10)
-
-    module.inside = meets
-    with listening(module) as listener:
-        module(torch.tensor([1.0]))
-        left = list(listener.left)
-        go_on.set()
-        second.join()
-    assert left == [1.0]
-    assert listener.left == [1.0, 2.0]
 
 
 def test_ctrl_c_ends_a_call() -> None:

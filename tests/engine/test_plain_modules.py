@@ -8,7 +8,6 @@ import inspect
 import io
 import pickle
 import pickletools
-import threading
 import warnings
 import weakref
 import zipfile
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.torch_compat import around_calls
 from tests.support.engine import ModuleCall, listen, streamer_of
 from tests.support.models import Block, Module, Stack, vectors
@@ -303,32 +303,6 @@ def test_a_forward_that_a_pre_hook_has_kept_is_the_module_s_own() -> None:
     assert torch.equal(*gradients)
 
 
-class MeetsInPreHook(Module):
-    """While a layer's call has come to a user's pre-hook, another thread calls the layer."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-        self.other: list[Tensor] = []
-        for block in self.net.blocks:  # type: ignore[union-attr]
-            block.drop.p = 0.0
-        self.net.blocks[1].register_forward_pre_hook(self.meet)  # type: ignore[index, union-attr]
-
-    def meet(self, module: nn.Module, inputs: Any) -> None:
-        if threading.current_thread() is threading.main_thread():
-            thread = threading.Thread(target=lambda: self.other.append(module(inputs[0].detach() * 3).detach()))
-            thread.start()
-            thread.join()
-
-
-@pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_another_thread_that_calls_the_layer_meanwhile_has_its_own_forward(activations: Any) -> None:
-    ours = fit(MeetsInPreHook, vectors(2), superpipeline(k=1, activations=activations))
-    plain = fit(MeetsInPreHook, vectors(2))
-    assert_same(ours, plain)
-    assert all(map(torch.equal, ours.module.other, plain.module.other))
-    assert len(ours.module.other) == len(plain.module.other) == 2
-
-
 # ---------------------------------------------------------------------- other ways to call
 
 
@@ -416,7 +390,7 @@ class Notes:
     """Notes calls."""
 
     def __init__(self, calls: list[str]) -> None:
-        self.calls = calls
+        self.calls, self.threads = calls, OwnThreads()
 
     def enter(self, visits: Any, inputs: Any) -> Any:
         self.calls.append("enter")

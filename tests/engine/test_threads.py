@@ -1,9 +1,10 @@
-"""Several threads that compute with one model's weights within a step: the user's, and autograd's."""
+"""Several threads within a step: the user's, which only read weights, and autograd's."""
 
 from __future__ import annotations
 
+import copy
 import threading
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,90 +15,108 @@ from torch.nn.functional import linear
 
 from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.engine import graph
-from sp_lightning.core.engine.step import Step
 from sp_lightning.core.layers.gradients import Gradients
-from sp_lightning.core.torch_compat.patched import scope
 from tests.support.engine import step, streamed
 from tests.support.models import Module, Stack, vectors
-from tests.support.runs import Outcome, assert_equal, fit, superpipeline
+from tests.support.readers import elsewhere
+from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tables import Text, numbers
-from tests.support.tiers import first
 
 
-class Threads(Module):
-    """Each row in its own thread; the learning rate is zero, as the order in which gradients are added is anybody's guess."""
+class Pool(Module):
+    """A thread computes with the weights of a layer inside the forward, in one of several ways."""
 
-    def __init__(self, *, calls: bool) -> None:
+    def __init__(self, use: Callable[[Any, Tensor], Any], *, freezes: bool = False) -> None:
         super().__init__(Stack())
-        self.calls = calls
-        for block in self.net.blocks:  # type: ignore[union-attr]
-            block.drop.p = 0.0  # random numbers come in any order, too
-
-    def row(self, x: Tensor) -> Tensor:
-        net: Any = self.net
-        if self.calls:
-            return net(x)
-        x = linear(x, net.stem.weight, net.stem.bias)
-        for block in net.blocks:
-            x = x + torch.tanh(linear(x, block.inner.weight[:16], block.inner.bias[:16]))
-        return linear(x, net.head.weight, net.head.bias)
+        self.use = use
+        self.net.stem.requires_grad_(not freezes)  # type: ignore[union-attr]
 
     def loss(self, batch: Tensor) -> Tensor:
-        rows: list[Any] = [None] * len(batch)
-
-        def work(index: int) -> None:
-            rows[index] = self.row(batch[index : index + 1])
-
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(batch))]
-        for thread in threads:
-            thread.start()
-        meanwhile = self.row(batch)
-        for thread in threads:
-            thread.join()
-        return torch.cat([*rows, meanwhile]).square().mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0)
+        found = elsewhere(lambda: self.use(self.net, batch))
+        if isinstance(found, Exception):
+            raise found
+        return super().loss(batch) + found.square().mean()
 
 
-@pytest.mark.long("takes a second or more")
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("device", first(["cpu", "simulated"], "cpu", why="the same on a device of clocks"))
-@pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="the same in one precision"))
-@pytest.mark.parametrize("calls", [False, True], ids=["weights", "modules"])
-def test_threads_see_whole_weights(calls: bool, precision: Any, device: str) -> None:
-    def run(strategy: Any) -> Outcome:
-        return fit(lambda: Threads(calls=calls), vectors(20), strategy, precision=precision)
+def _computes(net: Any, x: Tensor) -> Tensor:
+    return linear(x, net.stem.weight, net.stem.bias)
 
-    plain = run("auto")
-    with simulated() if device == "simulated" else nullcontext():
-        ours = run(superpipeline(k=1))
-    assert_equal(ours.losses, plain.losses, "losses")
-    for mine, theirs in zip(ours.gradients, plain.gradients, strict=True):
-        for name, gradient in theirs.items():
-            torch.testing.assert_close(mine[name], gradient, msg=name, rtol=1e-2, atol=1e-5)
+
+def _calls(net: Any, x: Tensor) -> Any:
+    return net.stem(x)
+
+
+def _writes(net: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        return net.stem.weight.mul_(1.01)
+
+
+def _writes_out(net: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        return torch.mul(x[0, 0], 2, out=net.stem.bias)
+
+
+def _gives_memory(net: Any, x: Tensor) -> Any:
+    net.stem.weight.data = net.stem.weight.detach().clone()
+
+
+def _differentiates(net: Any, x: Tensor) -> Any:
+    return torch.autograd.grad(x.sum() * 1, list(net.parameters()), allow_unused=True)
+
+
+ONLY = r".* in another thread than that of trainer\.fit.*copy\.deepcopy\(module\)"
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "computes": (_computes, r"Backward reached what was computed with 'net\.stem\.(weight|bias)'"),
+    "calls": (_calls, r"'net\.stem' was called"),
+    "writes": (_writes, r"'net\.stem\.weight' was to be written"),
+    "out": (_writes_out, r"'net\.stem\.bias' was to be written"),
+    "data": (_gives_memory, r"'net\.stem\.weight' was to be written"),
+    "grad": (_differentiates, r"The gradient of 'net\.stem\.weight' was asked for"),
+}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("use", REFUSED)
+def test_a_thread_that_does_more_than_read_is_refused(use: str, precision: Any) -> None:
+    does, what = REFUSED[use]
+    module = Pool(does)
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(RuntimeError, match=what + ONLY):
+        trainer_for(superpipeline(k=1), precision=precision).fit(module, loader(vectors()))
+    assert_equal([p.detach() for p in module.parameters()], before, "no weight is written")
+
+
+def _averages(net: Any, x: Tensor) -> Tensor:
+    """As NeMo's ``EMAOptimizer`` does: its function writes averages, and reads weights."""
+    averages = [torch.zeros_like(p, device="cpu") for p in net.parameters()]
+    torch._foreach_add_(averages, list(net.parameters()), alpha=0.1)
+    return averages[0]
 
 
 @pytest.mark.rest("takes tenths of a second")
-def test_the_next_step_is_one_thread_s_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each use comes through a door, which is slow, only as long as it has to."""
-    seen: list[list[bool]] = []
-    share, end = Step.share, Step.end
+@pytest.mark.parametrize("use", [_computes, _averages])
+@pytest.mark.parametrize("freezes", [False, True])
+def test_a_thread_may_compute_with_what_has_no_gradient(freezes: bool, use: Any) -> None:
+    def without_gradients(net: Any, x: Tensor) -> Any:
+        with torch.set_grad_enabled(freezes and use is _computes):
+            return use(net, x)
 
-    def noted(self: Step, shared: bool) -> None:
-        share(self, shared)
-        seen.append([layer.parameters.shared for layer in self.layers[:-1]])
+    assert_same(
+        fit(lambda: Pool(without_gradients, freezes=freezes), vectors(), superpipeline(k=1)),
+        fit(lambda: Pool(without_gradients, freezes=freezes), vectors()),
+    )
 
-    def ended(self: Step, **options: Any) -> None:
-        end(self, **options)
-        assert not self.shared
 
-    monkeypatch.setattr(Step, "share", noted)
-    monkeypatch.setattr(Step, "end", ended)
-    fit(lambda: Threads(calls=True), vectors(2), superpipeline(k=1))
-    assert seen[:2] == [[True] * len(seen[0]), [False] * len(seen[0])]
-    assert len(seen) == 2 * len(vectors(2))
+def test_a_thread_computes_with_a_copy() -> None:
+    """What the error advises."""
+
+    def use(net: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = copy.deepcopy(net.stem)(x)
+        return found
+
+    assert_same(fit(lambda: Pool(use), vectors(), superpipeline(k=1)), fit(lambda: Pool(use), vectors()))
 
 
 class Interrupted(int):
@@ -164,27 +183,6 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
             assert not streamer._backward.tasks
 
         step(streamer, run)
-
-
-def test_another_runs_thread_waits_for_no_lock_of_this_one() -> None:
-    """Of several trainings at once, one holds its lock while another one has its turn, which may look at its weights."""
-    helped: list[bool] = []
-    token = scope.set("this run")
-    try:
-        with streamed(Stack(), Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-
-            def look() -> None:
-                scope.set("another run")
-                with streamer._uses.helping() as helps:
-                    helped.append(helps)
-
-            other = threading.Thread(target=look, daemon=True)
-            with streamer._lock:
-                other.start()
-                other.join(5)
-                assert helped == [False]
-    finally:
-        scope.reset(token)
 
 
 def call(net: Any, x: Tensor) -> Any:

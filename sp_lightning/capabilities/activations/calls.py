@@ -220,7 +220,7 @@ class UnitModes:
             # A compiled call cannot be opened, so all of it runs in the mode, hooks included.
             return self.call(unit, partial(call, module), args, kwargs)
         if isinstance(vars(module).get("forward"), UnitForward):
-            # Another call of the module has not reached its forward yet: another thread calls the module, or a pre-hook does.
+            # Another call of the module has not reached its forward yet: a pre-hook calls the module.
             # The forward that is installed then runs both forwards in the mode.
             return call(module, *args, **kwargs)
         forward = UnitForward(module, partial(self.call, unit))
@@ -320,7 +320,7 @@ class UnitForward:
     """Replaces ``module.forward`` from the beginning of a module's call until its forward begins.
 
     The user's pre-hooks run between the two. torch reads ``module.forward`` before it runs pre-hooks, and the mode must not
-    include them. If another thread calls the module at the same time, the forward of that call may run in the mode as well.
+    include them.
 
     Args:
         module: the module.

@@ -299,8 +299,7 @@ class ExpertRows(AllRows):
 
     def _may_compute(self, call: _Call, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Returns True if a function may run with the rows in the slot. If it may read other rows, the layer falls back."""
-        group = self.layer.parameters
-        if group.shared or not self.layer.state.attached:
+        if not self.layer.state.attached:
             return False
         if self.present is None or self._reads_rows(call, func, args, kwargs):
             return True

@@ -100,7 +100,7 @@ when a written weight is copied back; what is compared      ``layers.bound_weigh
 how a graph and its gradients are followed; how they leave  ``graph``; ``layers.gradients``
 when backward updates a layer                               ``layerwise._update_early``
 what ``ctx.saved_tensors`` returns                          ``saved_objects``
-errors of code in other threads                             ``device.own_threads`` (texts), ``uses.admit``
+errors of code in other threads                             ``device.own_threads`` (text), ``calls``, ``layers.swap``
 how the host waits for an event                             ``device.accelerator.Accelerator.synchronize``
 the streams and order of uploads; of gradients              ``layers.ring.Slots`` (``fetch``, ``_send``);
                                                             ``layers.gradients`` (``Gradients.drain``, ``Transfers``)
@@ -161,7 +161,7 @@ thread                runs
 main thread           begins and ends steps; module calls, fetches, user code, optimizer steps that do not overlap
 autograd's threads    backward: hooks, (6) to (9), recomputed forwards. On the CPU this is the thread that calls backward
 background thread     updates of layers, norms of gradients (``Device.later``), one piece of work at a time
-helpers, foreign      other threads of user code: "Note: threads of a run" in ``device/own_threads.py``
+foreign threads       other threads of user code: "Note: threads of a run" in ``device/own_threads.py``
 ====================  ===============================================================================================
 
 **Modules hold host parameters**

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.device.own_threads import LateError, OwnThreads
+from sp_lightning.core.device.own_threads import ONLY_READS, OwnThreads
 from sp_lightning.core.engine.activations import Activations
 from sp_lightning.core.engine.graph import Backward, SavedTensors
 from sp_lightning.core.engine.schedule import Residency
@@ -41,7 +41,7 @@ class Calls:
         lock: the engine's lock.
         threads: the threads that belong to the run.
         layers: all layers.
-        uses: admits calls of other threads.
+        uses: the other requests for layers, with the calls that run.
         saved_tensors: the saved-tensor hooks.
     """
 
@@ -66,7 +66,7 @@ class Calls:
     def enter(self, visits: Visits, inputs: Any) -> Visits:
         """Locks and attaches the layers of a module before its call, and activates the saved-tensor hooks.
 
-        Outside a step the call is a short step of its own: :meth:`leave` ends it. A thread outside the run becomes a helper.
+        Outside a step the call is a short step of its own: :meth:`leave` ends it.
 
         Args:
             visits: the layers that the module uses.
@@ -76,8 +76,7 @@ class Calls:
             The layers for :meth:`leave`: none for a table whose rows are looked up; also the masters if other code may read them.
 
         Raises:
-            RuntimeError: the call is traced or transformed; the step computes on another stream; or another thread makes the
-                call, and no forward runs in which the thread could be a helper.
+            RuntimeError: the call is traced or transformed, or the step computes on another stream.
         """
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
             visits = ()  # the look-up itself fetches the rows that it needs
@@ -90,9 +89,6 @@ class Calls:
         if visits and (make_room := self.activations.make_room) is not None:
             make_room(visits, inputs)
         with held(self.lock):
-            helps = threading.get_ident() != self.threads.main and self.threads.only_helps
-            if helps:
-                self.uses.admit(visits)
             outside = self._outside()
             try:
                 if outside:
@@ -105,11 +101,9 @@ class Calls:
             except BaseException:  # user code may catch the error, so undo everything: no call has begun
                 if outside:
                     step.end(writes_follow=True)
-                if helps:
-                    self.threads.end()
                 raise
             packs_any = self._streams or self.activations.packs
-            self._running.begin(self.saved_tensors.hooks if packs_any else None, helps=helps)
+            self._running.begin(self.saved_tensors.hooks if packs_any else None)
             for layer in visits:
                 if layer.running_calls == 1:  # this call is the outermost one that uses the layer
                     layer.parameters.count_references()
@@ -130,20 +124,8 @@ class Calls:
         """Releases the layers of a module whose call has returned or raised, and prefetches other layers.
 
         Also adds hooks to the outputs that notice the backward of the call. Ends the short step of a call outside a step.
-
-        Raises:
-            LateError: a helper made the call, and the forward has ended before the call.
         """
         with held(self.lock):
-            helps = self.threads.here.depth > 0
-            if helps:
-                late = self.threads.late
-                self.threads.end()
-                if late:  # the helper's layers are released by the end of the step, which resets `running_calls`
-                    self._running.end(helps=True)
-                    if sys.exception() is None:
-                        raise LateError
-                    return
             try:
                 if torch.is_grad_enabled() and visits:
                     self._watch(visits, output)
@@ -151,7 +133,7 @@ class Calls:
                 # released later. This is common: checkpoints end their recompute by an exception.
                 self.residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # releasing a layer copies writes back, which may raise
-                self._running.end(helps=helps)
+                self._running.end()
                 outside = self._outside()
                 if outside:
                     self.step.end(writes_follow=True)
@@ -270,7 +252,15 @@ class ModuleCall:
 
     @never_compiled  # transfers cannot be part of a compiled graph
     def _begin(self, args: Any, kwargs: Any) -> Visits:
-        """Calls :meth:`Calls.enter`. Layers that choose rows by the call's arguments (experts) get the arguments first."""
+        """Calls :meth:`Calls.enter`. Layers that choose rows by the call's arguments (experts) get the arguments first.
+
+        Raises:
+            RuntimeError: a thread outside the run makes the call; or see :meth:`Calls.enter`.
+        """
+        threads = self._calls.threads
+        if threading.get_ident() != threads.main and not threads.own:
+            name = repr(self._visits[0].name) if self._visits else type(self._module).__name__
+            raise RuntimeError(ONLY_READS.format(what=f"{name} was called"))
         if self._in_evaluation is not None and not self._module.training:
             return self._calls.enter(self._in_evaluation, args)
         if self._rows is None:

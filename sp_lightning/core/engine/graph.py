@@ -30,7 +30,6 @@ from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.lease import SavedView, SavedViews
-from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.engine.activations import Activations
 from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.engine.saved_objects import like_plain
@@ -86,7 +85,6 @@ class Backward(WatchesEngine):
 
     Attributes:
         lock: the engine's lock.
-        threads: the threads that belong to the run.
         layers: all layers.
         note_memory: called when device memory may be at its peak.
         tasks: the identifiers of the running graph tasks, outermost first.
@@ -95,7 +93,6 @@ class Backward(WatchesEngine):
     """
 
     lock: threading.RLock
-    threads: OwnThreads
     layers: Sequence[StreamedLayer]
     residency: Residency
     source: HostSource
@@ -199,8 +196,6 @@ class Backward(WatchesEngine):
                     "gradients would be incomplete. Call backward in one thread at a time."
                 )
             if not self.tasks:
-                if not self.threads.helps:  # a helper may compute gradients, and the forward continues after that
-                    self.threads.end_forward()
                 self.step.compute_on_host(True)
             self.tasks.append(task)
             self._nested = self._nested or len(self.tasks) > 1
@@ -452,14 +447,14 @@ class RunningCalls:
     """Counts running module calls, and activates the saved-tensor hooks in them.
 
     Attributes:
-        depth: the number of running calls, without calls of helpers, which run inside a step or a call.
+        depth: the number of running calls.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self._here = _CallsOfThread()
 
-    def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None, *, helps: bool = False) -> None:
+    def begin(self, make_hooks: Callable[[], AbstractContextManager[None]] | None) -> None:
         """Counts a call. If it builds a graph and its thread has no active saved-tensor hooks, activates hooks until it ends.
 
         In the main thread of a step, :meth:`Calls.user_code` has activated the hooks already. Calls outside a step, in other
@@ -467,10 +462,9 @@ class RunningCalls:
 
         Args:
             make_hooks: makes the context of the hooks; None if saved tensors need no packing.
-            helps: True if a helper makes the call.
         """
         here = self._here
-        self.depth += not helps
+        self.depth += 1
         here.depth += 1
         if make_hooks is None or here.hooks is not None:
             return
@@ -479,10 +473,10 @@ class RunningCalls:
             hooks.__enter__()
             here.hooks, here.pushed = hooks, here.depth
 
-    def end(self, number: int = 1, *, helps: bool = False) -> None:
+    def end(self, number: int = 1) -> None:
         """Counts the end of ``number`` calls of this thread. Removes the hooks if the call that has activated them has ended."""
         here = self._here
-        self.depth = max(self.depth - number * (not helps), 0)
+        self.depth = max(self.depth - number, 0)
         here.depth = max(here.depth - number, 0)
         if here.hooks is not None and here.depth < here.pushed:
             hooks, here.hooks = here.hooks, None

@@ -42,7 +42,6 @@ class Step:
         kind: the kind of the running step, or of the last one.
         ends_with_backward: True if the step ends when a backward ends.
         stream: the number of the stream on which the step computes; None before its first use of a layer.
-        shared: True if other threads use weights in the step, too.
         uploaded_again: the layers whose copies were out of date when the step began, because user code may have written them
             since the last step; None if all copies were.
         expected: the phase for which :meth:`prefetch_for` has fetched the first layers; None if they are not fetched, or out of
@@ -70,7 +69,6 @@ class Step:
         self.kind = StepKind.INFERENCE
         self.ends_with_backward = False
         self.stream: int | None = None
-        self.shared = False
 
     @property
     def training(self) -> bool:
@@ -166,19 +164,6 @@ class Step:
                 "`with torch.cuda.stream(…)`, or run the whole step inside of it."
             )
 
-    @property
-    def admits(self) -> bool:
-        """True if the forward of a step runs, so that other threads of user code may compute with weights as well."""
-        return self.running and not (self.ends_with_backward or self._holds_host)
-
-    def share(self, shared: bool) -> None:
-        """Sets whether several threads use weights. If so, each use is noticed, so that no weight in use is released."""
-        self.shared = shared
-        self.residency.let_rest(False)
-        for layer in self.layers:
-            if layer.kind is not Kind.RESIDENTS:  # residents are never released
-                layer.parameters.share(shared)
-
     # ------------------------------------------------------------------ weights may be written
 
     def _invalidate_written(self, quiet: bool) -> list[StreamedLayer] | None:
@@ -251,7 +236,6 @@ class Step:
 
     def hold_host(self) -> None:
         """Puts host parameters into the modules while an optimizer steps inside a step, because the optimizer may read them."""
-        self.threads.end_forward()
         # After a backward of a manual step, modules hold host parameters already (`pause`).
         if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
             self.swap.to_host()
@@ -275,7 +259,6 @@ class Step:
                 parameters until the backward, because only host parameters have the gradients.
         """
         self.ends_with_backward = True
-        self.threads.end_forward()
         if seen:
             self.take_back_writes()
             self.swap.to_host()
@@ -289,7 +272,6 @@ class Step:
 
     def show_host(self) -> None:
         """Makes the modules as they are outside a step, until :meth:`go_on`. It may be called in the middle of a step."""
-        self.threads.end_forward()
         self.take_back_writes()
         self.swap.to_host()
         self.activations.remove()
@@ -339,7 +321,6 @@ class Step:
         self.writes.refuses = not failed
         self.running = self._stepping = False
         self.stream = None
-        self.threads.end_forward()
         for layer in self.layers:
             layer.running_calls = 0  # a call that an error or Ctrl-C has interrupted would keep its layer in use
         try:
@@ -361,5 +342,3 @@ class Step:
             self.swap.take_touched()
             self.invalidate()  # from now on, hooks and optimizers may write weights through .data, which no version shows
         self.residency.slots.give_back_extra()
-        if self.shared:
-            self.share(False)

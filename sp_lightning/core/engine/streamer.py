@@ -200,7 +200,6 @@ class Streamer:
         )
         self._backward = Backward(
             lock=self._lock,
-            threads=self.threads,
             layers=layers,
             residency=self._residency,
             source=self._source,
@@ -250,7 +249,6 @@ class Streamer:
             updates=self.updates,
             step=self._step,
             backward=self._backward,
-            fast_paths=[each for each in self._module.modules() if isinstance(each, _WITH_FAST_PATHS)],
             hooks=saved_tensors.hooks,
         )
         self._calls = Calls(
@@ -536,7 +534,3 @@ class Streamer:
             calls.remove()
         for compiled in self._compiled:
             compiled.remove()
-
-
-_WITH_FAST_PATHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules of torch with a fast path in evaluation. They leave the fast path if a weight has a ``__torch_function__``."""

@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sp_lightning.core.device.device import Device, Stream, Wait
-from sp_lightning.core.device.own_threads import CALLED_ELSEWHERE, LEAVES_FAST_PATH, OwnThreads
+from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.engine.activations import Activations
 from sp_lightning.core.engine.graph import Backward, RunningCalls, packs
 from sp_lightning.core.engine.host_source import HostSource, tied
@@ -31,7 +31,6 @@ from sp_lightning.core.layers.ring import Staged
 from sp_lightning.core.layers.swap import ParameterSwap
 from sp_lightning.core.layers.writes import WriteBack
 from sp_lightning.core.torch_compat.modes import held
-from sp_lightning.core.torch_compat.patched import elsewhere, scope
 from sp_lightning.core.updates.background import BackgroundUpdates
 
 
@@ -42,7 +41,6 @@ class Uses:
     Attributes:
         lock: the engine's lock.
         threads: the threads that belong to the run.
-        fast_paths: the modules of torch that leave a fast path in evaluation if uses of their weights are noticed.
         hooks: makes the context of the engine's saved-tensor hooks.
         calls: the calls of modules that are running.
     """
@@ -59,14 +57,12 @@ class Uses:
     updates: BackgroundUpdates
     step: Step
     backward: Backward
-    fast_paths: Sequence[nn.Module]
     hooks: Callable[[], AbstractContextManager[None]]
 
     def __post_init__(self) -> None:
         self.gradient_arrived = self.backward.gradient_arrived  # called for each gradient
         self.gradients_complete = self.backward.complete
         self.calls = RunningCalls()
-        self._scope = scope.get()
         self._closed = False
 
     # ------------------------------------------------------------------ weights are used outside module calls
@@ -98,7 +94,6 @@ class Uses:
         Raises:
             RuntimeError: the run is over; the step computes on another stream; or the running backward has updated a layer
                 already.
-            LateError: this thread was a helper of a forward that has ended.
         """
         name = parameters[0]._of.spans[parameters[0]._index].name
         self.refuse_over(name)
@@ -108,7 +103,6 @@ class Uses:
         if casts:  # the casts are in the slots of the masters' owners
             layers = [masters.owner for masters in layers]
         with held(self.lock):
-            self.threads.refuse_late()
             self.step.refuse_other_stream(name)
             for layer in layers:
                 layer.refuse_updated()
@@ -126,8 +120,7 @@ class Uses:
             yield
         finally:
             with held(self.lock):
-                if not self.threads.late:  # otherwise the end of the step releases the layers
-                    self._end_operation(layers, residents=residents)
+                self._end_operation(layers, residents=residents)
 
     def _end_operation(self, layers: Sequence[StreamedLayer], *, residents: bool) -> None:
         """Ends :meth:`operation_on`: copies written residents to the host, and prefetches.
@@ -296,71 +289,6 @@ class Uses:
         False after the run, so that a use of a device parameter raises an error (:meth:`refuse_over`).
         """
         return self.backward.at_host() or not (self._closed or self.threads.own)
-
-    @contextmanager
-    def helping(self) -> Iterator[bool]:
-        """A context for one operation of a thread outside the run that computes with weights for a graph, or writes them.
-
-        Yields True if the thread takes part in the running forward. Otherwise yields False, and the operation gets host
-        parameters.
-
-        Raises:
-            LateError: the thread was admitted as a helper, and the forward has ended before the operation.
-            RuntimeError: see :meth:`_share`.
-        """
-        helps = False
-        # If several runs take turns, this run may hold its lock while it waits for its turn. So a thread of the other
-        # run (``elsewhere``), whose turn it is, must not wait for the lock.
-        if not elsewhere(self._scope):
-            with held(self.lock):
-                helps = self._may_help()
-                if helps:
-                    self._share()
-                    self.threads.begin()
-        if not helps:
-            yield False
-            return
-        try:
-            yield True
-            self.threads.refuse_late()
-        finally:
-            self.threads.end()
-
-    def admit(self, visits: Sequence[StreamedLayer]) -> None:
-        """Admits this thread as a helper in the running forward. The thread is outside the run and calls a module.
-
-        Every use of a weight is noticed from then on; see :meth:`_share`.
-
-        Args:
-            visits: the layers of the module; the error names the first one.
-
-        Raises:
-            RuntimeError: no forward runs, or the thread was a helper of a forward that has ended.
-        """
-        self.threads.refuse_late()
-        if not (self.threads.here.depth or self._may_help()):
-            raise RuntimeError(CALLED_ELSEWHERE.format(name=repr(visits[0].name) if visits else "A module"))
-        self._share()
-        self.threads.begin()
-
-    def _may_help(self) -> bool:
-        """Returns True if a thread outside the run may become a helper now: a forward runs, and no backward."""
-        return (self.step.admits or self.calls.depth > 0) and not self.backward.tasks
-
-    def _share(self) -> None:
-        """Notices every use of a weight until the step ends, because a second thread uses weights.
-
-        Raises:
-            RuntimeError: a module of torch in evaluation would leave its fast path, because uses of its weights are noticed.
-        """
-        if not self.step.shared:
-            if any(not module.training for module in self.fast_paths):
-                raise RuntimeError(LEAVES_FAST_PATH)
-            # Uses of attached layers were not noticed so far. Another thread may still use such a layer. So the layers in use
-            # are locked until the step ends.
-            for layer in self.residency.used:
-                layer.running_calls += 1
-            self.step.share(True)
 
     def copied(self, layer: StreamedLayer, index: int) -> Tensor | None:
         """Copies a weight that may have been written on the device, for a thread that only reads it.

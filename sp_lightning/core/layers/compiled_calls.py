@@ -243,7 +243,7 @@ class _BoundCall:
         if attached:  # the masters are on the device, so the graph takes them
             return
         able = group.autocast is not None and autocast_would_cast(group.autocast, group.device)
-        if masters or group.casts is None or group.shared or not able:
+        if masters or group.casts is None or not able:
             self._attach_masters(group)
             return
         for weight in self._compiled.names:

@@ -240,21 +240,19 @@ class OffloadedParameter(DeviceParameter):
             args, kwargs = tree_map_only(DeviceParameter, lambda each: each.host, (args, kwargs))
             return func(*args, **kwargs)
         with away[0]._of.engine.operation_on(away):
-            # Attached parameters have the class of views, and the function gets them. There are three exceptions: with rows, and
-            # with several threads, they keep the class of stand-ins; and without saved-tensor hooks (``saves_raw``), autograd
-            # would save the parameters themselves. The function then gets aliases, which are plain tensors over the slot.
-            noticed = away[0]._of.shared or any(each._of.by_rows for each in away)
+            # Attached parameters have the class of views, and the function gets them. There are two exceptions: with rows, they
+            # keep the class of stand-ins; and without saved-tensor hooks (``saves_raw``), autograd would save the parameters
+            # themselves. The function then gets aliases, which are plain tensors over the slot.
+            noticed = any(each._of.by_rows for each in away)
             raw = away[0]._of.engine.saves_raw()
             if raw and not noticed and (hooks := _hooks_for_leaves(away[0]._of.engine)) is not None:
                 with hooks:
                     return func(*args, **kwargs)
             if noticed or raw:
-                with away[0]._of.engine.lock:  # another thread may detach the layer when this thread is late
-                    away[0]._of.engine.threads.refuse_late()
-                    if func in _AS_ALIASES:
-                        with Untouched():
-                            return func(*args, **kwargs)
-                    args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
+                if func in _AS_ALIASES:
+                    with Untouched():
+                        return func(*args, **kwargs)
+                args, kwargs = tree_map_only(DeviceParameter, _alias, (args, kwargs))
             if func is Tensor.detach or func is torch.detach:
                 # state_dict() detaches. Writes through the .data of a detached tensor change no version.
                 away[0]._of.expose()
@@ -300,7 +298,7 @@ def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
                 return None
             # Read once, because another thread may replace the casts meanwhile. If the function is called outside the forward of
             # the layer, the group has no casts.
-            casts[group] = None if group.shared else group.casts
+            casts[group] = group.casts
     if None not in casts.values():
         return _call(casts, func, args, kwargs) if casts else None
     away = [argument for argument in (*args, *kwargs.values()) if issubclass(type(argument), OffloadedParameter)]

@@ -54,7 +54,6 @@ class ParameterGroup:
             stand-ins also while they are views of the slot (:meth:`notice_uses_of`).
         compute: runs an operation that needs only rows of a stand-in; None if the layer is uploaded whole. The function takes
             the stand-in and the arguments of ``__torch_function__``. If it returns NotImplemented, the whole layer is uploaded.
-        shared: True if several threads use the parameters.
         casts: if these parameters are masters, their casts on the device, which functions get in place of the masters. None if
             no casts are offered: the owner is not attached, the casts are out of date, or the masters are on the device.
         all: the device parameters, in the order of ``spans``.
@@ -86,7 +85,7 @@ class ParameterGroup:
         self.casts: Sequence[Tensor] | None = None
         self.present_values = [SavedValues(span.offset) for span in spans]
         self.unversioned_writes = [0] * len(spans)
-        self.shared = self.by_rows = False
+        self.by_rows = False
         self.compute: Callable[..., Any] | None = None
         self._view_classes = [_with_user_class(AttachedParameter, type(host)) for host in hosts]
         self._stand_in_classes = [_with_user_class(StandIn, type(host)) for host in hosts]
@@ -181,8 +180,7 @@ class ParameterGroup:
             elsewhere = guard.replaced | retyped
             views = [elsewhere.get(index, value) for index, value in enumerate(views)]
         with Untouched():
-            kinds = self._stand_in_classes if self.shared else self._view_classes
-            for parameter, value, kind in zip(self.all, views, kinds, strict=True):
+            for parameter, value, kind in zip(self.all, views, self._view_classes, strict=True):
                 tensor_data.__set__(parameter, value)
                 set_class(parameter, kind)
 
@@ -211,12 +209,6 @@ class ParameterGroup:
                 f"Parameter {self.spans[index].name!r} was given {now} (param.data = other) between a forward that used it "
                 f"as {self.spans[index].dtype} and the backward. Exchange it before the forward."
             )
-
-    def share(self, shared: bool) -> None:
-        """Sets whether several threads use weights. If so, each use is noticed, so that no weight in use is released."""
-        self.shared = shared
-        if self.layer.state.attached:
-            self.notice_uses(shared)
 
     def notice_uses(self, noticed: bool) -> None:
         """Sets whether each use of attached weights is noticed, as uses of stand-ins are."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.compiler import is_compiling
 from torch.jit import ScriptModule
 
 from sp_lightning.core.device.device import Wait
-from sp_lightning.core.device.own_threads import LateError, OwnThreads
+from sp_lightning.core.device.own_threads import ONLY_READS, OwnThreads
 from sp_lightning.core.layers.buffers import AveragesOnDevice, PrunedWeights
 from sp_lightning.core.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins, present_edge
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
@@ -443,7 +444,7 @@ def _call_between_steps(
         with Untouched():
             return func(*args, **kwargs)
     if not swap.threads.own:
-        return _call_in_other_thread(role, func, args, kwargs)
+        return looked_at(func, args, kwargs, lambda _, seen: seen)
     with nullcontext() if touches else left(hosts, [role]):  # other roles and classes still run their code
         return func(*args, **kwargs)
 
@@ -458,40 +459,49 @@ def _call_in_other_thread(
 ) -> Any:
     """Calls a function to which a thread outside the run gives host parameters.
 
-    While a forward runs, a thread that computes on the device, or writes a weight, is a helper: the function gets device
-    parameters. Otherwise the function gets the host's memory or, for weights with newer values on the device, copies of these.
+    The function gets the host's memory or, for weights with newer values on the device, copies of these. A backward through its
+    result raises an error.
 
     Raises:
-        LateError: the forward has ended meanwhile. If the function writes nothing, and no other argument is on the device, the
-            function is called again instead, as for a thread that only reads.
+        RuntimeError: the function writes a host parameter, or asks for its gradient.
     """
     of = role.device_of
+    hosts = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in of]
+    if func == _SET_DATA or (func not in OF_THE_PARAMETER and writes_in_place(func, kwargs)):
+        for host in tree_leaves((args[:1] or kwargs, kwargs.get("out"))):
+            if id(host) in of:
+                raise RuntimeError(ONLY_READS.format(what=f"{_name_of(role, host)!r} was to be written"))
+    if func in _OF_GRAPHS:
+        raise RuntimeError(ONLY_READS.format(what=f"The gradient of {_name_of(role, hosts[0])!r} was asked for"))
     if not _keeps_values(func, kwargs):
-        hosts = [leaf for leaf in tree_leaves((args, kwargs)) if id(leaf) in of]
         role.swap.touched.update(member for host in hosts for member in of[id(host)]._of.layer.owner.with_masters)
-    if func in OF_THE_PARAMETER or func == _SET_DATA:
+    if func in OF_THE_PARAMETER:
         with Untouched():
             found = func(*args, **kwargs)
         return _seen_by_other_thread(role, args[0], found) if func == _GET_DATA else found
-    others = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and id(leaf) not in of]
-    engine = next(iter(of.values()))._of.engine
-    computes = func not in _DETACH and (
-        _computes_on_device(func, [], others, role) or not engine.device.computes_on_host
-    )
-    writes = writes_in_place(func, kwargs)
-    if computes or writes:
-        try:
-            with engine.helping() as helps:
-                if helps:
-                    role.used = True
-                    given, named = tree_map_only(Tensor, lambda each: of.get(id(each), each), (args, kwargs))
-                    return func(*given, **named)
-        except LateError:
-            if writes or any(map(engine.device.has, others)):
-                raise
-    return looked_at(
-        func, args, kwargs, lambda host, seen: _seen_by_other_thread(role, host, seen) if id(host) in of else seen
-    )
+    builds_graph = torch.is_grad_enabled() and func not in _DETACH
+
+    def seen(host: Tensor, memory: Tensor) -> Tensor:
+        if id(host) not in of:
+            return memory
+        memory = _seen_by_other_thread(role, host, memory)
+        if builds_graph and of[id(host)].requires_grad:
+            memory = memory.clone() if memory.is_inference() else memory
+            memory.requires_grad_().register_hook(partial(_refuse_gradient, _name_of(role, host)))
+        return memory
+
+    return looked_at(func, args, kwargs, seen)
+
+
+def _name_of(role: type[_HostParameterInStep], host: Tensor) -> str:
+    device = role.device_of[id(host)]
+    name: str = device._of.spans[device._index].name
+    return name
+
+
+def _refuse_gradient(name: str, gradient: Tensor) -> None:
+    """Hook of a weight that a thread outside the run has read: its gradient would be lost."""
+    raise RuntimeError(ONLY_READS.format(what=f"Backward reached what was computed with {name!r}"))
 
 
 def _seen_by_other_thread(role: type[_HostParameterInStep], host: Tensor, seen: Tensor) -> Tensor:
