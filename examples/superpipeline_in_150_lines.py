@@ -5,8 +5,8 @@
 
 All weights stay in CPU memory. The GPU has k + k' slots, each for the weights of one block. While a block computes, the
 next k' blocks are uploaded. Forward keeps only the input of each block. Backward calls the blocks in reverse order: it
-runs each block again, now with a graph, and offloads its gradients to the CPU, where your optimizer steps. Losses and
-weights equal plain training's, bit for bit. Blocks are float32, of one shape, all trained, without buffers and randomness.
+runs each block again, now with a graph, and offloads its gradients to the CPU, where your optimizer steps. Results equal
+plain training's, bit for bit. Blocks: float32, one shape, trained, called once per step, no shared weights, no buffers.
 """
 
 import argparse

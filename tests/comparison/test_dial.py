@@ -67,7 +67,9 @@ def test_two_windows_beside_plain_lightning(predict: bool, capsys: pytest.Captur
     assert sizes[0] == max(sizes) > sizes[-1] > sizes[-2] > 0
     assert all(row.seconds for row in found.rows)
     assert (found.status, found.notes) == (0, [])
-    assert re.findall(r"run (\d) of (\d)", capsys.readouterr().err) == [(str(at), "3") for at in range(1, 4)]
+    runs = 3 if predict else 4  # the last one counts plain Lightning's activations
+    shown = re.findall(r"run (\d) of (\d)", capsys.readouterr().err)
+    assert shown == [(str(at), str(runs)) for at in range(1, runs + 1)]
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -76,6 +78,55 @@ def test_plain_lightning_has_weights_gradients_and_optimizer_state() -> None:
     memory = measured(lambda: Module(Stack())).rows[0].memory
     assert memory is not None
     assert memory[:3] == (nbytes, nbytes, 2 * nbytes + steps)  # AdamW counts its steps
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_buffers_count_on_both_sides() -> None:
+    """Those of plain Lightning were left out: a module with large buffers took 443 % of plain Lightning's memory."""
+
+    def make() -> Module:
+        module = Module(Stack())
+        module.register_buffer("table", torch.zeros(100_000))
+        return module
+
+    plain, ours = (row.memory for row in measured(make).rows)
+    assert plain is not None
+    assert ours is not None
+    assert plain.weights > ours.weights > 400_000
+    assert (measured(make, predict=True).rows[0].total or 0) == plain.weights
+
+
+class Derives(Module):
+    """Its loss uses a transform, which torch does not run under saved-tensor hooks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        slope = torch.func.grad(lambda x: x.square().sum())(batch)
+        return self.loss(batch + 0 * slope)
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_a_program_that_does_not_run_while_activations_are_counted() -> None:
+    """``dial`` refused what it had measured before."""
+    found = measured(lambda: Derives(Stack()), keep_on_gpu=["**"], activations="keep")
+    assert [row.seconds is not None for row in found.rows] == [True, True]
+    assert [row.memory is not None and row.memory.activations for row in found.rows] == [0, 0]
+    assert "No row has activations: plain Lightning does not train while they are counted. RuntimeError" in str(found)
+
+
+class WritesSaved(Module):
+    """Its backward raises: it has written to a tensor that autograd has saved."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        saved = loss.exp()
+        return saved.add_(1)
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_an_error_of_plain_lightning_is_told() -> None:
+    """Hooks that counted hid it, and a window seemed to fail alone."""
+    with pytest.raises(NotRunError, match=r"'plain' stopped. RuntimeError: .*inplace operation"):
+        measured(lambda: WritesSaved(Stack()))
 
 
 ROWS, NARROW, WIDE, BLOCKS = 64, 16, 64, 4

@@ -149,8 +149,9 @@ class Found:
 
     @property
     def plain_bytes(self) -> tuple[int, int]:
-        """Bytes of the weights and of the gradients on the device if nothing is streamed."""
-        return _with_gradients({*self.places, *self._whole})
+        """Bytes of weights and buffers, and of gradients, on the device if nothing is streamed."""
+        weights, gradients = _with_gradients({*self.places, *self._whole})
+        return weights + self.buffer_bytes, gradients
 
     @property
     def staying(self) -> tuple[int, int]:

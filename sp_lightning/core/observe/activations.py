@@ -5,7 +5,10 @@ the moment when autograd saves the first tensor of the storage until the graph f
 
 - weights and buffers, which count as weights, and views of them;
 - memory that an operator allocates and frees while it runs;
-- tensors that a checkpoint of the user computes again in backward, because such a checkpoint has saved-tensor hooks of its own.
+- tensors that are saved under other saved-tensor hooks: those of the user, and of a checkpoint (``use_reentrant=False``), whose
+  tensors are computed again in backward;
+- with plain Lightning, tensors that other threads save;
+- sparse tensors. A buffer that a forward replaces may count as an activation.
 """
 
 from __future__ import annotations
@@ -104,8 +107,8 @@ class HeldActivations:
 
 
 def _address(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage; 0 for a sparse, fake or transformed tensor, which has none."""
+    """Returns the address of a tensor's storage; 0 for a sparse, fake, transformed or uninitialized tensor, which has none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return 0

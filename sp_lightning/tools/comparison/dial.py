@@ -205,10 +205,15 @@ class _Measuring:
             mode = options.get("activations")
             mode = f", {mode}" if isinstance(mode, str) and mode not in ("auto", "keep") else ""
             ways.append(RunVariant(f"k={k}, k'={k_prime}{mode}", options, only=task))
-        found = [self._run(way, f"{number} of {len(ways)}") for number, way in enumerate(ways, 1)]
-        plain = _plain_memory(found, task)
+        counts = task == "training" and root_device(settings).type == "cpu"
+        runs = len(ways) + counts
+        found = [self._run(way, f"{number} of {runs}") for number, way in enumerate(ways, 1)]
+        activations = self._count(f"{runs} of {runs}") if counts and found[0] is not None else 0
+        plain = _plain_memory(found, task, activations)
         for way, done in zip(ways, found, strict=True):
             memory = plain if way.options is None else None if done is None else _memory(done)
+            if memory is not None and activations is None:
+                memory = memory._replace(activations=0)  # the same sum for all rows
             seconds = None if done is None else median(done.times[1:] or done.times)
             self._found.rows.append(DialRow(way.name, memory, seconds))
             if done is not None and done.plan is not None and way.options is not None:
@@ -241,6 +246,21 @@ class _Measuring:
         finally:
             rmtree(folder, ignore_errors=True)
 
+    def _count(self, count: str) -> int | None:
+        """Trains once more with plain Lightning, and counts the bytes of activations. None, with a note, if that stops."""
+        print(f"dial: {self._found.title}: run {count}, plain, to count its activations", file=sys.stderr, flush=True)
+        gc.collect()
+        way = RunVariant("plain, counted", on_device=True, only="training", counts=True)
+        try:
+            return run(self._subject, way, self._folder / way.name).activation_bytes
+        except Exception as error:
+            self._found.notes.append(
+                f"No row has activations: plain Lightning does not train while they are counted. {type(error).__name__}: {error}"
+            )
+            return None
+        finally:
+            rmtree(self._folder / way.name, ignore_errors=True)
+
     def _machine(self, device: torch.device) -> str:
         machine = machine_of(device_for(device))
         versions = ", ".join(f"{name} {at}" for name, at in machine["versions"].items())
@@ -262,7 +282,7 @@ def _meaning(device: torch.device, task: str) -> str:
         return "weights, counted as a GPU would need; the temporary memory of operators is not in it"
     return (
         "counted, as a GPU would need, each part at its peak; activations: tensors that autograd holds. Not in it: temporary "
-        "memory of operators, and tensors that a checkpoint of the model computes again"
+        "memory of operators, and tensors that the model's own gradient checkpointing computes again"
     )
 
 
@@ -274,12 +294,13 @@ def _memory(done: RunResult) -> Memory:
     return with_activations(counted, done.peak_bytes, stats.peak_activation_bytes)
 
 
-def _plain_memory(found: Sequence[RunResult | None], task: str) -> Memory | None:
+def _plain_memory(found: Sequence[RunResult | None], task: str, activations: int | None) -> Memory | None:
     """Returns the memory of plain Lightning on the GPU: a plan counts weights and gradients. None if it is unknown.
 
     Args:
         found: the run of plain Lightning, which has the size of the optimizers' state, and those of the windows.
         task: "training" or "prediction".
+        activations: their bytes, if they were counted; not used on a GPU.
     """
     plain, *windows = found
     plan = next((done.plan for done in windows if done is not None), None)
@@ -289,7 +310,7 @@ def _plain_memory(found: Sequence[RunResult | None], task: str) -> Memory | None
     if plain is None:
         return Memory(weights, 0, 0, 0)
     counted = (weights, gradients, plain.state_bytes) if task == "training" else (weights, 0, 0)
-    return with_activations(counted, plain.peak_bytes, plain.activation_bytes)
+    return with_activations(counted, plain.peak_bytes, activations or 0)
 
 
 def with_activations(counted: tuple[int, int, int], allocated: int | None, activations: int) -> Memory:

@@ -46,6 +46,8 @@ class RunVariant:
         on_device: True if all optimizers of plain Lightning step on the device, as the strategy's do (``optimizer_on="gpu"``).
         begins: a checkpoint from which one batch is trained; None for a whole run.
         only: the run only trains or only predicts, and records the outputs of steps alone; None for everything.
+        counts: True to count the activations of plain Lightning on a CPU. The saved-tensor hooks that count take time, and some
+            programs do not run with any.
     """
 
     name: str
@@ -54,6 +56,7 @@ class RunVariant:
     on_device: bool = False
     begins: Path | None = None
     only: Literal["training", "prediction"] | None = None
+    counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class RunResult:
         times: the seconds of each training batch, without the first; of each predicted batch if the run only predicts.
         peak_bytes: the peak of allocated device memory in these batches; None if the device does not measure it.
         state_bytes: bytes of the optimizers' state after training with plain Lightning.
-        activation_bytes: the peak of bytes that autograd holds for plain Lightning in a run that only trains on the CPU; else 0.
+        activation_bytes: the peak of bytes that autograd holds, if the run counts them; else 0.
         plan: the plan of the strategy; None for plain Lightning.
         stats: the stats of the strategy after training; None for plain Lightning.
         moved: True if plain Lightning's optimizers stepped on the host while the module was on the device.
@@ -198,8 +201,7 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
     record = Record(folder / "record")
     pl.seed_everything(subject.seed, workers=True, verbose=False)
     made = subject.make()
-    counts = way.options is None and way.only == "training" and root_device(made.settings).type == "cpu"
-    held = HeldActivations(lambda: (*made.module.parameters(), *made.module.buffers())) if counts else None
+    held = HeldActivations(lambda: (*made.module.parameters(), *made.module.buffers())) if way.counts else None
     recorder = Recorder(record, held)
     trainer = _trainer(made, way, folder, subject.steps, recorder)
     start = perf_counter()
