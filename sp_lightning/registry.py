@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from sp_lightning.core.engine.tuner import BaseTuner
     from sp_lightning.core.model.found import Found
     from sp_lightning.core.model.rows import RowFinder
-    from sp_lightning.core.plan.choices import ActivationChoice, Place, Share
+    from sp_lightning.core.plan.choices import ActivationChoice, Place
     from sp_lightning.core.plan.host_memory import HostBudget
     from sp_lightning.core.plan.window import Window
 
@@ -224,22 +224,14 @@ def checkpoint_writer() -> Callable[[Any, IO[bytes]], None]:
 # ---------------------------------------------------------------------- GPU steps
 
 
-def layer_stepper(optimizer_on: Place, gpu_layers: Share) -> MakeStepper | None:
-    """Returns the function that makes the stepper of layers on the GPU; None if all layers step on the CPU.
+def layer_stepper(optimizer_on: Place) -> MakeStepper | None:
+    """Returns the function that makes the stepper of layers on the GPU; None if layers step on the CPU.
 
-    Without ``gpu_steps``, ``optimizer_on="gpu"`` and a number of ``gpu_layers`` are errors. With ``"auto"``
-    (fallback), no layer stays, and one line is logged.
+    Without ``gpu_steps``, ``optimizer_on="gpu"`` is an error.
     """
-    if (optimizer_on, gpu_layers) == ("cpu", 0):
+    if optimizer_on == "cpu":
         return None
-    required = []
-    if optimizer_on == "gpu":
-        required.append('optimizer_on="gpu"')
-    if gpu_layers not in (0, "auto"):
-        required.append(f"gpu_layers={gpu_layers}")
-    if not required and not is_installed("capabilities.gpu_steps"):
-        return None
-    with needed_for(" and ".join(required)):
+    with needed_for('optimizer_on="gpu"'):
         from sp_lightning.capabilities.gpu_steps.on_device import make_stepper
     return make_stepper
 

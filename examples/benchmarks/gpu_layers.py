@@ -1,4 +1,4 @@
-"""Seconds of a step by how many layers stay on the GPU with their optimizer state (``gpu_layers``): estimates, for some machines.
+"""Seconds of a step by the number of layers that stay on the GPU with their optimizer state (``gpu_layers``): estimates.
 
 ``python -m examples.benchmarks.gpu_layers`` prints tables. Rates are assumed, and stand below them; nothing is measured.
 """
@@ -73,7 +73,7 @@ def with_layers(estimate: Estimate, share: float) -> Estimate:
 
 def plain_seconds(estimate: Estimate, row: Row) -> float:
     """Seconds of plain Lightning, if the device had the memory: forward, backward, and a fused step on the device."""
-    ledger, clip = estimate.host.ledger, estimate.question.gradient_clip is not None
+    ledger, clip = with_layers(estimate, 0).host.ledger, estimate.question.gradient_clip is not None
     assert ledger is not None
     gradients = sum(layer.gradient_bytes for layer in row.plan.trained)
     passes = 3 + 2 * (ledger.state or 0) / gradients + 3 * clip  # a norm, and a multiplication in place
@@ -96,7 +96,7 @@ def rows(estimate: Estimate, machine: str, clip: str) -> tuple[list[str], dict[s
     cells = [cell(found[str(share)].shown, plain) for share in SHARES]
     words = [machine, clip or "no clipping", f"{plain:.3g} s", *cells, f"{number} of {layers}: {cell(last, plain)}"]
     shares = {share: with_layers(estimate, share).host for share in (*map(float, SHARES), 1.0)}
-    host = {share: (each.stepping_bytes, each.nbytes) for share, each in shares.items()}
+    host = {share: each.nbytes for share, each in shares.items()}
     facts = {
         "plain": plain, "seconds": seconds, "number": number, "share": plain / min(seconds.values()), "host": host,
         "binds": last.prediction.binds, "waits": rest, "total": last.prediction.seconds,
@@ -148,11 +148,7 @@ def print_rest(facts: dict[tuple[str, str, str, str], dict[str, Any]]) -> None:
     found = []
     for (name, precision, machine, clip), fact in facts.items():
         if clip and machine == next(iter(MACHINES)):
-            both = (
-                f"{during / counts[name]:.2f}, {checkpoint / counts[name]:.2f}"
-                for during, checkpoint in fact["host"].values()
-            )
-            found.append([name, precision, *both])
+            found.append([name, precision, *(f"{each / counts[name]:.2f}" for each in fact["host"].values())])
     shares = [f"{share:.0%}" for share in (*SHARES, 1)]
     print("\n".join(table(["model", "precision", *shares], found)))
     print("## What bounds a step with clipping and the most that fits\n")

@@ -3,7 +3,7 @@
 - ``activations``: offloads or recomputes activations.
 - ``disk``: keeps optimizer state, weights and gradients on a disk.
 - ``experts``: uploads only the experts and embedding rows that a batch uses; packs experts in four bits.
-- ``gpu_steps``: runs optimizer steps on the GPU, and keeps layers there with their optimizer state.
+- ``gpu_steps``: runs optimizer steps on the GPU.
 - ``tuning``: measures batches, chooses k, and has activations offloaded if not all fit.
 
 A capability may import the core. Only ``tuning`` may import another one, which offloads activations for it. The page of each

@@ -25,15 +25,13 @@ from sp_lightning.core.plan.update_policy import (
     Paging,
     UpdateFacts,
     UpdatePolicy,
-    against_choosing_staying,
-    against_staying,
     choose_overlap,
     complete,
     decide,
     may_stay_narrow,
 )
 from sp_lightning.core.torch_compat.patched import in_place_of
-from sp_lightning.core.updates.fused import has_fused_step, is_separable, runs_fused
+from sp_lightning.core.updates.fused import divide, has_fused_step, is_separable, runs_fused
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks
 from sp_lightning.trainer.update_facts import (
@@ -78,7 +76,6 @@ class OptimizerSteps:
         # The engine, the facts and the policy for which the objects in `_layerwise` were made.
         self._applied: tuple[Streamer, UpdateFacts, UpdatePolicy] | None = None
         self._logged = ""  # the mode that was logged last
-        self._none_stay = ""  # the reason why gpu_layers="auto" keeps no layer on the device
         self._step_hooks = StepHooks(
             lambda: run.streamer,
             run.module,
@@ -158,7 +155,7 @@ class OptimizerSteps:
         return self._run.engine.device.computes_on_host and self._options.fused_optimizer == "auto"
 
     def decide_again(self) -> None:
-        """Decides again if the facts have changed: optimizers, hooks, callbacks, or the layers that stay.
+        """Decides again if the facts have changed: optimizers, hooks, or callbacks.
 
         Applies the policy even if the facts are the same: the engine, or an optimizer's state, may be another object now.
 
@@ -174,14 +171,13 @@ class OptimizerSteps:
         """Collects the facts on which the policy depends, as they are now."""
         run = self._run
         of_run = UpdateFacts(
-            stay=bool(run.engine.plan.stay),
             on_cpu=run.engine.device.computes_on_host,
             ranks=not run.group.alone,
             shares_base=run.shares_base,
             tried=self._tried,
             needed=self._needed,
         )
-        return collect(of_run, self._trainer, self._options, self._real_optimizers)
+        return collect(of_run, self._trainer, self._options, self._real_optimizers, run.engine.found)
 
     def _decide(self, facts: UpdateFacts) -> None:
         """Decides when optimizers step. :meth:`_apply_policy` then applies the decision."""
@@ -189,7 +185,7 @@ class OptimizerSteps:
         self.policy = decide(facts)
 
     def _apply_policy(self) -> None:
-        """Completes the policy, makes the objects that run the steps, and sets whether layers may stay on the GPU.
+        """Completes the policy, and makes the objects that run the steps.
 
         The objects are made again only if the engine, the facts or the policy have changed since the last call. A new mode of
         updates is logged at DEBUG.
@@ -203,8 +199,6 @@ class OptimizerSteps:
         paging = Paging(placement.pages_gradients, anything=self.state.elsewhere or placement.pages)
         optimizers = self._real_optimizers
         policy = self.policy = complete(decided, facts, paging)
-        self._none_stay = against_staying(facts) or against_choosing_staying(facts)
-        run.let_layers_stay(not self._none_stay)
         if policy.all_threads:  # user code may have changed the number of threads, for example in on_fit_start
             engine.device.background_threads = torch.get_num_threads()
         if self._applied != (engine, facts, policy):
@@ -219,12 +213,8 @@ class OptimizerSteps:
             self._logged = policy.mode
 
     def _make_steps(self, policy: UpdatePolicy, optimizers: Sequence[Optimizer]) -> None:
-        """Makes the steps of the optimizers whose steps are divided into layers.
-
-        Also sets whether the gradients of layers that stay on the GPU stay there.
-        """
+        """Makes the steps of the optimizers whose steps are divided into layers."""
         engine = self._run.engine
-        engine.updating.gradients.keep_for_own_slot = policy.gradients_stay
         self._layerwise = {
             optimizer: LayerwiseStep(
                 optimizer,
@@ -249,7 +239,7 @@ class OptimizerSteps:
             ValueError: ``"backward"`` was asked for by name, and is no longer possible.
         """
         facts, optimizers = self._facts, self._real_optimizers
-        steps_there = facts.place == "gpu" or facts.stay
+        steps_there = facts.place == "gpu" or self._run.engine.found.stay
         exchanged = steps_there and [each.identity for each in facts.optimizers] != list(map(id, optimizers))
         early = self.overlap == "backward" and self._layerwise
         if not (exchanged or (early and batch_facts(self._trainer) != facts.batch)):
@@ -299,7 +289,7 @@ class OptimizerSteps:
             return ""
         self._run.finish_updates()  # the advice depends on the optimizer's class, which is another one while updates run
         backward = self._advise_backward() if self.overlap == "forward" else ""
-        return " ".join(filter(None, [backward or self._advise_staying(), self._advise_gpu(seconds)]))
+        return " ".join(filter(None, [backward, self._advise_gpu(seconds)]))
 
     def _advise_backward(self) -> str:
         """Returns a sentence if the run mostly stalled on updates that could also run during backward; else empty."""
@@ -314,16 +304,6 @@ class OptimizerSteps:
             'Try optimizer_overlap="backward": updates then overlap with the backward pass, too '
             "(p.grad is None after a step)."
         )
-
-    def _advise_staying(self) -> str:
-        """Returns a sentence if the run mostly stalled on updates, and layers fit on the GPU with their state; else empty."""
-        stats = self._run.engine.stats()
-        count = 0 if against_staying(self._facts) else self._run.most_that_stay()
-        on_updates = stats.update_stall_seconds + stats.step_seconds
-        if not count or 2 * on_updates < stats.waited_seconds:
-            return ""
-        layers = len(self._run.engine.plan.layers)
-        return f"Try gpu_layers={count}: {count} of {layers} layers fit on the GPU with their optimizer state, and step there."
 
     def _advise_gpu(self, seconds: float) -> str:
         """Returns a sentence if at least half of the run was spent on updates that the GPU could run; else empty."""
@@ -392,7 +372,7 @@ class OptimizerSteps:
             narrow=(pieces or on_device) and may_stay_narrow(self._facts, paging),
             on_device=on_device,
         )
-        ledger = make_ledger(self._run.engine.plan, trainer.optimizers, steps)
+        ledger = make_ledger(self._run.engine.plan, trainer.optimizers, steps, self._run.engine.found.on_gpu)
         return self.state.count(placement.count(ledger), placement)
 
     def _clips(self) -> str | None:
@@ -405,8 +385,6 @@ class OptimizerSteps:
         """Returns sentences for the user about the steps, which are logged with the plan."""
         fusing = "" if self._differs_unasked else self._describe_fusing()  # then it is a warning
         remarks = [fusing, self.state.remark, self._describe_schedule()]
-        if self._options.gpu_layers == "auto" and self._none_stay:
-            remarks.append(f'No layer stays on the GPU (gpu_layers="auto"): {self._none_stay}.')
         return [remark for remark in remarks if remark]
 
     def _describe_fusing(self) -> str:
@@ -425,8 +403,8 @@ class OptimizerSteps:
             why = f', which optimizer_overlap="{overlap}" needs'
             off = ' with optimizer_overlap="off"'
         runs_fused_here = f"{' and '.join(sorted(names))} runs fused on the CPU{why}"
-        if self._run.engine.plan.stay:
-            return f"{runs_fused_here}, and layers that stay step as you made it: weights are those of neither."
+        if self._run.engine.found.stay:
+            return f"{runs_fused_here}, and layers that stay (gpu_layers) step on the GPU as you made it."
         return (
             f"{runs_fused_here}: results are bitwise those of plain Lightning whose optimizer has fused=True and steps on the "
             f"CPU; fused_optimizer=False{off} leaves it as it is."
@@ -434,7 +412,9 @@ class OptimizerSteps:
 
     def _fuses_a_group(self, optimizer: Optimizer) -> bool:
         """Returns True if a group runs fused although its user has set neither ``fused`` nor ``foreach``."""
-        return any(not g.get("fused") and runs_fused(optimizer, g, fuse=True) for g in optimizer.param_groups)
+        on_gpu = self._run.engine.found.on_gpu
+        parts = [divide(group, on_gpu)[0] for group in optimizer.param_groups]
+        return any(not p.get("fused") and p["params"] and runs_fused(optimizer, p, fuse=True) for p in parts)
 
     # ------------------------------------------------------------------ a step
 

@@ -73,7 +73,7 @@ class Options:
         options = cls(**{each.name: each.metadata["check"](given[each.name]) for each in fields(cls)})
         if options.disk is not None:
             registry.require_disk(f"disk={str(options.disk)!r}")
-        if options.gpu_layers not in (0, "auto") and options.disk is not None:
+        if options.gpu_layers and options.disk is not None:
             raise ValueError(
                 f"gpu_layers={options.gpu_layers} keeps optimizer state in GPU memory, and disk= keeps it on a disk. "
                 "Use one of them."

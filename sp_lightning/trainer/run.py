@@ -34,6 +34,7 @@ from sp_lightning.core.layers.roles import ParameterRole
 from sp_lightning.core.model.checks import refuse_cuda_graphs
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.model.found import Found, OverlappingPair
+from sp_lightning.core.model.wrapped import move
 from sp_lightning.core.observe.messages import (
     after_out_of_memory,
     in_our_words,
@@ -85,6 +86,9 @@ def untested_versions() -> list[str]:
     if (major, minor) <= tuple(map(int, newest.split("."))):
         return []
     return [f"torch {torch.__version__} is newer than the tested versions ({oldest} to {newest})."]
+
+
+_CPU = torch.device("cpu")
 
 
 class Run:
@@ -141,7 +145,7 @@ class Run:
         self._log = log
         self._scope = current()
         budget = self._scope.begin(self, options, device)
-        self._make_stepper = layer_stepper(options.optimizer_on, options.gpu_layers)
+        self._make_stepper = layer_stepper(options.optimizer_on)
         self._window = Window(
             options.k,
             options.k_prime,
@@ -150,7 +154,6 @@ class Run:
             nodes=group.nodes,
             training=trains,
             steps_on_device=options.optimizer_on == "gpu",
-            stay=0 if self._make_stepper is None else options.gpu_layers,
         )
         self._threads = OwnThreads()
         self._overlapping: list[OverlappingPair] = []  # pairs of frozen weights that share memory, and must stay frozen
@@ -158,6 +161,7 @@ class Run:
         self._activations = ActivationPlan()
         self._must_send_buffers = trains  # see step_begins()
         self._lent = False  # True in the context :meth:`gpu_released`
+        self._stay: set[nn.Parameter] = set()  # the parameters of layers that `gpu_layers=` chose
         _refuse_in_step(module)
         self.streamer: Streamer | None = None
         self.tuner: BaseTuner
@@ -194,10 +198,7 @@ class Run:
         if phase == "train" and self.hooks.may_write_weights("train"):  # other loops: `quiet` in :meth:`step`
             self.engine.invalidate()
         if (phase == "train") == self.trains:  # not for validation within training, which the tuner does not measure
-            stay = self.engine.plan.stay
             self.tuner.batch_starts(batch, self.trainer.accumulate_grad_batches if self.trains else 1)
-            if self.engine.plan.stay != stay:  # layers that stay on the GPU step there
-                self.steps.decide_again()
 
     def step(self, phase: str, user_code: Callable[[], Any], *, ends_with_backward: bool) -> Any:
         """Runs the user's code of a batch, with the engine streaming layers.
@@ -275,25 +276,6 @@ class Run:
         """True if the run is a trial of a SharedBase."""
         return self._scope.shares_base
 
-    def let_layers_stay(self, may: bool) -> None:
-        """Sets whether ``gpu_layers="auto"`` may let layers stay on the GPU: only if results do not depend on it.
-
-        Args:
-            may: True if layers may stay.
-        """
-        self._window.may_stay = may
-
-    def most_that_stay(self) -> int:
-        """Returns the number of layers that could stay on the GPU, for the advice to set ``gpu_layers`` after training.
-
-        The number is 0 if some layers stay already, or if no memory was limited or measured.
-        """
-        plan = self.engine.plan
-        window = self._window
-        if plan.stay or window.room is None or not window.rest:
-            return 0
-        return len(window.filled_with_staying(plan).stay)
-
     def may_step_on_gpu(self) -> bool:
         """Returns True if GPU memory has room for optimizer steps, for the advice to set ``optimizer_on`` after training."""
         return self._window.fits(replace(self.engine.plan, steps_on_device=True))
@@ -309,6 +291,8 @@ class Run:
             ValueError: user code has unfrozen one of two weights that share memory, or the changed module is not supported.
         """
         self.steps.open()  # other code may have removed hooks on optimizers
+        if any(p.device.type != self._device.type for p in self._stay):  # another run of the module has ended
+            self._move_staying(self._device)
         for pair in self._overlapping:
             pair.refuse_trained()
         changed = self.engine.changed()
@@ -398,8 +382,8 @@ class Run:
     def gpu_released(self) -> Generator[int, None, None]:
         """A context between two steps, in which the run has no weights and buffers on the device, and no optimizer state.
 
-        At its end, buffers and modules that stay on the device as a whole return, with their optimizer state; layers are uploaded
-        when they are needed.
+        At its end, buffers and weights that stay on the device return, with their optimizer state; layers are uploaded when they
+        are needed.
 
         Yields:
             Bytes of weights that stay on the device, because tensors of user code view their memory.
@@ -421,13 +405,15 @@ class Run:
         self._lent = True
         try:
             engine.leave_device()
-            move_to_device(self.module, found, (), torch.device("cpu"), state)
+            move_to_device(self.module, found, (), _CPU, state)
+            self._move_staying(_CPU)
             engine.device.release_unused()
             yield engine.weight_bytes - found.staying[0]
         finally:
             self._lent = False
             if self.streamer is engine:  # otherwise the run has ended
                 move_to_device(self.module, found, averages, self._device, state)
+                self._move_staying(self._device)
                 try:
                     engine.resize(plan)
                 except torch.OutOfMemoryError as error:
@@ -456,13 +442,17 @@ class Run:
         self.placement = ONE_DEVICE  # files are gone with the run
 
     def _end_engine(self) -> None:
-        """Closes the engine, if there is one, and keeps its results. Called at the end of the run, and before a new engine."""
+        """Closes the engine, if there is one, and keeps its results. Called at the end of the run, and before a new engine.
+
+        Layers that stay on the device return to the CPU.
+        """
         streamer = self.streamer
-        if streamer is None:
+        if streamer is None:  # building it may have failed after layers were moved
+            self._return_staying()
             return
         try:
             # The results are read after the abort, because their counters include transfers that it waits for.
-            close_all(partial(streamer.abort, over=True), lambda: self.results, streamer.close)
+            close_all(partial(streamer.abort, over=True), lambda: self.results, streamer.close, self._return_staying)
         finally:
             self.streamer = None
 
@@ -481,6 +471,8 @@ class Run:
         self.placement = self._place(found, plan)
         averages = find_averages(self.module)
         move_to_device(self.module, found, averages, self._device)
+        self._stay = {parameter for layer in found.stay for _, parameter in layer.parameters}
+        self._move_staying(self._device)
         self.streamer = Streamer(
             self.module,
             found,
@@ -505,6 +497,29 @@ class Run:
             alone=not self._scope.shares_base,
         )
 
+    def _move_staying(self, device: torch.device) -> None:
+        """Moves the layers that ``gpu_layers=`` chose to a device, with their optimizer state.
+
+        Optimizers exist already if the engine is built again, and in a loop of the user. State has the places that
+        ``Optimizer.load_state_dict`` gives it.
+        """
+        to = partial(Tensor.to, device=device)
+        for parameter in self._stay:
+            move(parameter, to)
+        for optimizer in self.trainer.optimizers if self._stay else ():
+            for group in optimizer.param_groups:
+                steps_too = group.get("fused") or group.get("capturable") or device == _CPU
+                for p in self._stay.intersection(group["params"]):
+                    for name, value in dict(optimizer.state.get(p, {})).items():
+                        for each in tree_leaves(value) if name != "step" or steps_too else ():
+                            if isinstance(each, Tensor):
+                                move(each, to)
+
+    def _return_staying(self) -> None:
+        """Returns layers that stay on the device to the CPU for good."""
+        self._move_staying(_CPU)
+        self._stay = set()
+
     def _place(self, found: Found, plan: Plan) -> Placement:
         """Returns the placement: of several devices, of a SharedBase, on the disk, or in this process's host memory."""
         of_group = self.group.placement()
@@ -520,7 +535,13 @@ class Run:
     def _find_and_plan(self, device: Device) -> tuple[Found, Plan]:
         """Finds the layers, makes the plan of device memory, and resolves ``activations=``."""
         layers = self._options.layers
-        find: Any = partial(find_layers, self.module, keep_on_gpu=self._options.keep_on_gpu, autocast=self._autocast)
+        find: Any = partial(
+            find_layers,
+            self.module,
+            keep_on_gpu=self._options.keep_on_gpu,
+            autocast=self._autocast,
+            gpu_layers=self._options.gpu_layers,
+        )
         find = self._scope.finds(self.module, find)  # a trial of a SharedBase puts frozen weights first in each layer
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
@@ -601,8 +622,6 @@ class Run:
         """
         plan = self.engine.plan
         self.tuner.shrink()
-        if self.engine.plan.stay != plan.stay:
-            self.steps.decide_again()
         if self._activations.why_kept:
             say_once(self._log, self._activations.why_kept)
         of = self._activations

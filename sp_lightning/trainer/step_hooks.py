@@ -6,7 +6,7 @@ These hooks also see steps that Lightning does not call: steps of optimizers tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from types import FunctionType
 from typing import Any, TypeGuard
@@ -20,14 +20,14 @@ from sp_lightning.core.engine.layerwise import LayerwiseStep
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.torch_compat.modes import never_compiled
-from sp_lightning.core.torch_compat.patched import elsewhere, scope
+from sp_lightning.core.torch_compat.patched import elsewhere, scope, state_of
 from sp_lightning.core.torch_compat.private import (
     has_global_step_hooks,
     remove_global_step_hooks,
     run_first_after_step,
 )
 from sp_lightning.core.updates.background import updates_here
-from sp_lightning.core.updates.fused import runs_fused, settings_on_cpu
+from sp_lightning.core.updates.fused import OF_EACH, divide, runs_fused, settings_on_cpu
 from sp_lightning.trainer.user_hooks import calls_closure_first
 
 _ONE_CLASS_PAGE = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-cpu"
@@ -42,9 +42,9 @@ class StepHooks:
     which Lightning also calls ``on_before_optimizer_step``. Weights that this code writes on the device are copied to the host
     before the optimizer writes the host's weights. A later copy would overwrite the update.
 
-    Just before the optimizer's own code, either groups get ``fused=True``, or all groups are removed, because the background
-    thread updates their layers (see "Note: empty groups" in ``updates/__init__``). Only the optimizer's own code sees the changed
-    groups. The order of a step:
+    Just before the optimizer's own code, either groups are divided by place, and get ``fused=True``, or all groups are removed,
+    because the background thread updates their layers (see "Note: empty groups" in ``updates/__init__``). Only the optimizer's
+    own code sees the changed groups. The order of a step:
 
     1. :meth:`before`, a hook on all optimizers: prepares the engine, wraps the closure, and registers two hooks on this optimizer
     2. the user's hooks before the step
@@ -86,6 +86,8 @@ class StepHooks:
         self._stepping: list[Optimizer] = []  # the optimizers whose steps are running, the innermost last
         self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Groups that have other settings during a step, with the user's values of these settings."""
+        self._divided: list[tuple[Optimizer, list[dict[str, Any]], set[Any]]] = []
+        """Optimizers whose groups are divided by place while they step, with their user's groups, and the keys of their state."""
         self._hooks_of: dict[Optimizer, list[RemovableHandle]] = {}  # hooks on single optimizers, while they step
         self._scope = scope.get()
 
@@ -257,13 +259,27 @@ class StepHooks:
         if layerwise is not None and layerwise.submit(closure):
             self._begun = perf_counter()  # the device may compute meanwhile
             return
+        stay = self._engine.updating.stay
+        self._divide_by_place(optimizer, stay)
         if self._fuse(optimizer):
-            for group in optimizer.param_groups:
+            for group in [each for each in optimizer.param_groups if not stay.intersection(each["params"])]:
                 if not group.get("fused") and runs_fused(optimizer, group, fuse=True):
                     self._change(group, {"fused": True})
         for group in optimizer.param_groups:
             if group.get("fused") and (on_cpu := settings_on_cpu(group)) and any(p.is_cpu for p in group["params"]):
                 self._change(group, on_cpu)
+
+    def _divide_by_place(self, optimizer: Optimizer, stay: frozenset[nn.Parameter]) -> None:
+        """Divides the groups with parameters in both places: those that stay on the GPU, and all others.
+
+        torch's step of the one then runs fused on the CPU, and the other in the form that it has on plain Lightning.
+        """
+        parts = [(group, divide(group, stay)) for group in optimizer.param_groups]
+        if any(here["params"] and there["params"] for _, (here, there) in parts):
+            self._divided.append((optimizer, optimizer.param_groups, set(state_of(optimizer))))
+            optimizer.param_groups = [
+                each for group, both in parts for each in (both if all(p["params"] for p in both) else (group,))
+            ]
 
     def _change(self, group: dict[str, Any], settings: dict[str, Any]) -> None:
         """Changes settings of a group until the step is over."""
@@ -272,13 +288,32 @@ class StepHooks:
 
     # ------------------------------------------------------------------ after the optimizer's own code
 
-    def give_back_groups(self, *_: Any) -> None:
-        """Restores the user's groups. Called when a step is over or has failed. The arguments are those of torch's hooks."""
+    def give_back_groups(self, *hooked: Any) -> None:
+        """Restores the user's groups. Called when a step is over or has failed.
+
+        Args:
+            hooked: the arguments of torch's hooks, if torch calls this after a step.
+
+        Raises:
+            RuntimeError: a step whose groups were divided by place has written settings of them.
+        """
         if updates_here():
             return
         for group, settings in reversed(self._changed):
             group.update(settings)
         self._changed.clear()
+        for optimizer, groups, known in reversed(self._divided):
+            parts, optimizer.param_groups, state = optimizer.param_groups, groups, state_of(optimizer)
+            if hooked and any(map(_writes, parts, _of_parts(parts, groups))):
+                raise RuntimeError(
+                    f"gpu_layers divides param_groups by place, but {type(optimizer).__name__}.step writes settings of them. "
+                    "Leave gpu_layers out, or give each place param_groups of its own."
+                )
+            for p in [p for p in _parameters(optimizer) if p in state and p not in known]:
+                state[p] = state.pop(
+                    p
+                )  # new state is in the order of the parameters, as after a step that is not divided
+        self._divided.clear()
         if self.deferring is not None:
             self.deferring[1].give_back_groups()
 
@@ -369,6 +404,17 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 
 def _parameters(optimizer: Optimizer) -> list[Any]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _of_parts(parts: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields the group of which each part is a part, or which it is."""
+    of = {p: group for group in groups for p in group["params"]}
+    return (of[part["params"][0]] if part["params"] else part for part in parts)
+
+
+def _writes(part: dict[str, Any], group: dict[str, Any]) -> bool:
+    """Returns True if a part of a group has other settings than the group."""
+    return any(part.get(key) is not group.get(key) for key in part.keys() | group.keys() if key not in OF_EACH)
 
 
 def _replace_device_parameters(optimizer: Optimizer) -> None:

@@ -98,9 +98,9 @@ class StreamingStrategy(LoopStrategy):
               update reads and writes only one parameter, its gradient and its ``state[p]``.
             - ``"auto"``: the faster place by a short measurement. The log names the place, because the last bits differ.
 
-        gpu_layers: layers that stay in GPU memory with their weights, gradients and optimizer state, and are stepped there: a
-            number (``8``), a share of all layers (``0.5``), or ``"auto"``: as many as fit. In a step, nothing of these layers
-            crosses PCIe. Checkpoints and user code find their values as before. The first layers stay. One device.
+        gpu_layers: layers that stay in GPU memory as ordinary modules, with their gradients and optimizer state, and are stepped
+            there: a number (``8``), or a share of all layers (``0.5``). The first layers stay. ``superpipeline plan MODEL
+            --gpu-layers auto`` proposes a number. Between steps, these weights are on the GPU. One device.
         save_frozen: write frozen weights to checkpoints. If False, frozen weights that have not changed since training began are
             left out. To resume, the module must have the same frozen weights, which is checked.
         load_weights_from: a file or folder with the values of a module, or a sub-module, that was built on the meta device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from sp_lightning import registry
+from sp_lightning.core.model.found import Found, Layer
 from sp_lightning.core.plan.update_policy import BatchFacts, OptimizerFacts, UpdateFacts
 from sp_lightning.core.torch_compat.private import (
     global_step_hooks,
@@ -23,6 +24,7 @@ from sp_lightning.core.torch_compat.private import (
 )
 from sp_lightning.core.updates.fused import (
     PREVENT_FUSED,
+    divide,
     has_fused_step,
     is_of_bitsandbytes,
     is_separable,
@@ -39,14 +41,17 @@ CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 """The methods of a precision plugin that clip."""
 
 
-def collect(of_run: UpdateFacts, trainer: Any, options: Options, optimizers: Sequence[Optimizer]) -> UpdateFacts:
+def collect(
+    of_run: UpdateFacts, trainer: Any, options: Options, optimizers: Sequence[Optimizer], found: Found
+) -> UpdateFacts:
     """Collects the current facts. No update may be running, because an optimizer has another class while its updates run.
 
     Args:
-        of_run: the facts of the run, already set: ``stay`` to ``shares_base``, ``tried`` and ``needed``.
+        of_run: the facts of the run, already set: ``on_cpu`` to ``shares_base``, ``tried`` and ``needed``.
         trainer: the trainer, with module, callbacks and precision plugin.
         options: the user's options.
         optimizers: the optimizers that step, as their users configured them.
+        found: the layers of the run.
     """
     facts = replace(
         of_run,
@@ -56,22 +61,15 @@ def collect(of_run: UpdateFacts, trainer: Any, options: Options, optimizers: Seq
         fused_optimizer=options.fused_optimizer,
         disk=options.disk is not None,
     )
-    against_layers, instead = _against_layerwise_steps(optimizers, facts.fuses_on_cpu)
+    against_layers, instead = _against_layerwise_steps(optimizers, facts.fuses_on_cpu, found.on_gpu)
     after, any_hook = _parameter_hooks(trainer.lightning_module)
     # True if user code runs between backward and the optimizer's step; and between the step and the reset of gradients to None.
     read_before_step = bool(any_hook or hooks_of_users(trainer, "gradients"))
     read_after_step = bool(hooks_of_users(trainer, "train", "optimizer", "end"))
     return replace(
         facts,
-        optimizers=tuple(
-            OptimizerFacts(
-                identity=id(each),
-                # An optimizer with a fused step draws no random numbers. It creates tensors only in its first step, which ends
-                # before the next forward in any case (`LayerwiseStep._makes_state`).
-                ends_first=not has_fused_step(each) and bool(_against_background_on_gpu(trainer, [each])),
-            )
-            for each in optimizers
-        ),
+        optimizers=tuple(OptimizerFacts(identity=id(each)) for each in optimizers),
+        against_both=registry.against_gpu([each for each in optimizers if _trains_both(each, found.stay)]),
         batch=batch_facts(trainer),
         against_background=_against_background(trainer),
         against_layers=against_layers,
@@ -159,7 +157,15 @@ def _against_background(trainer: Any) -> str:
     return ""
 
 
-def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tuple[str, str]:
+def _trains_both(optimizer: Optimizer, stay: Sequence[Layer]) -> bool:
+    """Returns True if an optimizer has trained parameters of layers that stay on the GPU, and others."""
+    chosen = {p for layer in stay for _, p in layer.parameters}
+    return len({p in chosen for group in optimizer.param_groups for p in group["params"] if p.requires_grad}) > 1
+
+
+def _against_layerwise_steps(
+    optimizers: Sequence[Optimizer], fuse: bool, on_gpu: Container[nn.Parameter]
+) -> tuple[str, str]:
     """Returns why the steps on the CPU cannot run layer by layer; empty if the steps of all optimizers can.
 
     The second text begins a sentence with a remedy, which the caller ends with another mode; empty if there is no such remedy.
@@ -174,7 +180,8 @@ def _against_layerwise_steps(optimizers: Sequence[Optimizer], fuse: bool) -> tup
                 f"{name} is not one of torch's Adam, AdamW, SGD and Adagrad, whose fused steps can run layer by layer, nor one "
                 "of torchao's optimizers with a state of few bits"
             ), instead
-        for group in [each for each in optimizer.param_groups if not runs_fused(optimizer, each, fuse=fuse)]:
+        parts = [divide(group, on_gpu)[0] for group in optimizer.param_groups]
+        for group in [each for each in parts if each["params"] and not runs_fused(optimizer, each, fuse=fuse)]:
             chosen = {key: group[key] for key in ("fused", *PREVENT_FUSED) if group.get(key) not in (None, False)}
             by = ", ".join(f"{key}={value}" for key, value in chosen.items())
             if not by and loses_updates(optimizer, group):

@@ -29,9 +29,11 @@ from tests.support.tiers import first
 Train = Callable[[Fabric], Any]
 
 
-def fabric_with(*, streamed: bool, **settings: Any) -> Fabric:
+def fabric_with(*, streamed: bool, options: dict[str, Any] | None = None, **settings: Any) -> Fabric:
     """Returns a Fabric on the CPU, with our strategy or without it."""
-    strategy: Any = FabricStrategy(k=1, fused_optimizer=False) if streamed else SingleDeviceStrategy()
+    strategy: Any = SingleDeviceStrategy()
+    if streamed:
+        strategy = FabricStrategy(k=1, fused_optimizer=False, **(options or {}))
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, **settings)
     fabric.seed_everything(7, verbose=False)
     fabric.launch()
@@ -267,6 +269,13 @@ def test_the_name_and_the_end() -> None:
     assert (strategy.streams, {type(each) for each in net.parameters()}) == ([], {nn.Parameter})
     net(vectors(1)[0])
     assert strategy.streams == []
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("name", LOOPS)
+def test_layers_that_stay_on_the_gpu(name: str) -> None:
+    ours = run(partial(loop, **LOOPS[name]), streamed=True, simulate=True, options={"gpu_layers": 2})
+    assert_equal(ours, run(partial(loop, **LOOPS[name]), streamed=False), "fabric")
 
 
 def test_the_limit_and_the_loan_are_those_of_all_streams() -> None:

@@ -18,8 +18,6 @@ where a device waits for more than the simulation: the two that are not are list
 | READ_AFTER_UPDATE | updates in the background, and a callback that looks at weights |
 | CLIP_AFTER_NORM, STEP_AFTER_BRING, TAKE_AFTER_STEP, STEP_AFTER_FETCH | steps on the device |
 | BRING_AFTER_TAKE, READ_AFTER_TAKE | steps on the device |
-| REUSE_AFTER_BRING | layers that stay on the device, whose gradients are on the host because of a hook |
-| TAKE_AFTER_USE | layers that stay, and are written in their slots |
 | STORE_AFTER_SAVE, REUSE_AFTER_STORE, RETURN_AFTER_USE, USE_AFTER_RETURN | activations that are offloaded |
 | REUSE_AFTER_RETURN | a unit without a backward, whose activations were under way, and nothing else comes |
 | READ_AFTER_COMPARE | activations that are computed again |

@@ -190,17 +190,14 @@ class UnseenRouter(stacked.Router):
     stack = Unseen
 
 
-ACTIVATIONS, STAY = "`activations`", '`gpu_layers="auto"`'
+ACTIVATIONS = "`activations`"
 WINDOW, LOCKS = "`k`", "`pin_memory`"
 OVERLAP, CASTS, EXPERTS = "`optimizer_overlap`", "casts in compiled blocks", "rows of experts"
 BEFORE, AFTER = "before", "after"
-STAYS: dict[str, Any] = {"options": {"gpu_layers": "auto", "optimizer_on": "gpu"}}
 MIXED: dict[str, Any] = {"trainer": {"precision": "bf16-mixed"}, "device": nullcontext, "exact": False}
 EXPERT = {"make": lambda: Module(stacked.Routers()), "device": nullcontext, "exact": False}
 TORN = "These weights are not those of any whole step"
 SLOT = "tests.support.engine.Slots"
-STAYING = "sp_lightning.capabilities.gpu_steps.staying.StayingLayers"
-THERE_STEP = "sp_lightning.capabilities.gpu_steps.on_device.StepsOnDevice"
 
 ROWS = [
     Row(
@@ -229,14 +226,6 @@ ROWS = [
         OVERLAP, "a backward that needs an updated layer again", AFTER, list,
         'Use SuperpipelineStrategy(optimizer_overlap="forward")', raises=True,
         make=partial(NeedsHeadAgain, ADAMW),
-    ),
-    Row(
-        STAY, "GPU memory for optimizer state", BEFORE, lambda: [failing(THERE_STEP, "reserve", OUT)],
-        "no room for k = ", **STAYS,
-    ),
-    Row(
-        STAY, "GPU memory in a step", AFTER, lambda: [failing(STAYING, "_give_gradients", OUT, _nth(3))],
-        TORN, raises=True, **STAYS,
     ),
     Row(LOCKS, "the page lock (`cudaHostRegister`)", BEFORE, lambda: [_refuses_locks()], "could not be page-locked"),
     Row(

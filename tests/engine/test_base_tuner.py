@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,10 +12,6 @@ from torch import Tensor, nn
 
 from sp_lightning import registry
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.tuner import BaseTuner
-from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.plan.plan import Plan
-from sp_lightning.core.plan.window import Window
 from tests.support.models import Module
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -72,20 +67,3 @@ def test_an_error_for_want_of_memory_still_says_what_to_do() -> None:
 class _Card(Device):
     def free_bytes(self) -> int:
         return 100 * LAYER
-
-
-class _Engine:
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-
-    def resize(self, plan: Plan) -> None:
-        self.plan = plan
-
-
-@pytest.mark.parametrize(("k", "stay"), [("auto", 2), (3, 4)])
-def test_out_of_memory_halves_the_layers_that_stay_if_the_window_is_chosen(k: Any, stay: int) -> None:
-    window = Window(k, 1, None, stay=4)
-    engine: Any = _Engine(window.begin(find_layers(Tower()), _Card(torch.device("cpu"))))
-    assert len(engine.plan.stay) == 4
-    BaseTuner(window, engine).shrink()
-    assert len(engine.plan.stay) == stay

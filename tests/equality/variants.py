@@ -341,10 +341,6 @@ ON_DEVICE = {
 """What is not stepped on the device, with what is said."""
 
 
-BY_LAYERS = {name: said for name, said in ON_DEVICE.items() if name in ("gan", "lbfgs")}
-"""What has no step that layers could take apart, with what is said."""
-
-
 def on_device() -> Iterator[Variant]:
     """Steps on the device, in the form that the optimizer's user chose."""
     once: dict[str, Any] = {"max_epochs": 2}
@@ -375,6 +371,12 @@ def on_device() -> Iterator[Variant]:
         )  # fmt: skip
 
 
+def staying_refused(share: float, mode: str) -> dict[str, str]:
+    """What is refused with steps on the device. The sparse embedding is the first layer, so it stays, and is plain."""
+    refused = EARLY | ON_DEVICE if mode == "backward" else ON_DEVICE
+    return {name: said for name, said in refused.items() if name != "sparse-embedding"}
+
+
 def staying() -> Iterator[Variant]:
     """Layers that stay on the device with their optimizer state: some, half, or all that may."""
     clipped: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
@@ -402,7 +404,7 @@ def staying() -> Iterator[Variant]:
             {"k": 1, "gpu_layers": share, **place, "optimizer_overlap": mode}, trainer, memories[memory], "losses",
             BASIC | {"rows/looked-up", "rows/padding", "rows/frozen", "experts/mixture", "quantised/int8"},
             frozenset({"stack", "frozen"}) if precision == "bf16-mixed" else frozenset({"stack"}),
-            refused=EARLY | ON_DEVICE if mode == "backward" else ON_DEVICE if place is whole else BY_LAYERS,
+            refused=staying_refused(share, mode) if place is whole else {"lbfgs": "LBFGS"} if share < 1 else {},
         )  # fmt: skip
 
 

@@ -183,7 +183,7 @@ def test_layers_that_stay_leave_room_for_what_steps_make(precision: Any) -> None
     budget, retries = 1 << 30, Retries()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    strategy = SuperpipelineStrategy(gpu_layers="auto", gpu_memory=budget)
+    strategy = SuperpipelineStrategy(gpu_layers=4, gpu_memory=budget)
     batches = [torch.randn(64, 2048, generator=torch.Generator().manual_seed(step)) for step in range(10)]
     torch.cuda.set_per_process_memory_fraction(1.25 * budget / torch.cuda.get_device_properties(0).total_memory)
     try:

@@ -1,4 +1,4 @@
-"""Layers that stay on a GPU with their optimizer state: the unchanged program's bits, whatever share stays."""
+"""``gpu_layers`` on a GPU: layers that stay are ordinary modules there, and steps are divided by place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SuperpipelineStrategy, stream
+from sp_lightning.tools.comparison.reference import StepsOnHost
 from tests.support.plain_bits import BATCHES, GPU, OPTIMIZERS, RUNS, Stepped
+from tests.support.quantised import CASES as QUANTISED
 from tests.support.runs import Outcome, assert_equal, fit
+from tests.support.staying import staying
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -22,7 +25,7 @@ pytestmark = [
 
 
 class Looks(Callback):
-    """Reads a weight, which brings its layer to the host; writes another one every second time."""
+    """Reads a weight; writes another one, that stays, every second time."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         pl_module.net.head.weight.sum()
@@ -30,12 +33,17 @@ class Looks(Callback):
             pl_module.net.stem.weight.data.mul_(0.5)
 
 
+TRAINER = ("precision", *RUNS["accumulated, clipped"], "gradient_clip_algorithm")
+
+
 def compare(make: Any, *, callbacks: Any = tuple, **options: Any) -> tuple[SuperpipelineStrategy, Outcome]:
-    """Compares losses, weights and state with the unchanged program's."""
-    trainer = {
-        name: options.pop(name) for name in (*GPU, "precision", *RUNS["accumulated, clipped"]) if name in options
-    }
-    plain = fit(make, BATCHES, "auto", callbacks=[*callbacks()], **GPU, **trainer)
+    """Compares losses, weights and state with the unchanged program's, or with those of steps that are divided by place."""
+    trainer = {name: options.pop(name) for name in TRAINER if name in options}
+    device = torch.device("cuda", torch.cuda.current_device())
+    reference: Any = "auto"
+    if options.get("optimizer_on") != "gpu":
+        reference = StepsOnHost(device, fuse=True, stay=partial(staying, options["gpu_layers"]))
+    plain = fit(make, BATCHES, reference, callbacks=[*callbacks()], **GPU, **trainer)
     strategy = SuperpipelineStrategy(k=1, **options)
     ours = fit(make, BATCHES, strategy, callbacks=[*callbacks()], **GPU, **trainer)
     expected = {name: value.cpu() for name, value in plain.state.items()}
@@ -63,8 +71,54 @@ def test_code_that_reads_and_writes_weights_finds_them() -> None:
     compare(partial(Stepped, OPTIMIZERS["AdamW"]), optimizer_on="gpu", gpu_layers=1.0, callbacks=lambda: [Looks()])
 
 
-def test_as_many_stay_as_fit() -> None:
-    strategy, _ = compare(
-        partial(Stepped, OPTIMIZERS["AdamW"]), optimizer_on="gpu", gpu_layers="auto", gpu_memory="1GiB"
-    )
-    assert "layers that stay" in str(strategy.plan)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("overlap", ["off", "auto"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "SGD, momentum"])
+def test_steps_are_divided_by_place(name: str, overlap: Any, run: str, precision: str) -> None:
+    """The user's settings hold on the GPU (torch takes ``foreach`` there), and the CPU steps fused."""
+    for share in (0.5, 1.0):
+        compare(
+            partial(Stepped, OPTIMIZERS[name]),
+            gpu_layers=share,
+            optimizer_overlap=overlap,
+            precision=precision,
+            **RUNS[run],
+        )
+
+
+class Places(Callback):
+    """Notes where weights and their state are, in a run and beside it."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        stay = strategy._run.engine.found.on_gpu
+        for p in pl_module.parameters():
+            assert p.is_cuda is (p in stay)
+            for name, value in trainer.optimizers[0].state[p].items():
+                assert value.is_cuda is (p in stay and name != "step")
+        with strategy.gpu_released():
+            assert not any(p.is_cuda for p in pl_module.parameters())
+
+
+def test_weights_and_state_are_where_they_stay() -> None:
+    _, ours = compare(partial(Stepped, OPTIMIZERS["AdamW"]), gpu_layers=0.5, callbacks=lambda: [Places()])
+    assert not any(p.is_cuda for p in ours.module.parameters()), "the run is over"
+
+
+def test_the_parts_of_quantised_weights_are_moved() -> None:
+    module: Any = QUANTISED["int8"]()
+    inputs = torch.arange(8).view(1, 8)
+    expected = module.net.cuda()(inputs.cuda()).logits
+    module.net.cpu()
+    with torch.no_grad(), stream(module.net, k=1, gpu_layers=0.5):
+        assert torch.equal(module.net(inputs.cuda()).logits, expected)
+
+
+def test_code_that_mixes_both_places_is_torchs_error() -> None:
+    class Mixes(Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+            pl_module.net.stem.bias + pl_module.net.head.bias
+
+    with pytest.raises(RuntimeError, match="device"):
+        compare(partial(Stepped, OPTIMIZERS["AdamW"]), gpu_layers=2, callbacks=lambda: [Mixes()])

@@ -269,7 +269,7 @@ def test_what_has_no_gradient_keeps_its_state(steps: int) -> None:
 
 @pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("precision", first(["32-true", "bf16-mixed"], "bf16-mixed", why="there, gradients are narrow"))
-@pytest.mark.parametrize("stay", first([0, 0.5, 1.0], 0.5, why="some stay, and some do not"))
+@pytest.mark.parametrize("stay", first([0, 0.5], 0, why="the others are plain"))
 @pytest.mark.parametrize("read", [False, True])
 def test_gradients_that_a_step_writes_are_plains(precision: Any, stay: float, read: bool) -> None:
     """torch's ``foreach`` step with Nesterov momentum writes them. In mixed precision they had no memory for its results."""

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from examples.benchmarks.clocked_steps import LAYERS, STEPS, WIDTH, Clocked, Trained
-from sp_lightning import SuperpipelineStrategy, registry
+from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.tools.planner.prediction.visits import Rates
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, adamw
-from tests.support.runs import assert_same, fit
+from tests.support.runs import fit
 from tests.support.simdevice import SimDevice, simulated
 
 SECONDS = 10.0
@@ -144,18 +144,3 @@ def test_the_former_choice_is_an_error_that_names_what_to_write_now() -> None:
     message = re.escape('optimizer_on must be one of "cpu", "gpu", found \'auto\'. Use optimizer_on="cpu".')
     with pytest.raises(ValueError, match=message):
         SuperpipelineStrategy(optimizer_on="auto")  # type: ignore[arg-type]
-
-
-@pytest.mark.long("takes a second or more")
-def test_without_the_folder_no_layer_stays_and_no_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = registry.is_installed
-    monkeypatch.setattr(
-        registry, "is_installed", lambda folder: folder != "capabilities.gpu_steps" and installed(folder)
-    )
-    strategy = SuperpipelineStrategy(k=1, gpu_layers="auto")
-    with simulated():
-        ours = fit(Stepped, vectors(), strategy, recorded="losses")
-        assert_same(ours, fit(Stepped, vectors(), SuperpipelineStrategy(k=1), recorded="losses"))
-    missing = "sp_lightning/capabilities/gpu_steps is not installed"
-    assert f'No layer stays on the GPU (gpu_layers="auto"): {missing}.' in strategy.remarks()
-    assert advice(9.0) == ""

@@ -85,8 +85,10 @@ def both(
     told = [str(each.message) for each in caught if MASTERS in str(each.message)]
     assert len(told) == bool(expect), told
     assert expect in "".join(told)
-    if not expect:
-        assert graphs() == made == strategy.stats().compiled_graphs, "streaming made another graph"
+    if not expect:  # weights that stay on the device are of another class than those that move
+        places = 2 if strategy.plan.stay else 1
+        assert made <= graphs() <= places * made, "streaming made another graph"
+        assert graphs() == strategy.stats().compiled_graphs
     return strategy, ours
 
 

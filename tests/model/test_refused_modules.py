@@ -81,7 +81,7 @@ def test_a_model_that_is_one_script_module_says_so() -> None:
     plan = strategy.plan
     assert plan.sentence(state=0) == (
         "Superpipeline: nothing can be streamed: 'net' is a ScriptModule. "
-        "Weights and gradients take 16.6 KiB of GPU memory, plain Lightning 16.6 KiB with optimizer state, both "
+        "Weights, gradients and steps take 41.6 KiB of GPU memory, plain Lightning 16.6 KiB with optimizer state, both "
         "without activations."
     )
     assert plan.notes[0] == (

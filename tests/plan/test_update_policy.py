@@ -13,8 +13,6 @@ from sp_lightning.core.plan.update_policy import (
     Paging,
     UpdateFacts,
     UpdatePolicy,
-    against_choosing_staying,
-    against_staying,
     complete,
     decide,
 )
@@ -91,7 +89,7 @@ def test_when_layers_are_updated(facts: dict[str, Any], overlap: str, early: Ear
         ({"overlap": "backward", "place": "gpu", "batch": VALUE}, r'optimizer_on="gpu", optimizer_overlap="forward"'),
         ({"overlap": "forward", "place": "gpu", "against_gpu_background": "declared"}, r'"gpu", optimizer_overlap="off"'),
         ({"place": "gpu", "against_gpu": "LBFGS"}, 'optimizer_on="gpu" cannot be used: LBFGS'),
-        ({"gpu_layers": 3, "stay": True, "against_gpu": "LBFGS"}, "gpu_layers=3 steps layers on the GPU, .*: LBFGS"),
+        ({"gpu_layers": 3, "against_both": "LBFGS"}, "gpu_layers=3 steps some layers on the GPU and the others .*: LBFGS"),
     ],
 )  # fmt: skip
 def test_what_is_asked_for_and_not_possible(facts: dict[str, Any], message: str) -> None:
@@ -110,7 +108,6 @@ STATE, GRADIENTS = Paging(anything=True), Paging(gradients=True, anything=True)
         (OFF | {"ranks": True}, Paging(), "primary", False),
         ({"overlap": "forward"}, Paging(), "layers", False),
         (OFF | {"place": "gpu"}, Paging(), "layers", True),
-        (OFF | {"stay": True}, Paging(), "layers", True),
         (OFF | {"disk": True}, STATE, "layers", True),
         (OFF | {"disk": True}, Paging(), "whole", False),
         # Only the primary has state that may be on the disk. All ranks step in one way.
@@ -177,38 +174,10 @@ def test_gradients_stay_narrow_where_nobody_reads_them() -> None:
     assert not narrow(GRADIENTS)
 
 
-def test_when_results_are_awaited_and_gradients_stay() -> None:
+def test_when_results_are_awaited() -> None:
     assert not policy(place="gpu").ends_on_host
     assert policy(place="gpu", disk=True).ends_on_host
     assert not policy(disk=True).ends_on_host
-    assert policy(stay=True).gradients_stay
-    assert not policy().gradients_stay
-    assert not policy(stay=True, batch=BatchFacts(scales=True)).gradients_stay
-    assert not policy(stay=True, batch=BatchFacts(automatic=False)).gradients_stay
-
-
-@pytest.mark.parametrize(
-    ("facts", "why"),
-    [
-        ({"place": "gpu"}, ""),
-        ({}, ""),
-        ({"on_cpu": True}, "the model computes on the CPU"),
-        ({"disk": True}, "it is not supported with several devices, a disk"),
-        ({"ranks": True}, "it is not supported"),
-        ({"shares_base": True}, "it is not supported"),
-        ({"optimizers": ()}, "nothing is trained"),
-        ({"against_gpu": "LBFGS"}, "LBFGS"),
-    ],
-)
-def test_why_no_layer_stays_on_the_gpu(facts: dict[str, Any], why: str) -> None:
-    found = against_staying(UpdateFacts(**facts))
-    assert found.startswith(why)
-    assert bool(found) == bool(why)
-
-
-def test_a_number_of_staying_layers_is_chosen_only_if_results_do_not_depend_on_it() -> None:
-    assert against_choosing_staying(UpdateFacts(place="gpu")) == ""
-    assert against_choosing_staying(UpdateFacts()).startswith("results would depend on the choice")
 
 
 def test_the_limit_of_single_elements() -> None:

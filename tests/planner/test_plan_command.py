@@ -522,7 +522,7 @@ def test_the_keys_of_an_answer_are_frozen(capsys: pytest.CaptureFixture[str]) ->
     """Programs read them. The CHANGELOG says what changes."""
     assert set(plan(capsys, "tests.planner.test_plan_command:Known", "--k", "1")) == {
         "activation_bytes", "activations", "assumed", "batch", "best", "checkpointed_bytes", "devices", "disk",
-        "flops", "generated_tokens", "gpu_layers", "host_bytes", "host_bytes_while_training",
+        "flops", "generated_tokens", "gpu_layers", "host_bytes",
         "host_fits", "host_parts", "layers", "measured", "model", "notes",
         "offloaded_bytes", "optimizer_on", "pack_experts", "parameters", "plain_bytes", "precision", "prompt_seconds",
         "saved_bytes", "tables", "trained_parameters", "training", "verdict", "windows",

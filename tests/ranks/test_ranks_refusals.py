@@ -36,10 +36,16 @@ def train(strategy: dict[str, Any]) -> None:
 
 
 @pytest.mark.long("starts two ranks")
-def test_what_is_refused() -> None:
-    message = 'optimizer_on="gpu" steps layers of one device'
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer_on": "gpu"}, 'optimizer_on="gpu" steps layers of one device'),
+        ({"gpu_layers": 2}, "gpu_layers=2 keeps layers on one device"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RanksFailed, match=message) as caught:
-        in_ranks(2, train, {"optimizer_on": "gpu"})
+        in_ranks(2, train, options)
     assert all(error is not None and message in error for error in caught.value.errors)
 
 

@@ -61,6 +61,9 @@ def test_what_cannot_share_is_told_before_work() -> None:
     def on_disk() -> None:
         fit(lambda: Learner(1e-3), batches(1e-3), SuperpipelineStrategy(disk="/tmp"))
 
+    def staying() -> None:
+        fit(lambda: Learner(1e-3), batches(1e-3), SuperpipelineStrategy(gpu_layers=1))
+
     def two_devices() -> None:
         trainer_for("superpipeline", devices=2)
 
@@ -71,6 +74,7 @@ def test_what_cannot_share_is_told_before_work() -> None:
         (nothing_frozen, "in common with others: it has none"),
         (another_base, "others than those of the trial before"),
         (on_disk, "disk= keeps weights where"),
+        (staying, "gpu_layers=1 keeps layers of one run in GPU memory"),
         (two_devices, "this trainer has more"),
     ):
         base = SharedBase()

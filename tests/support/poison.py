@@ -4,7 +4,7 @@ Slots are NaN-filled as soon as nobody uses them, and the host's weights are NaN
 only a fetch may read them then. Random NaN bit patterns are all ones, which is NaN in every float type.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -21,7 +21,6 @@ from sp_lightning.core.layers.swap import ParameterSwap
 from sp_lightning.core.layers.writes import digest
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.registry import is_installed
 from tests.support.simdevice import poison
 
 
@@ -47,7 +46,7 @@ def poisoned() -> Iterator[None]:
 
     def poisoned_release(self: Slots, layer: StreamedLayer, slot: Slot) -> bool:
         viewed = release(self, layer, slot)
-        if not viewed and not (slot.layer is not None and slot.layer.kept):  # a kept copy is the only valid one
+        if not viewed:
             if slot.layer is not None:
                 slot.layer.invalidate()
             self._device.access(slot.memory, Stream.COMPUTE, write=True)
@@ -98,33 +97,8 @@ def poisoned() -> Iterator[None]:
         mock.patch.object(ParameterSwap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
         mock.patch.object(HostBlock, "reabsorb", hidden_reabsorb),
-        _shown_while_landing(hidden, show_one, hide_one),
         mock.patch.object(writes, "digest", hidden_digest),
     ):
-        yield
-
-
-@contextmanager
-def _shown_while_landing(
-    hidden: dict[HostBlock, Tensor], show: Callable[[HostBlock], None], hide: Callable[[HostBlock], None]
-) -> Iterator[None]:
-    """The download of a layer that stays on the GPU finds the host's memory as if it were not hidden."""
-    if not is_installed("capabilities.gpu_steps"):
-        yield
-        return
-    from sp_lightning.capabilities.gpu_steps.staying import StayingLayers
-
-    land = StayingLayers.land
-
-    def hidden_land(self: StayingLayers, layer: StreamedLayer) -> None:
-        blocks = [member.block for member in layer.with_masters if member.block in hidden]
-        for block in blocks:
-            show(block)
-        land(self, layer)
-        for block in blocks:
-            hide(block)
-
-    with mock.patch.object(StayingLayers, "land", hidden_land):
         yield
 
 

@@ -15,6 +15,8 @@ It shows missing waits that a synchronous CPU hides. It shows them in each run, 
 - **Unpinning** host memory is a write by the host or its background. :func:`simulated` raises such races at its end.
 - **Watch.** A dispatch mode that sees every operator. An operator that uses a slot is an access by compute, and one that uses the
   host store an access by the host, whether the engine declares it or not. An operator that uses both raises :class:`Mixed`.
+- **Layers that stay** (``gpu_layers``) are moved to other memory, which counts as the device's. torch's clipping and unscaling
+  divide gradients by place.
 - **Kernels of the CPU** take addresses. One of device memory raises :class:`Mixed`.
 - **Versions.** Under a dispatch mode, torch's ``foreach`` operators do not count their writes. The watch counts them.
 - **New memory** of ``torch.empty`` has other bytes in each call, as that of a GPU's allocator.
@@ -43,6 +45,7 @@ from torch.utils._pytree import tree_leaves
 
 from sp_lightning.core.device.background_thread import Pieces
 from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.model.wrapped import move
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.trainer.run import move_to_device
 
@@ -712,7 +715,7 @@ def simulated(
         Race: at the end, if memory was unpinned too early.
     """
     made: list[SimDevice] = []
-    write, absorb = HostBlock.write, HostBlock._absorb
+    write, absorb, unscale = HostBlock.write, HostBlock._absorb, torch._amp_foreach_non_finite_check_and_unscale_
 
     def make(device: torch.device) -> SimDevice:
         if shared and made:
@@ -732,14 +735,47 @@ def simulated(
         with self._device.engine():  # type: ignore[attr-defined]
             absorb(self, index, into)
 
-    def move(module: Any, found: Any, averages: Any, device: torch.device, *state: Any) -> None:
+    def move_others(module: Any, found: Any, averages: Any, device: torch.device, *state: Any) -> None:
         move_to_device(module, found, averages, device, *state)
         made[-1].take_buffers(module, averages)
+
+    def move_staying(tensor: Any, _: Any) -> None:
+        """Moves memory that stays on the device: there if it is not there yet, otherwise back. Both devices are the CPU."""
+        there = made[-1].made_by_compute(tensor)
+
+        def to(each: Tensor) -> Tensor:
+            copied = each.clone()
+            if not there and each.ndim:
+                made[-1].note_allocated(copied.untyped_storage(), made[-1].derived)
+            return copied
+
+        with made[-1].engine():
+            move(tensor, to)
+
+    def unscale_by_place(gradients: Any, *numbers: Tensor) -> None:
+        """Unscales gradients of both places apart, as torch does for devices."""
+        for place in (False, True):
+            if chosen := [each for each in gradients if any(device.has(each) for device in made) is place]:
+                unscale(chosen, *numbers)
+
+    def group_by_place(lists: Any, *_: Any) -> dict[Any, Any]:
+        """Divides gradients by place, as torch's clipping divides them by device. Their order does not change."""
+        groups: dict[Any, Any] = {}
+        place = None
+        for tensor in lists[0]:
+            now = tensor.device, tensor.dtype, any(device.has(tensor) for device in made)
+            if now != place:
+                place, key = now, (tensor.device, (*now, len(groups)))
+            groups.setdefault(key, ([[]], []))[0][0].append(tensor)
+        return groups
 
     modes: list[Watch] = []
     with (
         mock.patch("sp_lightning.trainer.run.device_for", make),
-        mock.patch("sp_lightning.trainer.run.move_to_device", move),
+        mock.patch("sp_lightning.trainer.run.move_to_device", move_others),
+        mock.patch("sp_lightning.trainer.run.move", move_staying),
+        mock.patch("torch._amp_foreach_non_finite_check_and_unscale_", unscale_by_place),
+        mock.patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", group_by_place),
         mock.patch.object(HostBlock, "write", engine_write),
         mock.patch.object(HostBlock, "_absorb", engine_absorb),
     ):

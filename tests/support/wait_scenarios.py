@@ -158,32 +158,6 @@ def fetched_on_device(strategy: Any) -> Outcome:
     return fit(lambda: Module(Stack()), vectors(), strategy, precision="bf16-mixed", recorded="losses")
 
 
-class Hooked(Module):
-    """Gradients that are on the host because of a hook, where they are set to zero after a step has sent them to the device."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-        for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _: None)
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)
-
-
-def staying_with_hooks(strategy: Any) -> Outcome:
-    if isinstance(strategy, SuperpipelineStrategy):
-        choose(strategy, optimizer_on="gpu", optimizer_overlap="forward", gpu_layers=99)
-    return fit(Hooked, vectors(), strategy, recorded="losses")
-
-
-def staying_and_written(strategy: Any) -> Outcome:
-    """Layers that stay, which user code writes in their slots."""
-    if isinstance(strategy, SuperpipelineStrategy):
-        choose(strategy, optimizer_on="gpu", gpu_layers=99)
-    case = CASES["clamped-in-forward"]
-    return fit(case.make, case.batches(), strategy, recorded="losses")
-
-
 def two_optimizers(strategy: Any) -> Outcome:
     """Validation casts all layers anew, also those whose optimizer has not waited for their last transfers."""
     case = CASES["gan"]
@@ -312,8 +286,6 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.BRING_AFTER_TAKE: on_device,
     Wait.READ_AFTER_TAKE: on_device,
     Wait.STEP_AFTER_FETCH: fetched_on_device,
-    Wait.REUSE_AFTER_BRING: staying_with_hooks,
-    Wait.TAKE_AFTER_USE: staying_and_written,
     Wait.CLOSE_AFTER_FETCH: lambda strategy: predicted(CASES["vit"].make, CASES["vit"].batches(), strategy),
     Wait.UNPIN_AFTER_COPY: predicted_unseen,
 }

@@ -29,11 +29,12 @@ class Engine:
         self.stepper, self.layer_of = LayerStepper(), lambda parameter: layers.get(id(parameter))
         self.device = SimpleNamespace(access=lambda *_, **__: None, later=self.later.append)
         norms = Norms()
+        self.stay = frozenset[nn.Parameter]()
         self.norms = SimpleNamespace(of=lambda gradient: (self.measured.append(gradient), norms.of(gradient))[1])
 
 
 def layer(parameters: list[nn.Parameter], use_gradients: Callable[[], bool]) -> Any:
-    made = SimpleNamespace(block=SimpleNamespace(parameters=parameters), use_gradients=use_gradients, own_slot=None)
+    made = SimpleNamespace(block=SimpleNamespace(parameters=parameters), use_gradients=use_gradients)
     made.with_masters = [made]
     return made
 

@@ -192,7 +192,7 @@ def test_state_that_user_code_holds_is_plains_whenever_it_looks(way: str, what: 
     assert_equal(ours.module.seen, plain.module.seen, "held")
 
 
-@pytest.mark.parametrize("way", first(list(HOLDS), "backward", why="other ways to the same check"))
+@pytest.mark.parametrize("way", first([each for each in HOLDS if each != "stays"], "backward", why="the same check"))
 @pytest.mark.parametrize("what", ["state", "groups"])
 def test_only_state_that_is_held_costs_the_overlap(way: str, what: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lightning.pytorch.superpipeline")

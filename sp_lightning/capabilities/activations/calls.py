@@ -22,6 +22,7 @@ from sp_lightning.capabilities.activations.recompute import Recompute, first_run
 from sp_lightning.core.engine.activations import ActivationPlan, Activations, ActivationSetup, KeepAll, SavedActivation
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.model.found import Found
+from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.observe.messages import say_once
 from sp_lightning.core.plan.choices import ActivationChoice, Modes
 from sp_lightning.core.torch_compat.modes import never_compiled
@@ -84,6 +85,7 @@ class UnitModes:
         self._log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
         self._module = setup.module
         self._units = setup.found.units
+        self._on_gpu = setup.found.on_gpu
         self._set_of_units = frozenset(self._units.values())
         self._rows = setup.rows
         self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
@@ -150,8 +152,11 @@ class UnitModes:
         if self.headroom is not None:
             self.headroom.begin()
         if not self.idle or self.headroom is not None:
-            buffers = (each for each in self._module.buffers() if each.layout is torch.strided)
-            self.offload.buffers = {each.untyped_storage().data_ptr() for each in buffers}  # user code may replace one
+            stay = (part for each in self._on_gpu for _, part in parts("", each))
+            on_device = (each for each in (*self._module.buffers(), *stay) if each.layout is torch.strided)
+            self.offload.buffers = {
+                each.untyped_storage().data_ptr() for each in on_device
+            }  # user code may replace one
         if not self.idle:
             self._expected, self._counts = self._counts or self._expected, []
             self._forward, self._in_backward = [], False

@@ -40,7 +40,7 @@ from sp_lightning.capabilities.activations.fingerprints import (
     differences,
 )
 from sp_lightning.capabilities.activations.policy import Remedies, some
-from sp_lightning.capabilities.activations.snapshot import Snapshot, host_of, put
+from sp_lightning.capabilities.activations.snapshot import PlainWeight, Snapshot, host_of, put
 from sp_lightning.core.device.accelerator import generator_states, set_generator_states
 from sp_lightning.core.device.device import profiled
 from sp_lightning.core.engine.activations import ActivationSetup
@@ -52,6 +52,7 @@ from sp_lightning.core.torch_compat.private import (
     TORCHSCRIPT,
     checkpoint_hook,
     current_graph_task,
+    is_traceable_wrapper_subclass,
     preserve_version_counter,
     top_saved_tensors_hooks,
     tree_flatten,
@@ -257,6 +258,12 @@ class Recompute:
         # may change their weights at any moment.
         others = [layer for layer in self._setup.layers if layer.owner not in own and not layer.owner.updated_early]
         before = [(layer, layer.parameters.host_writes()) for layer in others]
+        stay = [
+            PlainWeight.now(name, p)
+            for layer in self._setup.found.stay
+            for name, p in layer.parameters
+            if not is_traceable_wrapper_subclass(p)
+        ]
         given = self._setup.given_by_nested()
 
         def done() -> str | None:
@@ -265,6 +272,11 @@ class Recompute:
                     each = zip(layer.planned.spans, zip(*old, strict=True), zip(*now, strict=True), strict=True)
                     name = next(span.name for span, was, now_is in each if was != now_is)
                     return f"writes {name!r}, a weight outside of it"
+            for weight in stay:
+                if weight.is_written:
+                    return f"writes {weight.name!r}, a weight outside of it"
+                if weight.has_other_gradient:
+                    return f"runs a backward that gives {weight.name!r} a gradient"
             trained = given()
             return None if trained is None else f"runs a backward that gives {trained!r} a gradient"
 
@@ -445,7 +457,7 @@ class FirstRun:
     @property
     def updated_early(self) -> bool:
         """True if the running backward has updated weights of the unit: it has passed the unit."""
-        return any(weight.group.layer.owner.updated_early for weight in self.before.weights)
+        return any(weight.updated_early for weight in self.before.weights)
 
     def _changed(self) -> Iterator[tuple[str, str]]:
         """Yields the names of state that has changed since the first run and cannot be restored, each with the change."""

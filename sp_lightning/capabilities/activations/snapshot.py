@@ -142,6 +142,11 @@ class WeightState(NamedTuple):
             self.group.all[self.position].requires_grad = trained
 
     @property
+    def updated_early(self) -> bool:
+        """True if the running backward has updated the weight's layer."""
+        return bool(self.group.layer.owner.updated_early)
+
+    @property
     def is_written(self) -> bool:
         """True if the forward or any other code has written the weight since."""
         return int(self.group.writes(self.position)) != self.writes
@@ -150,6 +155,53 @@ class WeightState(NamedTuple):
     def has_other_gradient(self) -> bool:
         """True if the weight has another gradient now. A missing gradient does not count: background updates set it to None."""
         return _gradient(self.group.hosts[self.position]) not in (None, self.gradient)
+
+
+class PlainWeight(NamedTuple):
+    """A weight that stays on the device, before a forward. It has the properties of :class:`WeightState`.
+
+    Attributes:
+        name: the weight's name in the unit.
+        parameter: the weight.
+        version: its version, which counts writes.
+        address: the address of its memory.
+        gradient: the identity and the version of its gradient; None without a gradient.
+        before: a copy of its bytes, if code that is not :data:`TRUSTED` may write it through ``.data``; otherwise None.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    version: int
+    address: int
+    gradient: tuple[int, int] | None
+    before: Tensor | None
+
+    @property
+    def updated_early(self) -> bool:
+        """False: backward updates no weight that stays."""
+        return False
+
+    @classmethod
+    def now(cls, name: str, parameter: nn.Parameter, *, trusted: bool = True) -> PlainWeight:
+        """Records a weight as it is now."""
+        before = None if trusted else flat_bytes(parameter).clone()
+        return cls(name, parameter, parameter._version, _address(parameter), _gradient(parameter), before)
+
+    def is_trained(self) -> bool:
+        """Returns True if the weight requires a gradient now."""
+        return self.parameter.requires_grad
+
+    @property
+    def is_written(self) -> bool:
+        """True if the forward or any other code has written the weight since."""
+        if self.parameter._version != self.version or _address(self.parameter) != self.address:
+            return True
+        return self.before is not None and not torch.equal(flat_bytes(self.parameter), self.before)
+
+    @property
+    def has_other_gradient(self) -> bool:
+        """True if the weight has another gradient now."""
+        return _gradient(self.parameter) not in (None, self.gradient)
 
 
 class Snapshot:
@@ -172,7 +224,7 @@ class Snapshot:
     def __init__(self, module: nn.Module, given: Sequence[Any]) -> None:
         self.states: list[State] = [*_around_modules()]
         self.tensors: dict[str, TensorCopy] = {}
-        self.weights: list[WeightState] = []
+        self.weights: list[WeightState | PlainWeight] = []
         self.held: list[tuple[str, dict[str, Any], str, Any]] = []
         self.outside: list[tuple[str, nn.Module]] = []
         self.inputs = [(each, each._version) for each in given if isinstance(each, Tensor) and not each.is_inference()]
@@ -205,6 +257,8 @@ class Snapshot:
                 self._look_at_weight(join_names(name, key), module._parameters, key, parameter)
             elif parameter is not None:  # for example a tensor of functional_call
                 self.states.append(_item_state(module._parameters, key))
+                if isinstance(parameter, nn.Parameter) and not is_traceable_wrapper_subclass(parameter):
+                    self.weights.append(PlainWeight.now(join_names(name, key), parameter, trusted=trusted))
         self.held += [(join_names(name, key), module._modules, key, child) for key, child in module._modules.items()]
         self.states.append(_dict_state(attributes, besides=_OF_MODULES))
         for key, value in attributes.items() if not trusted else ():
@@ -278,6 +332,10 @@ def is_device_parameter(value: Any) -> bool:
 def host_of(value: Any) -> Any:
     """Returns the host parameter of a device parameter, and any other value as it is."""
     return value._of.hosts[value._index] if is_device_parameter(value) else value
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided else 0
 
 
 def _gradient(parameter: Tensor) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ tensors that a step has made.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from sp_lightning.capabilities.gpu_steps.alone import DeclaredStep, is_declared
 from sp_lightning.capabilities.gpu_steps.host_state import SeparateState, ids_of_constants
 from sp_lightning.capabilities.gpu_steps.state_exchange import StateExchange
-from sp_lightning.capabilities.gpu_steps.staying import StayingLayers
 from sp_lightning.capabilities.gpu_steps.step_slots import StepSlot, StepSlots
 from sp_lightning.capabilities.gpu_steps.twins import for_fetch, twin_of, written_by
 from sp_lightning.core.device.device import Device, Stream, Wait
@@ -35,7 +34,6 @@ from sp_lightning.core.layers.narrow_gradient import Change, narrow_and_changes
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.patched import state_of
-from sp_lightning.core.updates.background import BackgroundUpdates
 from sp_lightning.core.updates.fused import constants_of
 from sp_lightning.core.updates.layer_stepper import FRESH, Key, LayerStepper
 
@@ -50,11 +48,9 @@ class StepsOnDevice(LayerStepper):
         device: the GPU.
         pin: True to page-lock host memory of state.
         slots: the number of slots of the largest layer's size, see :class:`StepSlots`.
-        updates: the updates of the run, which land layers that stay; None if no layer stays.
-        steps_all: True if all layers step on the GPU; False if only the layers that stay there.
     """
 
-    steps_some = True
+    steps_all = True
 
     def __init__(
         self,
@@ -62,10 +58,7 @@ class StepsOnDevice(LayerStepper):
         *,
         pin: bool,
         slots: int,
-        updates: BackgroundUpdates | None = None,
-        steps_all: bool = True,
     ) -> None:
-        self.steps_all = steps_all
         self._device = device
         device.steps = True
         self._slots = StepSlots(device, slots)
@@ -73,30 +66,14 @@ class StepsOnDevice(LayerStepper):
         self._ahead = False
         # The layers that were stepped last: their new weights are still on the GPU, from where their next fetch may copy them.
         self._fresh = deque[StreamedLayer]()
-        self.staying = StayingLayers(device, self._state, updates)
 
     def arrange(self, *, state_on_disk: bool, ahead: bool) -> None:
         self._state.on_disk, self._ahead = state_on_disk, ahead
 
-    def reserve(self, plan: Plan) -> None:
-        # torch's allocator keeps freed memory for the stream that has allocated it: slots; and state and masters of each layer.
-        sizes = [plan.update_bytes - plan.staying_bytes]
-        for layer in (plan.layers[index] for index in plan.stay):
-            sizes += [2 * layer.gradient_bytes, 0 if layer.masters is None else plan.moving[layer.masters].nbytes]
-        with self._device.on(Stream.STEP):
-            self._device.access([self._device.empty(nbytes) for nbytes in sizes], Stream.STEP, write=True)
-
-    def steps(self, layer: StreamedLayer) -> bool:
-        return self.steps_all or layer.own_slot is not None
-
     def is_declared(self, optimizer: Optimizer) -> bool:
         return is_declared(optimizer)
 
-    def step_layer(self, key: Key, part_of: Any, step: Callable[[], Any], *, stays: bool, declared: bool) -> None:
-        run = self.staying.step if stays else self.step
-        run(key, part_of, step, declared=declared)
-
-    def step_on_host(self, part_of: Any, step: Callable[[], Any]) -> None:
+    def step_checked(self, part_of: Any, step: Callable[[], Any]) -> None:
         state, parameters = state_of(part_of), [p for group in part_of.param_groups for p in group["params"]]
         part_of.state = defaultdict(dict, {p: values for p in parameters if (values := dict.get(state, p))})
         contract = DeclaredStep(part_of, parameters, self._device, count=False)
@@ -108,7 +85,7 @@ class StepsOnDevice(LayerStepper):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        return self._slots.nbytes + self.staying.nbytes
+        return self._slots.nbytes
 
     def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
         """Runs the step of a layer. If the optimizer raises an error, the layer's weights and state are unchanged.
@@ -249,26 +226,6 @@ class StepsOnDevice(LayerStepper):
     def references(self, key: Key) -> Container[int]:
         return self._state.references(key)
 
-    # ------------------------------------------------------------------ layers that stay
-
-    def has_state(self, layer: StreamedLayer, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-        return self.staying.has_state(layer, optimizer, parameter)
-
-    def bring(self, layer: StreamedLayer) -> None:
-        self.staying.bring(layer)
-
-    def hide(self, layer: StreamedLayer) -> None:
-        self.staying.hide(layer)
-
-    def land(self, layer: StreamedLayer) -> None:
-        self.staying.land(layer)
-
-    def make_host_valid(self, layer: StreamedLayer) -> None:
-        self.staying.make_host_valid(layer)
-
-    def forget_slots(self, layers: Iterable[StreamedLayer]) -> None:
-        self.staying.forget(layers)
-
     # ------------------------------------------------------------------ after it
 
     def _take_back(
@@ -377,6 +334,6 @@ def _norm_of(came: Tensor, dtype: torch.dtype, changes: Sequence[Change]) -> Ten
     return get_total_norm([wide])
 
 
-def make_stepper(device: Device, plan: Plan, updates: BackgroundUpdates, pin: bool) -> StepsOnDevice:
+def make_stepper(device: Device, plan: Plan, pin: bool) -> StepsOnDevice:
     """Makes the stepper of a run. See :data:`~sp_lightning.core.engine.streamer.MakeStepper`."""
-    return StepsOnDevice(device, pin=pin, slots=plan.step_slots, updates=updates, steps_all=plan.steps_on_device)
+    return StepsOnDevice(device, pin=pin, slots=plan.step_slots)

@@ -22,8 +22,6 @@ from sp_lightning.core.updates.layer_stepper import Key
 class StateExchange:
     """The host memory of optimizer state, and the counters of the bytes that are copied for steps on the GPU.
 
-    Layers that are uploaded for each step (``on_device``) and layers that stay on the GPU (``staying``) share this object.
-
     Args:
         device: the GPU.
         pin: True to page-lock host memory of state.
@@ -87,16 +85,6 @@ class StateExchange:
             held.tensors = tensors
         self._states[key] = held
         return held
-
-    def separate(self, key: Key, groups: Iterable[dict[str, Any]], state: dict[Any, Any]) -> SeparateState | None:
-        """Returns the state of a layer that plain Lightning has on the GPU, as separate tensors; None if there is none.
-
-        Called for layers that stay on the GPU. This object drops its reference to the host memory of their state.
-        """
-        held = self._states.pop(key, None)
-        known = set() if held is None else set(map(id, held.tensors))
-        tensors = _unshared(key, groups, state, known)
-        return SeparateState(tensors) if tensors else None
 
     def on_gpu(
         self,
@@ -184,10 +172,6 @@ class StateExchange:
         """See :meth:`LayerStepper.references`."""
         held = self._states.get(key)
         return () if held is None else set(map(id, held.tensors))
-
-    def forget(self, key: Key) -> None:
-        """Drops the references to a layer's state on the host."""
-        self._states.pop(key, None)
 
 
 def _unshared(

@@ -31,9 +31,6 @@ from sp_lightning.core.torch_compat.private import tree_leaves
 if TYPE_CHECKING:
     from sp_lightning.capabilities.activations.calls import UnitModes
 
-_READ_OFTEN = 3
-"""No layer stays on the GPU after this number of consecutive steps in which staying layers were copied to the host."""
-
 
 class Tuner(BaseTuner):
     """Chooses a streamer's window, and has activations offloaded before memory is full.
@@ -43,7 +40,7 @@ class Tuner(BaseTuner):
         streamer: the engine whose slots change between batches.
         device: the streamer's device. The tuner resets the device's peak-memory counter for its measurements.
         log: the logger for choices.
-        window_too: True to choose k, or the layers that stay.
+        window_too: True to choose k.
         evicts: True to offload the oldest activations if not all fit.
         alone: True if nothing else in this process uses the device's memory.
     """
@@ -66,6 +63,7 @@ class Tuner(BaseTuner):
         self._activations = cast("UnitModes", streamer.activations) if evicts else None
         self._alone = alone
         self._batches = 0
+        self._accumulate = 1  # the number of batches of an optimizer step
         self._doublings = Doublings(window)
         self._resized = False  # True if the next batch fills new slots, so that it is not timed
         self._begun: tuple[float, float] | None = None  # clock and stalls at the begin of the batch that is timed
@@ -90,13 +88,7 @@ class Tuner(BaseTuner):
             accumulate: the number of batches for each optimizer step, which are timed together.
         """
         self.stop_timing()
-        if self.window.may_stay and self.streamer.plan.stay and self.streamer.updates.landed_in_a_row >= _READ_OFTEN:
-            self._log.info(
-                "Superpipeline: user code reads or writes weights in each step (a callback, say), so layers do not stay on the "
-                "GPU. gpu_layers=%d has them stay nevertheless.", len(self.streamer.plan.stay)
-            )  # fmt: skip
-            self.window.let_none_stay()
-            self._again = True
+        self._accumulate = accumulate
         self._observe()
         if self._batches == 1 and (free := self._device.free_bytes()) is not None:
             # The first batch has loaded kernels, and libraries have allocated memory outside of torch's allocator.
@@ -159,12 +151,11 @@ class Tuner(BaseTuner):
             self._begun = None
 
     def shrink(self) -> None:
-        """Changes to the smallest window, after the device has run out of memory. Fewer layers stay on the GPU.
+        """Changes to the smallest window, after the device has run out of memory.
 
         From now on activations are offloaded before memory is full, and earlier if they were offloaded already.
         """
         self._observe()  # first, because the next lines change how much of the memory was used by weights
-        self.window.let_fewer_stay(self.streamer.plan)
         smallest = self.window.smallest()
         if smallest.slot_bytes < self.streamer.plan.slot_bytes:
             self._resize(smallest)
@@ -211,6 +202,7 @@ class Tuner(BaseTuner):
             window.rest = max(window.rest, 0 if headroom is None else headroom.most_kept)
         elif (rest := peak - self.streamer.weight_bytes) > window.rest:
             window.rest, window.rest_gradients = rest, self.streamer.plan.gradient_bytes
+            window.rest_steps = self.streamer.plan.staying_bytes if self._batches > self._accumulate else 0
 
     # ------------------------------------------------------------------ choices
 
@@ -240,16 +232,12 @@ class Tuner(BaseTuner):
             plan = window.plan(plan.k // 2)
         if plan.k < self._doublings.k and not larger:
             self._doublings.stop(plan.k)
-        if self._doublings.over:  # what k leaves of the budget
-            plan = window.with_staying(plan)
-        if (plan.k, plan.stay) != (before.k, before.stay):
+        if plan.k != before.k:
             self._resize(plan)
             if self.streamer.plan.k < plan.k:
                 self._doublings.stop(self.streamer.plan.k)
         plan = self.streamer.plan
         said = f"k = {plan.k}, k' = {plan.k_prime}"
-        if plan.stay:
-            said += f"; {len(plan.stay)} of {len(plan.layers)} layers stay on the GPU with their optimizer state"
         if said == self._said:
             return
         self._said = said
@@ -271,16 +259,11 @@ class Tuner(BaseTuner):
         self._timed.clear()
         for choose in (lambda: plan, lambda: old, self.window.smallest):
             each = choose()
-            more_stay = len(each.stay) > len(old.stay)
             try:
                 self.streamer.resize(each)
-                if more_stay:
-                    self.streamer.updates.stepper.reserve(each)
                 break
             except torch.OutOfMemoryError as error:
                 self._log.warning("Superpipeline: no room for k = %d, k' = %d after all.", each.k, each.k_prime)
-                if more_stay:
-                    self.window.let_fewer_stay(each)
                 failed = error
         else:
             raise failed

@@ -1,6 +1,6 @@
 """The engine: it streams the layers of one module while steps run. **Start reading here.**
 
-The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *ring*, *window*, *master*, *cast*, *trace*, *land*. The
+The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *ring*, *window*, *master*, *cast*, *trace*. The
 user's Parameter is on the host (*host parameter*). While a step runs, modules hold another Parameter in its place (*device
 parameter*). A device parameter without memory is a *stand-in*.
 
@@ -193,8 +193,8 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
 - With ``optimizer_overlap="backward"``, an update in backward writes host weights and optimizer state of a layer whose gradients
   are complete, and whose calls need no more weights (``Backward.complete``, ``Updating.before_early_update``). It never writes a
   slot that backward may read. A later use of the layer in the same backward raises a ``RuntimeError``.
-- The optimizer step of a layer that stays on the GPU writes the layer's slot. ``layer.kept`` is set as long as the copy in the
-  slot is the valid one.
+- Parameters that stay on the GPU (``Found.on_gpu``) are ordinary parameters there. No layer has them, and the engine never writes
+  them: autograd gives them their gradients, and the optimizer steps them in the user's thread.
 
 A wrong guess of the prefetch costs an upload, never a result.
 

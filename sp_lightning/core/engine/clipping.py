@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from sp_lightning.core.device.device import Stream
@@ -50,13 +50,13 @@ class Clipping:
         if any(map(has_accumulation_hooks, parameters)):
             measured = {}
         # get_total_norm computes the norm of each tensor. A norm in place of a gradient is unchanged, because it is a scalar.
+        # The gradients of parameters that stay on the GPU are given as they are.
         if self._on_gpu:
             total = get_total_norm(self._norms_on_device(parameters))
         else:
-            from_gpu, norms = self._norms_from_gpu(parameters), list[Tensor]()
-            for each in parameters:
-                norms.append(from_gpu[each] if each in from_gpu else self._norm_or_gradient(measured, each))
-            total = get_total_norm(norms)
+            total = get_total_norm([self._norm_or_gradient(measured, each) for each in parameters])
+        if stay := [p for p in parameters if p in self._engine.stay]:
+            clip_grads_with_norm_(stay, clip_val, total)
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_gpu:
             self._engine.stepper.synchronize_norms()
@@ -65,6 +65,9 @@ class Clipping:
 
     def by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips each element of the gradients to at most ``clip_val`` and at least ``-clip_val``."""
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        if stay := [p for p in everything if p in self._engine.stay]:
+            clip_grad_value_(stay, clip_val)
         self._clip(by_value(clip_val))
 
     def _clip(self, by: Change | None) -> None:
@@ -74,24 +77,15 @@ class Clipping:
             self.finish()
 
     def _norms_on_device(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Returns the norms of gradients, and sparse gradients unchanged: the step raises an error for sparse gradients."""
-        gradients = [gradient for parameter in parameters if (gradient := stored(parameter)) is not None]
-        dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
-        norms = iter(self._engine.stepper.norms(dense))
-        return [next(norms) if gradient.layout is torch.strided else gradient for gradient in gradients]
+        """Returns the norms of gradients. Sparse gradients are unchanged, because the step raises an error for them.
 
-    def _norm_on_gpu(self, gradient: Tensor | None) -> Tensor | None:
-        """Returns the norm of a gradient that waits on the GPU for a layer's step; None if it is on the host."""
-        if gradient is None or getattr(gradient, "computed", None) is None:  # an attribute of narrow gradients
-            return None
-        return self._engine.stepper.norms([gradient])[0]
-
-    def _norms_from_gpu(self, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Returns the norms of all gradients that wait on the GPU, copied to the host together: the host waits for each copy."""
-        norms = {p: norm for p in parameters if (norm := self._norm_on_gpu(stored(p))) is not None}
-        # With norms of two dtypes, `stack` widens some of them, and `to` restores them.
-        on_host = torch.stack([*norms.values()]).cpu() if norms else ()
-        return {p: each.to(norm.dtype) for (p, norm), each in zip(norms.items(), on_host, strict=True)}
+        Gradients of parameters that stay on the GPU are unchanged as well.
+        """
+        stay = self._engine.stay
+        gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
+        normed = [p not in stay and gradient.layout is torch.strided for p, gradient in gradients]
+        norms = iter(self._engine.stepper.norms([g for (_, g), by in zip(gradients, normed, strict=True) if by]))
+        return [next(norms) if by else gradient for (_, gradient), by in zip(gradients, normed, strict=True)]
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter) -> Tensor:
         """Returns a gradient on the host, or its norm: if the norm is known, or the gradient is narrow or may leave memory."""
@@ -113,8 +107,6 @@ class Clipping:
         Leaves out a layer with a sparse gradient, and a layer with a gradient whose norm depends on the number of threads
         (float16).
         """
-        if layer.own_slot is not None:  # its gradients wait on the GPU, which computes their norms (`_norm_on_gpu`)
-            return
         parameters = [parameter for member in layer.with_masters for parameter in member.block.parameters]
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
         if any(g.layout is not torch.strided or g.dtype not in _FOR_ANY_THREADS for _, g in gradients):
@@ -137,7 +129,8 @@ class Clipping:
         """Clips gradients if no update does it: the step was not divided, or the gradient scaler has skipped it."""
         clip, self.pending = self.pending, None
         if clip is not None:
-            for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
+            stay = self._engine.stay  # their gradients are clipped already
+            for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p not in stay]:
                 if not change(parameter, clip) and parameter.grad is not None:
                     self._in_memory(parameter)  # loads the gradient
                     clip(parameter.grad)

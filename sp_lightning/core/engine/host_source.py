@@ -61,7 +61,7 @@ class HostSource(BlockSource):
             The event after which the host has the results; None if the host already has them.
         """
         owner = layer.owner
-        if owner.update is None and not owner.kept and self._updates.failure is None:
+        if owner.update is None and self._updates.failure is None:
             return None  # nearly always
         downloaded = self._updates.wait_until_issued(layer)
         if downloaded is None or (layer.step_results and self._fetches_as_updated(layer)):
@@ -115,18 +115,16 @@ class HostSource(BlockSource):
         for layer in self._layers:
             if layer.kind is Kind.RESIDENTS:
                 self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
-            # An optimizer, a hook or a callback may write the layer now. If an update is in flight, or only the GPU has the
-            # layer's values, such code waits first.
-            if layer.owner.update is None and not layer.owner.kept:
+            # An optimizer, a hook or a callback may write the layer now. If an update is in flight, such code waits first.
+            if layer.owner.update is None:
                 self._device.access(layer.block.weights, None, write=True)
 
     def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
         """Marks copies of these layers as out of date, because their weights may have been written on the host."""
         for layer in layers:
             layer.invalidate()
-            # User code that writes weights waits for updates and downloads first. So a layer was not written if its update is in
-            # flight, or if only the device has its values.
-            if layer.owner.update is None and not layer.owner.kept:
+            # User code that writes weights waits for updates first. So a layer was not written if its update is in flight.
+            if layer.owner.update is None:
                 layer.casts.invalidate()
 
     def _adopt(self, layer: StreamedLayer, displaced: Sequence[int]) -> None:

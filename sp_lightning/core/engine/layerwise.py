@@ -36,7 +36,9 @@ from sp_lightning.core.plan.update_policy import EarlyUpdates, OptimizerPolicy, 
 from sp_lightning.core.torch_compat.patched import OWN_ATTRIBUTES, attributes_of, state_of
 from sp_lightning.core.torch_compat.private import tree_map
 from sp_lightning.core.updates.fused import (
+    OF_EACH,
     constants_of,
+    divide,
     has_fused_step,
     is_separable,
     lacks_buffers,
@@ -52,8 +54,6 @@ _probe = SimpleNamespace()
 _UNHELD = sys.getrefcount(attributes_of(_probe))
 """Number of references to the state of all parameters, and to ``vars(optimizer)``, if user code has none. Measured, because
 versions of Python differ in the references that a call takes."""
-_OF_EACH = ("params", "param_names")
-"""The settings of a group that are lists with one entry for each parameter."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,10 @@ class _Traits:
     """How the steps of one optimizer run. The traits do not change after set-up.
 
     Attributes:
-        on_gpu: True if all layers step on the GPU, with the settings that the user gave the optimizer. If this is False, layers
-            that stay on the GPU step on the GPU nevertheless.
+        on_gpu: True if layers are uploaded for their steps, which run on the GPU with the settings that the user gave the
+            optimizer. Parameters that stay on the GPU are stepped there in any case.
         waits: True if the step returns only when all updates have ended (``optimizer_overlap="off"``).
         ends_on_host: True if an update ends only when its results are in host memory, because the next update may reuse it.
-        ends_first: True if the step of a layer that stays on the GPU ends before the next forward begins.
         early: when backward may begin updates, and whether gradients are freed after them.
         fuse: True if torch's fused step runs on the CPU if the user has set neither ``fused`` nor ``foreach``.
         separable: True if an unfused step may be divided into layers: the step of a layer gives its parameters the same values
@@ -82,7 +81,6 @@ class _Traits:
     on_gpu: bool
     waits: bool
     ends_on_host: bool
-    ends_first: bool
     early: EarlyUpdates
     fuse: bool
     separable: bool
@@ -98,12 +96,11 @@ def _traits(optimizer: Optimizer, engine: Updating, policy: UpdatePolicy, own: O
     on_gpu = engine.stepper.steps_all
     waits = policy.overlap == "off"
     separable = waits or on_gpu or is_separable(optimizer)
-    checked = engine.stepper.steps_some and engine.stepper.is_declared(optimizer)
+    checked = engine.stepper.is_declared(optimizer)
     return _Traits(
         on_gpu=on_gpu,
         waits=waits,
         ends_on_host=policy.ends_on_host,
-        ends_first=own.ends_first,
         early=policy.early,
         fuse=policy.fused and has_fused_step(optimizer),
         separable=separable,
@@ -221,8 +218,7 @@ class LayerwiseStep:
         Other layers are left to :meth:`submit`.
         """
         updatable = self._early_groups()
-        # The step of a layer in its own slot would write weights that backward may still read.
-        if layer not in updatable or layer.own_slot is not None:
+        if layer not in updatable:
             return
         held = self._is_held(layer, _parameters(updatable[layer]))
         if held and (self._traits.early is EarlyUpdates.KEEPS or (self._state_held and not self._engine.several)):
@@ -247,20 +243,17 @@ class LayerwiseStep:
         Called in a step that tests whether later steps could update layers in backward (``EarlyUpdates.TRIED``).
         """
         self.tried = True
-        if layer.own_slot is not None:
-            return
         self._engine.notice_uses(layer)
         self._updates.note_late_uses(layer, self.needed.append)
 
     def _order(self) -> list[StreamedLayer]:
         """Returns all layers by the urgency of their updates. Also sets the urgency of updates in the background.
 
-        Layers that stay on the GPU are first. The others follow in the order in which the next forward needs them.
+        This is the order in which the next forward needs them.
 
         On the GPU, on several ranks, and if state is not in memory, updates run in the order in which they are submitted.
         """
-        # Layers that stay on the GPU are first: issuing their steps takes the background little time, and the GPU begins soon.
-        order = sorted(self._engine.order(), key=lambda layer: layer.own_slot is None)
+        order = list(self._engine.order())
         in_order = self._engine.several or self._state.elsewhere or self._traits.on_gpu
         self._updates.urgency = {} if in_order else {layer: at for at, layer in enumerate(order)}
         return order
@@ -311,16 +304,19 @@ class LayerwiseStep:
         return self.submitted
 
     def _submit_layers(self, by_layer: Mapping[StreamedLayer, Groups]) -> None:
-        """Submits the layers that are not updated yet, the most urgent one first. The optimizer has no groups afterwards."""
+        """Submits the layers that are not updated yet, the most urgent one first. The optimizer has no groups afterwards.
+
+        First steps the parameters that stay on the GPU.
+        """
         if not self.begun:
             self._updates.begin()
         self._updates.torn = "the optimizer's step was interrupted, and may have updated some layers"
         self._is_state_held()  # counts references while no update runs
+        self._step_staying()
         for layer in self._order():
             if layer in by_layer:
                 held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
                 self._submit(layer, by_layer[layer], held=held)
-        self._keep_frozen()
         self.clipping.pending = None  # the updates clip
         self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
 
@@ -335,11 +331,19 @@ class LayerwiseStep:
             self.needed.append(undivided.args[0])
         self.clipping.finish()  # torch's step does not clip
 
-    def _keep_frozen(self) -> None:
-        """Uploads frozen layers that stay on the GPU to their own slots, once, instead of in each step."""
-        for layer in self._engine.layers:
-            if layer.own_slot is not None and not layer.kept and layer.frozen and self._engine.staying(layer):
-                self._updates.submit(layer, partial(self._engine.stepper.bring, layer))
+    def _step_staying(self) -> None:
+        """Steps the parameters that stay on the GPU, together, with torch's own code and the settings that the user gave.
+
+        Called in the user's thread: the kernels follow those of backward in the stream of the model.
+        """
+        groups = [divide(group, self._engine.stay)[1] for group in self._optimizer.param_groups]
+        if groups := [group for group in groups if group["params"]]:
+            self._make_empty_state_once()
+            self._drop_state_of_unused(_parameters(groups))
+            part = self._part(groups)
+            step = self._step_of(part)
+            with torch.no_grad():
+                self._engine.stepper.step_checked(part, step) if self._traits.checked else step()
 
     def refuse_other_clipping(self, clip_value: float | None) -> None:
         """Checks that the updates in this step's backward have clipped in the same way.
@@ -378,15 +382,8 @@ class LayerwiseStep:
 
     def _can_divide(self, group: dict[str, Any]) -> bool:
         """Returns True if the step of a group, run layer by layer, gives the same bits as torch's own step of the group."""
-        return self._traits.separable or runs_fused(self._optimizer, self._part_on_cpu(group), fuse=self._traits.fuse)
-
-    def _part_on_cpu(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Returns a group without the parameters of layers that step on the GPU."""
-        stepper = self._engine.stepper
-        if not stepper.steps_some:
-            return group
-        layers = ((p, self._engine.layer_of(p)) for p in group["params"])
-        return {**group, "params": [p for p, layer in layers if layer is None or not stepper.steps(layer)]}
+        part, _ = divide(group, self._engine.stay)
+        return self._traits.separable or not part["params"] or runs_fused(self._optimizer, part, fuse=self._traits.fuse)
 
     @property
     def submitted(self) -> bool:
@@ -415,38 +412,30 @@ class LayerwiseStep:
         for group in self._optimizer.param_groups:
             if check and not self._can_divide(group):
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
-            cpu_group = self._part_on_cpu(group)
-            gpu_settings, cpu_settings = self._copy_settings(group, cpu_group)
+            group, _ = divide(group, self._engine.stay)
+            settings = self._copy_settings(group)
             if check and self._traits.early.in_backward and not self._traits.on_gpu:
-                trained = [p for p in cpu_group["params"] if p.requires_grad]
+                trained = [p for p in group["params"] if p.requires_grad]
                 if lacks_buffers(group, state, trained):
                     what = "some parameters of a group have momentum and others have none yet"
                     raise _UndividedError(what, "Pass optimizer_overlap='forward'")
             name_of = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
             for layer, parameters in self._parameters_by_layer(group).items():
                 named = {"param_names": [name_of[id(p)] for p in parameters]} if name_of else {}
-                settings = gpu_settings if self._engine.stepper.steps(layer) else cpu_settings
                 by_layer[layer].append({**settings, **named, "params": parameters})
         return by_layer
 
-    def _copy_settings(self, group: dict[str, Any], cpu_group: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _copy_settings(self, group: dict[str, Any]) -> dict[str, Any]:
         """Copies a group's settings, because schedulers change them after the step, while updates may still run.
 
-        Args:
-            group: the group.
-            cpu_group: the group with the parameters that the CPU steps.
-
-        Returns:
-            - The user's settings, for layers that step on the GPU.
-            - The settings for layers that step on the CPU: also with ``fused=True`` if torch would run the group fused.
+        For steps on the CPU, also with ``fused=True`` if torch would run the group fused.
         """
-        gpu_settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in _OF_EACH})
-        if self._traits.on_gpu:
-            return gpu_settings, gpu_settings
-        cpu_settings = {**gpu_settings, **settings_on_cpu(gpu_settings)}
-        if self.begun or runs_fused(self._optimizer, cpu_group, fuse=self._traits.fuse):
-            cpu_settings["fused"] = True
-        return gpu_settings, cpu_settings
+        settings = tree_map(_snapshot, {key: value for key, value in group.items() if key not in OF_EACH})
+        if not self._traits.on_gpu:
+            settings |= settings_on_cpu(settings)
+            if self.begun or runs_fused(self._optimizer, group, fuse=self._traits.fuse):
+                settings["fused"] = True
+        return settings
 
     def _parameters_by_layer(self, group: dict[str, Any]) -> dict[StreamedLayer, list[nn.Parameter]]:
         """Returns a group's parameters by layer, without layers whose updates of this step have begun.
@@ -475,31 +464,26 @@ class LayerwiseStep:
             held: True if user code holds tensors that the update writes. Then this waits for the update.
         """
         parameters = _parameters(groups)
-        if not self._ordered:
-            self._ordered = True
-            self._make_empty_state()
+        self._make_empty_state_once()
         if type(self._optimizer) is self._class:
             # See "Note: class that waits" in updates/__init__.
             self._optimizer.__class__ = _waiting(self._class, self._finish)
             self._updates.afterwards(self._updated)
-        part = object.__new__(self._class)  # see "Note: part of an optimizer" in updates/__init__
-        vars(part).update(attributes_of(self._optimizer), param_groups=groups)
+        part = self._part(groups)
         # Taken now, because the update runs later: user code may then change settings, and the next step may clip otherwise.
         engine, context, clips = self._engine, self._context, self._record_clipping(parameters)
-        stays = self._steps_in_own_slot(layer, parameters)
 
         def update() -> None:
             self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
-            self._drop_state_of_unused(part, parameters)
-            self._step_layer(layer, part, trained, clips, context, stays=stays)
+            self._drop_state_of_unused(parameters)
+            self._step_layer(layer, part, trained, clips, context)
             if self._traits.ends_on_host:
                 engine.device.synchronize(layer.downloaded, Wait.READ_AFTER_TAKE)
             self._state.store((layer, self._optimizer), part)
             vars(part).pop("state", None)  # so that `_is_state_held` counts no reference of an update that has ended
 
-        ends = self._traits.ends_first and layer.own_slot is not None
-        at_once = self._traits.compiles or self._makes_state(layer, parameters) or held or ends
+        at_once = self._traits.compiles or self._makes_state(parameters) or held
         release = (
             partial(engine.release_gradients, layer, parameters) if self._traits.early is EarlyUpdates.FREES else None
         )
@@ -518,23 +502,31 @@ class LayerwiseStep:
             clip = by_value(self.clip_value)
         return {id(p): clip for p in parameters if clip is not None and not change(p, clip)}
 
-    def _steps_in_own_slot(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Returns True if the GPU may step a layer in its own slot. If it may not, a layer that stays on the GPU is landed."""
-        if layer.own_slot is None:
-            return False
-        if self._is_held(layer, parameters):
-            # Another thread may have landed the layer and hold its tensors, while the copy on the GPU is still marked as valid.
-            self._updates.land(layer)
-            return False
-        return self._engine.staying(layer)
+    def _part(self, groups: Groups) -> Optimizer:
+        """Returns the optimizer with these groups alone; see "Note: part of an optimizer" in ``updates/__init__``."""
+        part = object.__new__(self._class)
+        vars(part).update(attributes_of(self._optimizer), param_groups=groups)
+        return part
 
-    def _drop_state_of_unused(self, part: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    def _step_of(self, part: Optimizer) -> Callable[[], Any]:
+        """Returns the optimizer's own code for a part of it."""
+        # A user's class may read the loss that its closure returns.
+        closures = (self._closure,) if self._traits.checked and self._closure is not None else ()
+        return partial(_own_step(self._class), part, *closures)
+
+    def _drop_state_of_unused(self, parameters: Sequence[nn.Parameter]) -> None:
         """Removes our empty entry of the state of each parameter without a gradient, before the layer's step.
 
         Such a parameter gets its state in a later step, after the others, as with torch's own step.
         """
         if not self._traits.checked:  # a user's class may step parameters without a gradient
-            self._drop_empty_state([p for p in parameters if p.grad is None and not self._has_state_on_gpu(p)])
+            self._drop_empty_state([p for p in parameters if p.grad is None])
+
+    def _make_empty_state_once(self) -> None:
+        """Calls :meth:`_make_empty_state` in the first call of a step."""
+        if not self._ordered:
+            self._ordered = True
+            self._make_empty_state()
 
     def _make_empty_state(self) -> None:
         """Makes an empty entry of the state for each parameter without state, before the first update of a step.
@@ -544,9 +536,9 @@ class LayerwiseStep:
         """
         state = state_of(self._optimizer)
         everything = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if not all(dict.get(state, parameter) or self._has_state_on_gpu(parameter) for parameter in everything):
+        if not all(dict.get(state, parameter) for parameter in everything):
             self._updates.wait_for_all()  # updates of the last step may still make state
-            self._drop_empty_state([p for p in everything if not self._has_state_on_gpu(p)])
+            self._drop_empty_state(everything)
             for parameter in everything:
                 if dict.get(state, parameter) is None:
                     self._empty[id(parameter)] = id(dict.setdefault(state, parameter, {}))
@@ -575,26 +567,22 @@ class LayerwiseStep:
             self._updates.wait_for_all()
             held = sys.getrefcount(state_of(self._optimizer)) > _UNHELD
             self._state_held = held or sys.getrefcount(attributes_of(self._optimizer)) > _UNHELD
-            if self._state_held and not self._told and (not self._traits.waits or self._engine.stepper.steps_some):
+            if self._state_held and not self._told and not self._traits.waits:
                 self._told = True
                 LOG.info(
-                    "Superpipeline: other code holds %s.state or its vars(), so these steps do not overlap with the model, and "
-                    "no layers stay on the GPU. Read optimizer.state each time instead.",
+                    "Superpipeline: other code holds %s.state or its vars(), so these steps do not overlap with the model. "
+                    "Read optimizer.state each time instead.",
                     self._class.__name__,
                 )
         return self._state_held
 
-    def _has_state_on_gpu(self, parameter: nn.Parameter) -> bool:
-        layer = self._engine.layer_of(parameter)
-        return layer is not None and layer.kept and self._engine.stepper.has_state(layer, self._optimizer, parameter)
-
-    def _makes_state(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
+    def _makes_state(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Returns True if the optimizer may create state of these parameters on the GPU, because it steps one for the first time.
 
         The dtype of that state is the default dtype of the process. (On the CPU torch's fused steps name the dtype.) The
         parameters are recorded as stepped, so the next call returns False.
         """
-        if not self._engine.stepper.steps(layer):
+        if not self._traits.on_gpu:
             return False
         new = {id(p) for p in parameters if stored(p) is not None} - self._stepped
         self._stepped |= new
@@ -607,8 +595,6 @@ class LayerwiseStep:
         trained: Sequence[nn.Parameter],
         clips: Mapping[int, Change],
         context: StepContext,
-        *,
-        stays: bool,
     ) -> None:
         """Runs the step of one layer, and casts its new weights. Runs in the background thread.
 
@@ -618,22 +604,19 @@ class LayerwiseStep:
             trained: its parameters that have a gradient.
             clips: how each gradient is still to be clipped, by the id of its parameter.
             context: the settings of the thread that has called the step.
-            stays: True if a layer that stays on the GPU may be stepped in its own slot.
         """
-        # A user's class may read the loss that its closure returns.
-        closures = (self._closure,) if self._traits.checked and self._closure is not None else ()
-        step = partial(context.run, partial(_own_step(self._class), part, *closures))
+        step = partial(context.run, self._step_of(part))
         stepper = self._engine.stepper
-        if stepper.steps(layer):
+        if self._traits.on_gpu:
             _clip(trained, clips)
-            stepper.step_layer((layer, self._optimizer), part, step, stays=stays, declared=self._traits.checked)
+            stepper.step((layer, self._optimizer), part, step, declared=self._traits.checked)
             return
         for parameter in trained:
             self._engine.device.access(unwidened(parameter.grad), Stream.UPDATE, write=id(parameter) in clips)
         if self._traits.separable:
             _clip(trained, clips)
             if self._traits.checked:
-                stepper.step_on_host(part, step)
+                stepper.step_checked(part, step)
             else:
                 step()
         else:

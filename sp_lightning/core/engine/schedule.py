@@ -235,18 +235,14 @@ class Prefetch:
         more = False
         best: Slot | None
         for layer, uses_before in coming:
-            if (own := layer.own_slot) is not None:  # the layer stays on the GPU, so there is nothing to choose
-                best, wait, more = own, int(not own.overwritable), True
-            else:
+            best, wait, more = self._choose(slots, float(uses_before))
+            # A slot with views (HELD) is left out. This is tested last, because the test takes longer than to choose a slot.
+            while best is not None and best.held:
+                slots.remove(best)
                 best, wait, more = self._choose(slots, float(uses_before))
-                # A slot with views (HELD) is left out. This is tested last, because the test takes longer than to choose a slot.
-                while best is not None and best.held:
-                    slots.remove(best)
-                    best, wait, more = self._choose(slots, float(uses_before))
             if best is None or wait or not self._ready(layer):
                 return [] if best is not None and coming[0][1] >= wait + size else pairs, False
-            if best is not own:
-                slots.remove(best)
+            slots.remove(best)
             pairs.append((layer, best))
         return pairs, more
 

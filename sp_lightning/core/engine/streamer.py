@@ -39,10 +39,9 @@ from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.store.block_memory import Staging
 from sp_lightning.core.torch_compat.patched import unwatch, watch
 from sp_lightning.core.torch_compat.private import compiled_graphs
-from sp_lightning.core.updates.background import BackgroundUpdates
 from sp_lightning.core.updates.layer_stepper import LayerStepper
 
-MakeStepper = Callable[[Device, Plan, BackgroundUpdates, bool], LayerStepper]
+MakeStepper = Callable[[Device, Plan, bool], LayerStepper]
 """Makes the part that steps layers on the GPU. Arguments: the device, the plan, the run's updates, True if memory is pinned."""
 
 
@@ -85,12 +84,11 @@ class Streamer:
         self.found = found
         self.device = device
         self._module = module
-        self._make_stepper = make_stepper
         # Hooks in backward run on autograd's threads. The lock is never held while user code runs.
         self._lock = threading.RLock()
         self.threads = threads or OwnThreads()
         self._closed = False
-        self._build_weights(pin, placement, log)
+        self._build_weights(pin, placement, make_stepper, log)
         visits = {module: tuple(self._layers[index] for index in used) for module, used in found.visits.items()}
         self.activations = make_activations(self._activation_setup(visits, log))
         self._gradients.transfers.check = self.activations.check
@@ -104,7 +102,9 @@ class Streamer:
 
     # ------------------------------------------------------------------ the parts, from below
 
-    def _build_weights(self, pin: bool, placement: Placement, log: logging.Logger | None) -> None:
+    def _build_weights(
+        self, pin: bool, placement: Placement, make_stepper: MakeStepper | None, log: logging.Logger | None
+    ) -> None:
         """Builds host memory, slots, gradients and updates."""
         device, plan = self.device, self.plan
         self._staging = Staging(device, pin=pin)
@@ -127,30 +127,24 @@ class Streamer:
         self._pin = pin
         # On a GPU the allocator counts activations.
         self._held = HeldActivations(self._staying_tensors, (self._slots.by_address, self._device_storages))
-        if plan.steps_on_device or plan.stay:
-            self._use_stepper(plan)
+        if make_stepper is not None and plan.steps_on_device:
+            self.updates.stepper = make_stepper(device, plan, pin)
         self._gradients.keep_for_step = plan.steps_on_device
         self._peak_bytes = 0
         self._peak_parts = 0, 0, 0  # bytes of weights, gradients and steps at this peak
         self._staying = self.found.staying[0]
-        # Parameters of modules that are on the device as a whole. The engine is not notified of their gradients.
-        self._aside = [parameter for _, module in self.found.aside for parameter in module.parameters()]
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._bound_weights, self._note_memory)
 
     def _staying_tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors outside of slots that are on the device anyway: buffers, and weights of modules moved as a whole."""
-        yield from self._aside
+        """Yields the tensors outside of slots that are on the device anyway: buffers, and weights that stay on the device."""
+        yield from self.found.on_gpu
         yield from self._module.buffers()
 
     @property
     def _counts_held(self) -> HeldActivations | None:
         """The count of activations; None if the allocator counts them."""
         return self._held if self.device.computes_on_host else None
-
-    def _use_stepper(self, plan: Plan) -> None:
-        assert self._make_stepper is not None  # it is None only if no plan of the run steps layers on the GPU
-        self.updates.stepper = self._make_stepper(self.device, plan, self.updates, self._pin)
 
     def _activation_setup(
         self, visits: dict[nn.Module, tuple[StreamedLayer, ...]], log: logging.Logger | None
@@ -223,6 +217,7 @@ class Streamer:
             step=self._step,
             backward=self._backward,
             turns=self.turns,
+            stay=self.found.on_gpu,
         )
 
     def _build_calls(self) -> None:
@@ -397,26 +392,21 @@ class Streamer:
         with self._lock:
             self._step.take_back_writes()
             self._step.expected = None  # layers that were prefetched for the next step are lost
-            self.updates.join()  # downloads layers that stay on the GPU, because their slots are freed
-            self.updates.stepper.forget_slots(self._moving)
+            self.updates.join()
             self.plan = plan
             self._gradients.transfers.in_flight = plan.k_prime + 1
             self._residency.prefetch.follow(plan)
             self._slots.resize(plan)
-            if plan.stay and not self.updates.stepper.steps_some:
-                self._use_stepper(plan)
             self._note_memory()
 
     def leave_device(self) -> None:
-        """Frees the device memory of all weights and of steps. Layers that stay are landed. :meth:`resize` takes new memory.
+        """Frees the device memory of streamed weights and of steps. :meth:`resize` takes new memory.
 
         Memory that tensors of user code view is not freed. A module that is called before :meth:`resize` takes extra slots.
         """
         with self._lock:
             rings = tuple(replace(ring, slots=0) for ring in self.plan.rings)
-            landed = self.updates.has_landed
-            self.resize(replace(self.plan, rings=rings, stay=frozenset()))
-            self.updates.has_landed = landed  # otherwise the tuner would let no layer stay after a loan in each step
+            self.resize(replace(self.plan, rings=rings))
             self._residents.leave()
             self.updates.stepper.close()
 
@@ -441,7 +431,7 @@ class Streamer:
         planned = zip(self._layers, (*self.plan.moving, self.plan.residents), strict=True)
         uncounted = [layer for layer, its_plan in planned if not its_plan.gradient_bytes]
         thawed = any(parameter.requires_grad for layer in uncounted for parameter in layer.block.parameters)
-        # `staying` has the bytes of modules that are on the device as a whole, and of their gradients.
+        # `staying` has the bytes of weights that are on the device between steps, too, and of their gradients.
         return thawed or self.found.staying > self.plan.staying
 
     # ------------------------------------------------------------------ statistics
@@ -454,8 +444,11 @@ class Streamer:
     def _note_memory(self) -> None:
         """Updates the peak of device memory: weights, and gradients. Called whenever memory use may have grown."""
         weights, gradients = self.weight_bytes, self._gradients.transfers.device_bytes
-        if self._aside:  # nearly always empty, and this is called several times per layer
-            gradients += sum(tensor_bytes(parameter.grad) for parameter in self._aside if parameter.grad is not None)
+        # The engine is not notified of gradients of weights that stay on the device. Nearly always there are none, and this is
+        # called several times per layer.
+        for parameter in self.found.on_gpu:
+            if parameter.grad is not None:
+                gradients += tensor_bytes(parameter.grad)
         if weights + gradients > self._peak_bytes:
             steps = self.updates.stepper.nbytes
             self._peak_bytes, self._peak_parts = weights + gradients, (weights - steps, gradients, steps)

@@ -43,14 +43,9 @@ class BaseTuner:
         """Called when other code follows the last batch, for example validation, whose time is not the batch's."""
 
     def shrink(self) -> None:
-        """Takes the smallest window after the device has run out of memory, and lets fewer layers stay on the GPU.
-
-        A k that the user gave stays as it is; a number of layers that stay is reduced nevertheless. If :attr:`Window.auto` is
-        False, for example because the user gave both, this does nothing.
-        """
+        """Takes the smallest window after the device has run out of memory. If the user gave k, this does nothing."""
         if self.window.auto:
             plan = self.streamer.plan
-            self.window.let_fewer_stay(plan)
             smallest = self.window.smallest()
             if smallest.slot_bytes < plan.slot_bytes:
                 self.streamer.resize(smallest)

@@ -43,6 +43,7 @@ class Updating:
         several: True if there are several devices.
         norms: computes norms of gradients on the host.
         step_seconds: seconds of optimizers' steps on the CPU while the GPU had nothing to do.
+        stay: the parameters that are on the GPU between steps, too, where the optimizer steps them.
     """
 
     lock: threading.RLock
@@ -56,6 +57,7 @@ class Updating:
     step: Step
     backward: Backward
     turns: Turns
+    stay: frozenset[nn.Parameter]
 
     def __post_init__(self) -> None:
         self.step_seconds = 0.0
@@ -69,21 +71,6 @@ class Updating:
     def stepper(self) -> LayerStepper:
         """Steps layers on the GPU."""
         return self.updates.stepper
-
-    def staying(self, layer: StreamedLayer) -> bool:
-        """Prepares the next step of a layer that stays on the GPU. Returns True if the step may write the layer's slot.
-
-        If True, no other code uses the slot, and the layer's copy is marked as out of date. If False, for example because user
-        code holds a view of the slot, the layer is landed.
-        """
-        if layer.own_slot is None:
-            return False
-        with held(self.lock):
-            if not layer.can_stay or self.is_viewed(layer):
-                self.updates.land(layer)
-                return False
-            layer.invalidate()  # the step is about to change the values in the slot
-        return True
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """Returns the layer that a host parameter is updated with; None if the module does not have the parameter."""

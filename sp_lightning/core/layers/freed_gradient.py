@@ -27,7 +27,7 @@ _SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_g
 class _HasFreedGradient(ParameterRole):
     """A host parameter whose gradient was freed after its update."""
 
-    rank = 4
+    rank = 3
 
     @property
     def grad(self) -> Tensor | None:

@@ -25,11 +25,8 @@ from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.layout import aligned, lay_out, part, strided
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
 from sp_lightning.core.layers.narrow_gradient import (
-    add_on_device,
     drop,
     keep_narrow,
-    stored,
-    waits_on_device,
 )
 from sp_lightning.core.store.block_memory import BlockMemory, Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
@@ -148,7 +145,6 @@ class GradientSink:
         keep_narrow: True if gradients in a lower dtype than their parameter's keep that dtype until user code reads them.
         keep_for_step: True if all layers step on the GPU. If a step waits for a layer, the layer's gradients are then not copied
             to the host.
-        keep_for_own_slot: True if the gradients of layers that stay on the GPU remain on the GPU until the step.
         arriving: the layers with gradients that have arrived, and whose transfer is not issued yet. With several devices, their
             families.
         host_waits: how often the host has waited for a gradient whose size depends on computed values.
@@ -157,7 +153,7 @@ class GradientSink:
     def __init__(self, device: Device, transfers: Transfers[Any]) -> None:
         self.device = device
         self.transfers = transfers
-        self.keep_narrow = self.keep_for_step = self.keep_for_own_slot = False
+        self.keep_narrow = self.keep_for_step = False
         self.arriving: dict[Any, None] = {}
         self.host_waits = 0
 
@@ -304,11 +300,9 @@ class Gradients(GradientSink):
     ) -> bool:
         """Returns True if gradients may wait on the GPU for the layer's step there, instead of being copied to the host.
 
-        This needs all gradients of the layer at once, no sparse gradient, and no hook of the user for accumulated gradients. For
-        a layer without its own slot, no parameter may have an earlier gradient, and a step must wait for the layer.
+        This needs all gradients of the layer at once, no sparse gradient, no hook of the user for accumulated gradients, and no
+        earlier gradient, and a step must wait for the layer.
         """
-        if owner.own_slot is not None:
-            return self.keep_for_own_slot and self._may_keep_for_own_slot(received, gradients)
         if not self.keep_for_step or self._wanted is None or len(gradients) != received.expected:
             return False
         parameters = [layer.block.parameters[index] for layer, index in gradients]
@@ -316,39 +310,18 @@ class Gradients(GradientSink):
         alone = all(p.grad is None and not has_accumulation_hooks(p) for p in parameters)
         return dense and alone and owner.kind is not Kind.RESIDENTS and self._wanted(owner)
 
-    def _may_keep_for_own_slot(self, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]) -> bool:
-        """Returns :meth:`_may_keep` for a layer that stays on the GPU.
-
-        Earlier gradients are allowed if they are on the GPU and unchanged: the new gradients are added to them.
-        """
-        parameters = [layer.block.parameters[index] for layer, index in gradients]
-        return (
-            len(gradients) == received.expected
-            and all(gradient.layout is torch.strided for gradient in gradients.values())
-            and not any(map(has_accumulation_hooks, parameters))
-            and all(stored(p) is None or waits_on_device(p) for p in parameters)
-        )
-
     def _keep(
         self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> None:
-        """Keeps gradients on the GPU, as narrow gradients: reading ``param.grad`` copies the gradient to the host.
-
-        The gradients are added to earlier ones that were kept.
-        """
-        hosts = [layer.block.parameters[index] for layer, index in gradients]
-        kept = [add_on_device(p, gradient) for p, gradient in zip(hosts, gradients.values(), strict=True)]
+        """Keeps gradients on the GPU, as narrow gradients: reading ``param.grad`` copies the gradient to the host."""
         computed = self.device.record(Stream.COMPUTE)
-        for parameter, gradient in zip(hosts, kept, strict=True):
+        for (layer, index), gradient in gradients.items():
+            parameter = layer.block.parameters[index]
             drop(parameter)
             keep_narrow(parameter, gradient, self._note_read, computed=computed)
             received.applied.add(id(parameter))
-        nbytes = sum(map(bytes_of_dense, kept))
-        # The layer's earlier kept gradients are freed, or are part of the new sums.
-        self.transfers.device_bytes += (
-            nbytes - sum(map(bytes_of_dense, gradients.values())) - self._kept_bytes.get(owner, 0)
-        )
-        self._kept_bytes[owner] = nbytes
+        self.transfers.device_bytes -= self._kept_bytes.get(owner, 0)  # the layer's earlier kept gradients are freed
+        self._kept_bytes[owner] = sum(map(bytes_of_dense, gradients.values()))
         # There is nothing to copy, but `apply` reports that the gradients are complete.
         self.transfers.retired.append(((owner, deque(), None), None))
 

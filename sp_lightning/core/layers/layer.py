@@ -26,7 +26,6 @@ from sp_lightning.core.layers.states import HOST, IN_USE, LayerState
 from sp_lightning.core.layers.write_guard import WriteGuard
 from sp_lightning.core.plan.plan import PlannedLayer
 from sp_lightning.core.store.block import HostBlock
-from sp_lightning.core.store.block_memory import BlockMemory
 
 Rows = frozenset[int] | None
 """The numbers of rows; None for all rows."""
@@ -242,8 +241,7 @@ class StreamedLayer:
         whole: True if the layer is uploaded whole and unchanged, so that its rows and casts have nothing to do. Frequent code
             tests this first, which saves calls.
         state: where the layer's weights are: :class:`~sp_lightning.core.layers.states.LayerState`.
-        slot: the slot that has the weights, after the event ``transfer``. If this is None, the weights are on the host alone or,
-            if ``kept`` is set, in ``own_slot`` alone.
+        slot: the slot that has the weights, after the event ``transfer``. If this is None, the weights are on the host alone.
         guard: records possible writes that no version counter shows; None if user code has made no such write possible.
         transfer: the event after the last transfer to the device.
         fetches: how often the layer was fetched.
@@ -259,12 +257,6 @@ class StreamedLayer:
         stepped: after an update on the device: the event after its kernels.
         step_results: after an update on the device: its results in device memory, each tensor with its place in a slot. The
             layer's next fetch copies these tensors. Otherwise empty.
-        own_slot: the slot that only this layer uses, because the layer stays on the GPU; None for other layers.
-        kept: True if the copy in ``own_slot`` is the valid one: the GPU has stepped the layer, or has fetched it for a step, and
-            user code has not used the host's weights since.
-        newer_than_host: True if the copy in ``own_slot`` must be downloaded before code uses the host's weights. This is also set
-            when a step uploads the layer, because the host's memory may be freed from then on.
-        read_by_step: gradients on the device that the layer's step reads. They are kept until compute has waited for the step.
     """
 
     def __init__(
@@ -299,9 +291,6 @@ class StreamedLayer:
         self.downloaded: Any = None
         self.stepped: Any = None
         self.step_results: Sequence[tuple[Span, Tensor]] = ()
-        self.own_slot: Slot | None = None
-        self.kept = self.newer_than_host = False
-        self.read_by_step: Sequence[Tensor] = ()
         self.slot: Slot | None = None
         self.transfer: Any = None
         self.fetches = 0
@@ -325,27 +314,6 @@ class StreamedLayer:
         # A list, because `any` would stop at the first True, and leave members out.
         found = [member.block.gradients.use() for member in self.with_masters]
         return any(found)
-
-    @property
-    def can_stay(self) -> bool:
-        """True if its next step may write its own slot: no other tensor views the slot, and no host weight has other memory."""
-        slot = self.own_slot
-        return (
-            slot is not None
-            and slot.overwritable
-            and (self.guard is None or self.guard.digests is None)  # otherwise user code holds a view of the slot
-            and not self.casts.saved  # otherwise a graph needs the casts from before the step
-            and not any(member.block.displaced or member.block.retyped for member in self.with_masters)
-            # Only plain host memory can be hidden while the values are on the GPU alone: neither files nor shared memory, and
-            # not the parts of wrapped parameters, which are plain tensors and have no roles.
-            and all(type(member.block.memory) is BlockMemory for member in self.with_masters)
-            and all(type(p) is not Tensor for member in self.with_masters for p in member.block.parameters)
-        )
-
-    @property
-    def frozen(self) -> bool:
-        """True if no parameter of the layer and its masters is trained."""
-        return not any(p.requires_grad for member in self.with_masters for p in member.block.parameters)
 
     @property
     def outdated(self) -> bool:

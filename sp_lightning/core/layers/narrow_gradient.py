@@ -86,7 +86,7 @@ class NarrowGradient(Tensor):
 class _HasNarrowGradient(ParameterRole):
     """The role of a host parameter whose gradient is narrow. It ends when user code reads or sets ``grad``."""
 
-    rank = 3
+    rank = 2
 
     @property
     def grad(self) -> Tensor | None:
@@ -127,24 +127,6 @@ def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], N
     gradient.narrow_and_changes, gradient.looked_at, gradient.computed = (came, ()), looked_at, computed
     parameter.grad = gradient
     take(parameter, _HasNarrowGradient)
-
-
-def waits_on_device(parameter: nn.Parameter) -> bool:
-    """Returns True if a parameter's gradient is on the device, and nothing has unscaled or clipped it."""
-    gradient: Any = stored(parameter)
-    return type(gradient) is NarrowGradient and gradient.computed is not None and not gradient.narrow_and_changes[1]
-
-
-def add_on_device(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Returns the sum of a new gradient and the parameter's unchanged gradient on the device, in the parameter's dtype.
-
-    If the parameter has no such gradient, returns the new gradient itself.
-    """
-    if not waits_on_device(parameter):
-        return gradient
-    came, _ = narrow_and_changes(stored(parameter))
-    with torch.no_grad():
-        return came.to(parameter.dtype).add_(gradient.to(parameter.dtype))
 
 
 def stored(parameter: nn.Parameter) -> Tensor | None:

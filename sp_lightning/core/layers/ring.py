@@ -116,13 +116,10 @@ class Slots:
         self._uses: dict[Slot, tuple[Timed, Any]] = {}
 
     def _make_planned(self) -> None:
-        """Allocates the slots of the plan. Assigns each layer that stays on the GPU its own slot."""
+        """Allocates the slots of the plan."""
         rings = enumerate(self._plan.rings)
         self.planned = [[self._make(index) for _ in range(ring.slots)] for index, ring in rings]
         """By ring, the slots for prefetches. Extra slots are not in these lists, because they are freed after a batch."""
-        free = [list(slots) for slots in self.planned]
-        for layer in self._layers:
-            layer.own_slot = free[layer.planned.ring].pop() if layer.index in self._plan.stay else None
         never_evicted = self._plan.never_evicted
         self.never_evicted = {layer for layer in self._layers if layer.index in never_evicted}
         """The layers that no other layer evicts, because their ring has a slot for each of its layers."""
@@ -149,20 +146,14 @@ class Slots:
     def find(self, layer: StreamedLayer, next_use: Callable[[StreamedLayer], float]) -> Slot:
         """Returns the slot to overwrite for a layer that is needed now.
 
-        A layer that stays on the GPU gets its own slot, if that may be overwritten. Otherwise the result is an empty slot; else
-        the slot whose layer is used again last; else a new extra slot.
+        The result is an empty slot; else the slot whose layer is used again last; else a new extra slot.
 
         Args:
             layer: the layer.
             next_use: returns the number of uses of other layers before the next use of a layer.
         """
         ring = layer.planned.ring
-        own = layer.own_slot
-        if own is not None and own.overwritable:
-            return own
-        # In the ring of layers that stay on the GPU, each planned slot belongs to one layer, and may have the only valid copy of
-        # that layer.
-        candidates = [s for s in self.all if s.ring == ring and s.overwritable and (own is None or s.extra)]
+        candidates = [slot for slot in self.all if slot.ring == ring and slot.overwritable]
         if candidates:
             return max(
                 candidates, key=lambda slot: (slot.layer is None, slot.layer is not None and next_use(slot.layer))
@@ -189,8 +180,7 @@ class Slots:
         finally:  # after an error as well, because copies may have been issued before the error
             filled = self._latest = self._device.record(Stream.UPLOAD)
             for layer, slot, _ in transfer:
-                in_own_slot = layer.kept and slot is layer.own_slot  # nothing was copied: the step has filled the slot
-                slot.filled = layer.transfer = layer.stepped if in_own_slot else filled
+                slot.filled = layer.transfer = filled
         self.transfers += 1
 
     def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
@@ -224,19 +214,13 @@ class Slots:
             staged: the event after which the bytes on the host may be read; None: at once.
             from_step: True if the layer has results of its last step on the GPU.
         """
-        in_own_slot = layer.kept and slot is layer.own_slot  # nothing is copied
-        if not in_own_slot:
-            # ``idle`` is None if the slot is locked, or was viewed at its release: the last view could be dropped at any time. An
-            # event recorded now covers all kernels that have read the slot so far. If views still exist, this layer's new
-            # values are copied, and later kernels have to read these.
-            idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
-            self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
+        # ``idle`` is None if the slot is locked, or was viewed at its release: the last view could be dropped at any time. An
+        # event recorded now covers all kernels that have read the slot so far. If views still exist, this layer's new values
+        # are copied, and later kernels have to read these.
+        idle = slot.idle if slot.idle is not None else self._device.record(Stream.COMPUTE)
+        self._device.wait(Stream.UPLOAD, idle, Wait.FETCH_AFTER_USE)
         readable = staged
-        if layer.kept:
-            # If nothing is copied, ``slot.filled`` is the end of the layer's step. Compute then waits for that event, and the
-            # upload stream, which has other layers' uploads, need not wait.
-            readable = None if in_own_slot else layer.stepped
-        elif from_step and type(layer.rows) is AllRows:  # other classes may copy rows from host memory
+        if from_step and type(layer.rows) is AllRows:  # other classes may copy rows from host memory
             # The results are copied on the device, so the upload does not wait for their download.
             readable = layer.owner.stepped
         if readable is not None:
@@ -245,18 +229,12 @@ class Slots:
     def _copy(
         self, layer: StreamedLayer, slot: Slot, source: Tensor, step_results: Sequence[tuple[Span, Tensor]]
     ) -> int:
-        """Issues the copy of one layer. Returns the bytes copied from the host. The layer's bytes are in one of four places:
+        """Issues the copy of one layer. Returns the bytes copied from the host. The layer's bytes are in one of three places:
 
-        - its own slot, if the layer stays on the GPU and ``kept`` says that the copy in that slot is the valid one. If the own
-          slot is also the slot to fill, nothing is copied;
         - host memory, if the layer's ``rows`` upload single rows;
         - the results of its last step on the GPU (``step_results``), in device memory;
         - host memory, the whole layer. This is the common case.
         """
-        if layer.kept:
-            if slot is not layer.own_slot:
-                self._copy_from_own_slot(layer, slot)
-            return 0
         if not layer.whole:
             sent = layer.rows.send(slot, source)
             if sent is not None:
@@ -270,13 +248,6 @@ class Slots:
         target = slot.memory if slot.memory.nbytes == nbytes else slot.memory[:nbytes]
         self._uploads.send(layer, target, source)
         return nbytes
-
-    def _copy_from_own_slot(self, layer: StreamedLayer, slot: Slot) -> None:
-        """Copies a layer that stays on the GPU to another slot, because a tensor still views its own slot."""
-        own = layer.own_slot
-        assert own is not None
-        slot.sources = [own.memory]
-        self._device.copy([slot.memory[: layer.planned.nbytes]], [own.memory[: layer.planned.nbytes]], Stream.UPLOAD)
 
     def _release_sources(self, slot: Slot) -> None:
         """Drops the device tensors that the last transfer into a slot has read.
@@ -306,15 +277,12 @@ class Slots:
     def wait_for_upload(self, slot: Slot) -> None:
         """Makes the compute stream wait for the fetch into a slot that is in use, or will be. The host does not wait.
 
-        Then drops the tensors that the fetch has read on the device, and the gradients that the layer's last step has read.
+        Then drops the tensors that the fetch has read on the device.
         """
         self._device.wait(Stream.COMPUTE, slot.filled, Wait.USE_AFTER_FETCH)
         self._device.access(slot.memory, Stream.COMPUTE, write=False)
         if slot.sources:
             self._release_sources(slot)
-        # Compute now waits for the step that reads these gradients, so they may be freed.
-        if slot.layer is not None and slot.layer.read_by_step:
-            slot.layer.read_by_step = ()
 
     def resume(self) -> None:
         """Ends the interval ``between`` in the timeline: compute is about to use a layer, and may wait for it."""

@@ -29,8 +29,8 @@ class ParameterRole(nn.Parameter):
     """A role. Its methods precede those of roles with a higher :attr:`rank`, and those of the user's class.
 
     Attributes:
-        rank: the place of the role among the roles of a parameter. 0 waits for an update, 1 downloads a layer that stays on the
-            GPU, 2 is for the time of a step (``swap``), 3 for a narrow gradient, 4 for a freed gradient.
+        rank: the place of the role among the roles of a parameter. 0 waits for an update, 1 is for the time of a step
+            (``swap``), 2 for a narrow gradient, 3 for a freed gradient.
         roles, users: of a combined class: the roles, and the user's class.
         classes: the combined classes whose first role is this one. They live as long as the role.
     """

@@ -333,7 +333,7 @@ class _HostParameterInStep(ParameterRole):
         used: True if user code has computed with a host parameter in any step of the run so far.
     """
 
-    rank = 2
+    rank = 1
     device_of: dict[int, DeviceParameter]
     swap: ParameterSwap
     used = False

@@ -234,13 +234,7 @@ class WriteBack:
         if layer.kind in (Kind.RESIDENTS, Kind.TABLE) or layer.planned.rows:
             return set()
         # The comparison needs a complete slot with the values that the host has now.
-        if (
-            layer.owner.update is not None
-            or layer.owner.kept
-            or slot.stale
-            or guard.digests is not None
-            or layer.outdated
-        ):
+        if layer.owner.update is not None or slot.stale or guard.digests is not None or layer.outdated:
             return set()
         # Weights of another dtype are left out, because the slot has their values from before the change.
         unwritten = [i for i in given.keys() - guard.viewed - guard.retyped.keys() if _same_form(given[i], places[i])]
@@ -269,7 +263,7 @@ class WriteBack:
 
     def _wait_for_update(self, layer: StreamedLayer) -> None:
         """Waits until the host has the results of a layer's update. A fetch of the layer may not have waited for the download."""
-        if layer.owner.update is not None or layer.owner.kept:
+        if layer.owner.update is not None:
             self.await_update(layer)
 
     def take_digests(self, slot: Slot) -> None:

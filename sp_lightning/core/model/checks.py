@@ -214,16 +214,25 @@ def notes_on(
     )  # fmt: skip
 
 
-def why_nothing(whole: Mapping[nn.Module, str], streaming: Collection[Layer], others: Collection[nn.Parameter]) -> str:
+def why_nothing(
+    whole: Mapping[nn.Module, str],
+    streaming: Collection[Layer],
+    others: Collection[nn.Parameter],
+    *,
+    all_stay: bool = False,
+) -> str:
     """Returns the reason why nothing is streamed, as a clause; empty if something is streamed.
 
     Args:
         whole: the modules that are moved whole, with their names.
         streaming: the layers and the tables.
         others: the parameters outside of the modules in ``whole``.
+        all_stay: True if there are layers, and ``gpu_layers=`` chose all of them.
     """
     if streaming:
         return ""
+    if all_stay:
+        return "nothing is streamed: gpu_layers keeps all layers on the GPU"
     if not whole:
         return f"nothing is streamed: {'all weights are resident' if others else 'there are no weights'}"
     reasons = [_why_whole(module, name) for module, name in list(whole.items())[:2]]

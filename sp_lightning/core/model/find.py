@@ -74,6 +74,7 @@ def find_layers(
     keep_on_gpu: Sequence[str] = (),
     autocast: torch.dtype | None = None,
     whole_blocks: bool = False,
+    gpu_layers: int | float = 0,
 ) -> Found:
     """Finds the layers of a module.
 
@@ -85,6 +86,7 @@ def find_layers(
         autocast: the dtype of autocast in steps; None without autocast.
         whole_blocks: True if a block and its experts are one layer, because a block that is recomputed needs all its experts.
             Modules with stacked experts are separate layers in any case.
+        gpu_layers: the number of layers that stay on the device, or their share: the first ones.
 
     Raises:
         ValueError: a pattern matches nothing, layers overlap, or a parameter is not supported.
@@ -105,6 +107,10 @@ def find_layers(
     moving = _moving(units, small, kept)
     looked_up = finder.looked_up(moving, places)
     streamed = [unit for unit in moving if unit not in looked_up]
+    count = gpu_layers if isinstance(gpu_layers, int) else round(gpu_layers * len(streamed))
+    stay, streamed = streamed[:count], streamed[count:]
+    on_gpu = {p for unit in stay for _, p in unit.parameters if p not in kept}
+    places = {p: where for p, where in places.items() if p not in on_gpu}
     found, tables = (tuple(_layer(unit, kept, lowered, places) for unit in each) for each in (streamed, looked_up))
     return Found(
         layers=found,
@@ -112,6 +118,7 @@ def find_layers(
         visits=_visits(walk.above, units, streamed, kept, finder.callers(module)),
         places=places,
         aside=tuple((name, child) for child, name in whole.items()),
+        stay=tuple(Layer(unit.name, tuple(each for each in unit.parameters if each[1] in on_gpu)) for unit in stay),
         notes=(*notes_on(module, whole, units, (*found, *tables)), *finder.notes(units, found, tables)),
         autocast=autocast,
         wrapped=tuple(p for p in places if is_traceable_wrapper_subclass(p)),
@@ -122,7 +129,7 @@ def find_layers(
         advice=tuple(filter(None, (finder.advice(module, streamed), advice_to_divide(module, streamed, names)))),
         grouping_advice=advice_to_group(streamed, {child: names[child] for child in walk.above}),
         buffer_bytes=sum(map(tensor_bytes, buffers_in(module))),
-        nothing=why_nothing(whole, (*found, *tables), places),
+        nothing=why_nothing(whole, (*found, *tables), places, all_stay=bool(stay)),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -116,6 +117,7 @@ class Found:
         places: for each parameter, all its places in the module tree.
         aside: names and modules that are moved to the device whole: ScriptModules, and modules with unsupported tensor
             subclasses that ``keep_on_gpu=`` names.
+        stay: the layers that ``gpu_layers=`` chose. Their parameters are moved to the device, and are not in ``layers``.
         notes: notes on this model for the plan.
         autocast: the dtype of the casts; None without autocast.
         wrapped: the parameters that consist of several plain tensors. Layers contain the plain tensors in their place.
@@ -135,6 +137,7 @@ class Found:
     visits: dict[nn.Module, tuple[int, ...]]
     places: dict[nn.Parameter, tuple[Place, ...]]
     aside: tuple[tuple[str, nn.Module], ...]
+    stay: tuple[Layer, ...] = ()
     notes: tuple[str, ...] = ()
     autocast: torch.dtype | None = None
     wrapped: tuple[nn.Parameter, ...] = ()
@@ -150,18 +153,25 @@ class Found:
     @property
     def plain_bytes(self) -> tuple[int, int]:
         """Bytes of weights and buffers, and of gradients, on the device if nothing is streamed."""
-        weights, gradients = _with_gradients({*self.places, *self._whole})
+        weights, gradients = _with_gradients({*self.places, *self.on_gpu})
         return weights + self.buffer_bytes, gradients
 
     @property
     def staying(self) -> tuple[int, int]:
-        """Bytes of the weights in :attr:`aside` and all buffers, and bytes of the gradients of these weights."""
-        weights, gradients = _with_gradients(self._whole)
+        """Bytes of the weights :attr:`on_gpu` and of all buffers, and bytes of the gradients of these weights."""
+        weights, gradients = _with_gradients(self.on_gpu)
         return weights + self.buffer_bytes, gradients
 
     @property
-    def _whole(self) -> set[nn.Parameter]:
-        return {parameter for _, module in self.aside for parameter in module.parameters()}
+    def stay_bytes(self) -> tuple[tuple[str, int, int], ...]:
+        """The name of each layer in :attr:`stay`, bytes of its weights, and bytes of their gradients."""
+        return tuple((layer.name, *_with_gradients([p for _, p in layer.parameters])) for layer in self.stay)
+
+    @cached_property
+    def on_gpu(self) -> frozenset[nn.Parameter]:
+        """The parameters of :attr:`aside` and :attr:`stay`: on the device between steps, too, where optimizers step them."""
+        aside = {parameter for _, module in self.aside for parameter in module.parameters()}
+        return frozenset(aside | {parameter for layer in self.stay for _, parameter in layer.parameters})
 
     @property
     def masters(self) -> tuple[Layer, ...]:

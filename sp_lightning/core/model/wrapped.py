@@ -59,6 +59,27 @@ def builder(like: Any) -> Callable[[Iterator[Tensor]], Any]:
     return build
 
 
+def move(parameter: Any, to: Callable[[Tensor], Tensor]) -> None:
+    """Moves the memory of a parameter and of its gradient. The parameter is the same object, to which other code may refer.
+
+    ``Module.to`` would exchange a wrapped parameter, and quantise one of bitsandbytes.
+
+    Args:
+        parameter: the parameter, or another tensor.
+        to: copies a plain tensor to the other memory.
+    """
+    with no_inference_mode(), torch.no_grad(), _Untouched():
+        gradient, parameter.grad = parameter.grad, None
+        if is_traceable_wrapper_subclass(parameter):
+            made: Any = rebuild(parameter, (to(part) for _, part in parts("", parameter)))
+            Tensor.data.__set__(parameter, made)  # type: ignore[attr-defined]  # its device; the plain tensors are attributes
+            for attribute in parameter.__tensor_flatten__()[0]:
+                setattr(parameter, attribute, getattr(made, attribute))
+        else:
+            parameter.data = to(parameter.data)
+        parameter.grad = None if gradient is None else to(gradient)
+
+
 class OffloadedWrapper:
     """The stand-in for a wrapped parameter. Its class inherits from this one and from the parameter's class."""
 

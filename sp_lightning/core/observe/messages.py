@@ -48,11 +48,6 @@ KEPT_MEMORY = (
     "Superpipeline: a weight was given memory that other code holds, too (param.data = other). Its values were copied: later "
     "writes to `other` do not change the weight. Write the weight: param.data.copy_(other)."
 )
-HIDDEN_ON_GPU = (
-    "The memory of the weight {name!r} was read while the weight stays on the GPU (gpu_layers). Superpipeline cannot detect "
-    "reads in torch.tensor(weight), x.set_(weight), a TorchScript function or a C++ extension. Pass weight.detach().clone() "
-    "instead."
-)
 
 BEING_UPDATED = (
     "A checkpoint was saved in another thread than trainer.fit's while a step updates weights: some weights would be those of "
@@ -158,6 +153,9 @@ def after_out_of_memory(plan: Plan, smaller: Plan, *, automatic: bool, evicts: b
         ' Activations take less with SuperpipelineStrategy(activations="recompute"), or with the checkpointing of the model '
         "itself (model.gradient_checkpointing_enable() in transformers)." * evicts
     )
+    if plan.stay:
+        take = f"The {len(plan.stay)} layers that stay take {human_bytes(plan.stay_bytes)}"
+        recompute += f" {take}: use fewer, SuperpipelineStrategy(gpu_layers={len(plan.stay) // 2})."
     if smaller is not plan:
         less = human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)
         window = f"k={smaller.k}, k_prime={smaller.k_prime}"

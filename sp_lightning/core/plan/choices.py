@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 Count = int | Literal["auto"]
-Share = int | float | Literal["auto"]
+Share = int | float
 Mode = Literal["keep", "recompute", "offload"]
 Modes = Mapping[str, Mode]
 ActivationChoice = Mode | Literal["auto"] | Modes

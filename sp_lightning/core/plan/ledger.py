@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +32,6 @@ class Ledger:
         staging: bytes of the memory buffers for transfers from and to the disk.
         disk_traffic: bytes read from and written to the disk per step, on average, without the first step; 0 before the second.
         weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk.
-        staying: bytes of weights and state of layers that stay on the device. They are in host memory until the first step, and
-            while a checkpoint is written.
     """
 
     parameters: int
@@ -46,17 +44,11 @@ class Ledger:
     disk_traffic: float = 0.0
     weights_on_disk: int = 0
     gradients_on_disk: int = 0
-    staying: int = 0
 
     @property
     def nbytes(self) -> int:
         """Peak bytes of host memory, while a checkpoint is written; without the optimizers' state if that is unknown."""
         return self.weights + self.gradients + (self.state or 0) - self.on_disk + self.staging
-
-    @property
-    def stepping_bytes(self) -> int:
-        """Bytes of host memory while batches are trained, from the first step on."""
-        return self.nbytes - self.staying
 
     def __str__(self) -> str:
         """Returns a line about memory, and a second line if a disk is used."""
@@ -67,14 +59,10 @@ class Ledger:
         if self.staging:
             state += f", {human_bytes(self.staging)} disk buffers"
         of = f" of the node's {self.ranks} devices together" if self.ranks > 1 else ""
-        stays = ""
-        if self.staying:
-            less = f"{human_bytes(self.stepping_bytes)}, {self.stepping_bytes / count:.3g} bytes per parameter"
-            stays = f" While batches are trained, {human_bytes(self.staying)} of that are in GPU memory alone: {less} remain."
         return (
             f"Superpipeline: CPU memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
             f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those in flight, "
-            f"{state}).{stays}" + self._of_disk(count)
+            f"{state})." + self._of_disk(count)
         )
 
     def _of_disk(self, count: int) -> str:
@@ -111,46 +99,34 @@ class Steps:
     on_device: bool = False
 
 
-def make_ledger(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: Steps) -> Ledger:
+def make_ledger(
+    plan: Plan, optimizers: Iterable[torch.optim.Optimizer], steps: Steps, on_gpu: Container[torch.Tensor] = ()
+) -> Ledger:
     """Counts the host memory for a run with the layers of a plan and the state of some optimizers.
 
     Args:
         plan: the layers.
         optimizers: the optimizers of the run; empty if only weights and gradients are to be counted.
         steps: the properties of the run's optimizer steps.
+        on_gpu: the weights that stay on the device, whose state the host does not have.
     """
     once = steps.accumulate == 1
     # Sums of gradients, over micro-batches or devices, are not narrow.
     steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)
-    state = _state_bytes(optimizers)
+    state = _state_bytes(optimizers, on_gpu)
     layers = (*plan.trained, *plan.masters)
-    weights = sum(layer.nbytes for layer in layers)
     return Ledger(
         parameters=sum(math.prod(span.shape) for layer in layers for span in layer.spans),
-        weights=weights,
+        weights=sum(layer.nbytes for layer in layers),
         gradients=_gradient_bytes(plan, steps) + _norm_bytes(plan, steps),
         state=state,
         ranks=plan.ranks,
-        staying=weights + (state or 0) - _offloaded_weights(plan) - offloaded_state(plan, state or 0),
     )
 
 
-def _offloaded_weights(plan: Plan) -> int:
-    """Returns the bytes of weights, casts and masters of layers that do not stay on the device."""
-    return sum(layer.nbytes for layer in (*plan.offloaded, *plan.offloaded_masters))
-
-
-def offloaded_state(plan: Plan, state: int) -> int:
-    """Returns the bytes of optimizer state of layers that do not stay on the device, estimated by their share of gradients."""
-    if not plan.stay:
-        return state
-    everything = sum(layer.gradient_bytes for layer in plan.trained)
-    return state * sum(layer.gradient_bytes for layer in plan.offloaded) // max(everything, 1)
-
-
 def _gradient_bytes(plan: Plan, steps: Steps) -> int:
-    """Returns the host memory of gradients, in flight or complete. Gradients of layers that stay on the device need none."""
-    layers, sums, narrow = plan.offloaded, steps.accumulate > 1, steps.narrow
+    """Returns the host memory of gradients, in flight or complete."""
+    layers, sums, narrow = plan.trained, steps.accumulate > 1, steps.narrow
     # Gradients are staged if they are accumulated or widened: the gradients of k' + 1 transfers in flight, and of one completed
     # transfer.
     staging = (layer.gradient_bytes if sums else layer.narrow_bytes * (not narrow) for layer in layers)
@@ -170,17 +146,16 @@ def _norm_bytes(plan: Plan, steps: Steps) -> int:
     if steps.clips != "norm" or not steps.narrow or steps.on_device:
         return 0
     # At most: the largest cast of a layer may be frozen.
-    halves = (
-        min(layer.narrow_bytes, max((cast.nbytes for cast in layer.casts), default=0)) for layer in plan.offloaded
-    )
+    halves = (min(layer.narrow_bytes, max((cast.nbytes for cast in layer.casts), default=0)) for layer in plan.trained)
     return 2 * max(halves, default=0)
 
 
-def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
+def _state_bytes(optimizers: Iterable[torch.optim.Optimizer], on_gpu: Container[torch.Tensor]) -> int | None:
     """Returns the bytes of the optimizers' state; None if an optimizer has no state yet and its class does not tell the size."""
     total = 0
     for optimizer in optimizers:
-        groups = [(group, [p for p in group["params"] if p.requires_grad]) for group in optimizer.param_groups]
+        trained_here = [[p for p in g["params"] if p.requires_grad and p not in on_gpu] for g in optimizer.param_groups]
+        groups = list(zip(optimizer.param_groups, trained_here, strict=True))
         bits = FEW_BITS.get((type(optimizer).__module__, type(optimizer).__qualname__))
         if bits is not None:
             total += sum(_few_bits(p, group, optimizer, bits) for group, trained in groups for p in trained)
@@ -188,7 +163,7 @@ def _state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
             for group, trained in groups:
                 total += state_tensors(optimizer, group) * sum(p.numel() * p.element_size() for p in trained)
         else:
-            leaves = tree_leaves(dict(state_of(optimizer)))
+            leaves = tree_leaves({p: values for p, values in state_of(optimizer).items() if p not in on_gpu})
             state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
             if not state:
                 return None

@@ -78,10 +78,13 @@ def _is_whole(value: Any) -> bool:
 
 
 def checked_share(option: str, value: Any) -> Share:
-    """Returns a number of layers (an integer of at least 0), a share of them (a float of at most 1), or ``"auto"``."""
+    """Returns a number of layers (an integer of at least 0), or a share of them (a float of at most 1)."""
+    wanted = f"{option} must be a number of layers (8) or a share of them (0.5), found {value!r}."
     if isinstance(value, str) and value == "auto":
-        return "auto"
-    wanted = f'{option} must be a number of layers (8), a share of them (0.5) or "auto", found {value!r}.'
+        raise ValueError(
+            f"{wanted} The number is chosen before the run: `superpipeline plan MODEL --gpu-layers auto --gpu-memory 24GiB` "
+            f"proposes one."
+        )
     whole = _is_whole(value)
     if not (whole or isinstance(value, float)):
         raise TypeError(f"{wanted} For example {option}=8.")

@@ -80,7 +80,7 @@ class Plan:
             uploaded meanwhile, which is also the largest number of layers per transfer.
         layers: the layers, in the order of the module tree.
         rings: the rings of layers, by ascending size of their slots; then the rings of stacked experts, if they have their own;
-            then those of layers that stay; then a ring without slots for the masters, and one for the tables.
+            then a ring without slots for the masters, and one for the tables.
         residents: the parameters that stay on the device during a batch, as one more layer without a slot.
         order: the indices of the layers in the order in which a forward is expected to use them. The index of a layer that owns a
             tied weight occurs several times.
@@ -91,11 +91,11 @@ class Plan:
         experts: the indices of the layers that are used only by tokens routed to them.
         plain: bytes of the weights and of the gradients on the device in plain training, without optimizer state.
         ranks, nodes: the number of devices of a node, each with its own slots, and the number of nodes. All sum their gradients.
-        staying: bytes of modules that are moved whole and of buffers, and bytes of these modules' gradients. Layers that stay
-            (``stay``) are not included.
+        staying: bytes of the weights that stay on the device and of buffers, and bytes of these weights' gradients.
         nothing: why nothing is streamed; empty if layers are streamed.
         steps_on_device: True if layers are stepped on the device.
-        stay: the indices of the layers that stay on the device, with their gradients and their optimizer state.
+        stay: the layers that stay on the device, with their gradients and their optimizer state: their names, with the bytes of
+            their weights and of their gradients. They are not among ``layers``.
         training: True if batches are trained. Otherwise gradients and optimizer steps take no memory.
         updates: where, when and how layers are updated; None outside of training. Comparisons ignore it.
     """
@@ -116,7 +116,7 @@ class Plan:
     staying: tuple[int, int] = (0, 0)
     nothing: str = ""
     steps_on_device: bool = False
-    stay: frozenset[int] = frozenset()
+    stay: tuple[tuple[str, int, int], ...] = ()
     training: bool = True
     updates: UpdatePolicy | None = field(default=None, compare=False)
 
@@ -165,33 +165,18 @@ class Plan:
         return (*self.layers, *self.tables, self.residents)
 
     @property
-    def offloaded(self) -> tuple[PlannedLayer, ...]:
-        """The entries of :attr:`trained` that are in host memory between updates: all except layers that stay on the device."""
-        layers = [layer for index, layer in enumerate(self.layers) if index not in self.stay]
-        return (*layers, *self.tables, self.residents)
-
-    @property
-    def offloaded_masters(self) -> tuple[PlannedLayer, ...]:
-        """The entries of :attr:`masters` whose layers do not stay on the device."""
-        staying = {self.layers[index].masters for index in self.stay}
-        return tuple(each for at, each in enumerate(self.masters, len(self.layers)) if at not in staying)
-
-    @property
     def slot_bytes(self) -> int:
         """Device memory of all slots."""
         return sum(ring.slots * ring.nbytes for ring in self.rings)
 
     @property
     def resident_bytes(self) -> int:
-        """Device memory of the resident parameters, of modules that are moved whole, and of buffers."""
+        """Device memory of the resident parameters, of weights that stay on the device, and of buffers."""
         return self.residents.nbytes + self.staying[0]
 
     @property
     def gradient_bytes(self) -> int:
-        """Device memory of gradients: of layers in flight, of residents, and of modules that are moved whole.
-
-        The gradients of layers that stay count in :attr:`staying_bytes`.
-        """
+        """Device memory of gradients: of layers in flight, of residents, and of weights that stay on the device."""
         if not self.training:
             return 0
         if not self.alone:
@@ -212,7 +197,7 @@ class Plan:
 
     @property
     def _reduced_bytes(self) -> int:
-        """Device memory of gradients on several devices, except of modules that are moved whole.
+        """Device memory of gradients on several devices, except of weights that stay there.
 
         It includes the buffers of :class:`~sp_lightning.experimental.ranks.reduced_gradients.ReducedGradients`.
         """
@@ -243,7 +228,10 @@ class Plan:
 
     @property
     def update_bytes(self) -> int:
-        """Device memory of steps: slots for weights, wide gradients and Adam's state; Adam's root; casts of three layers."""
+        """Device memory of steps: slots for weights, wide gradients and Adam's state; Adam's root; casts of three layers.
+
+        Includes :attr:`staying_bytes`.
+        """
         if not self.steps_on_device or not self.training:
             return self.staying_bytes
         largest = max(each.gradient_bytes for each in self.trained)
@@ -252,17 +240,13 @@ class Plan:
 
     @property
     def staying_bytes(self) -> int:
-        """Device memory of layers that stay, without their slots: gradients, Adam's state, the masters of casts, and steps.
+        """Device memory of the optimizer steps of weights that stay there: Adam's state, and the root of its ``foreach`` step."""
+        return 3 * self.staying[1] * self.training
 
-        The step of a layer makes two tensors for each weight, in the weight's dtype: the gradient, widened or clipped, and the
-        root of Adam's ``foreach`` step. The allocator keeps their memory for steps, which have a stream of their own.
-        """
-        layers = [self.layers[index] for index in self.stay]
-        total = 2 * max((layer.gradient_bytes for layer in layers), default=0)
-        for layer in layers:
-            masters = 0 if layer.masters is None else self.moving[layer.masters].nbytes
-            total += 3 * layer.gradient_bytes - layer.narrow_bytes + masters
-        return total
+    @property
+    def stay_bytes(self) -> int:
+        """Device memory of the layers :attr:`stay`: weights, and in training gradients, optimizer state and steps."""
+        return sum(weights + 4 * gradients * self.training for _, weights, gradients in self.stay)
 
     @property
     def peak_device_bytes(self) -> int:
@@ -281,13 +265,9 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of weights and, in training, of gradients, without optimizer state.
-
-        Weights of layers that stay on the device count: they are in host memory until the first step, and while a checkpoint is
-        written. Their gradients never are.
-        """
+        """Host memory of weights and, in training, of gradients, without optimizer state."""
         blocks = sum(layer.nbytes for layer in self.trained) + sum(masters.nbytes for masters in self.masters)
-        return blocks + sum(layer.gradient_bytes for layer in self.offloaded) * self.training
+        return blocks + sum(layer.gradient_bytes for layer in self.trained) * self.training
 
     def __str__(self) -> str:
         return self.table()
@@ -307,15 +287,15 @@ class Plan:
         what = "weights and gradients" if self.training else "weights"
         plain = self._plain(state)
         stay = self.staying[0]
-        moved_whole = f"of them {in_gib(stay)} of buffers and modules that are moved whole" if stay else ""
+        moved_whole = f"of them {in_gib(stay)} of buffers and of weights that stay" if stay else ""
         steps = self.update_bytes - self.staying_bytes
-        stays = f"{len(self.stay)} of {len(self.layers)}: gradients, optimizer state, float32 weights, steps; beside their slots"
+        stays = "optimizer state and steps of weights that stay; their weights and gradients are in the lines above"
         totals = {
             "slots": (self.slot_bytes, slots),
             "resident": (self.resident_bytes, moved_whole),
             **({"gradients in flight": (self.gradient_bytes, "")} if self.training else {}),
             **({"steps on the GPU": (steps, "")} if self.training and self.steps_on_device else {}),
-            **({"layers that stay": (self.staying_bytes, stays)} if self.stay else {}),
+            **({"steps where they stay": (self.staying_bytes, stays)} if self.staying_bytes else {}),
             "peak on the GPU": (
                 self.peak_device_bytes,
                 f"{what}; plain {plain}; both without activations" if plain else f"{what}, without activations",
@@ -344,9 +324,9 @@ class Plan:
         """
         peak, what = self.peak_device_bytes, "weights"
         if self.training:
-            what = "weights, gradients and steps" if self.steps_on_device else "weights and gradients"
+            what = "weights, gradients and steps" if self.update_bytes else "weights and gradients"
             if self.stay:
-                what += f" (with the optimizer state of the {len(self.stay)} that stay)"
+                what += f" (with the optimizer state of {len(self.stay)} more layers, which stay)"
         plain, note = self._plain_bytes(state)
         whose = "a GPU's" if on_cpu else "GPU"
         ours, *theirs = in_one_unit(peak, *plain)
@@ -380,7 +360,7 @@ class Plan:
 
 
 def make_plan(
-    found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True, stay: int = 0,
+    found: Found, *, k: int, k_prime: int, ranks: int = 1, nodes: int = 1, training: bool = True,
     contents: Mapping[str, Any] | None = None,
 ) -> Plan:  # fmt: skip
     """Returns the plan that gives every layer its place in memory and its ring.
@@ -392,8 +372,6 @@ def make_plan(
         ranks, nodes: the number of devices of a node, and the number of nodes. All devices sum their gradients.
         training: True if batches are trained. Otherwise gradients take no memory, few stacked experts are uploaded, and k and k'
             count the other layers.
-        stay: the number of layers that stay on the device with their optimizer state. These are the layers that a forward uses
-            first, because the forward waits for their updates first.
         contents: :func:`plan_contents` of ``found``, if it is known.
     """
     contents = contents or plan_contents(found)
@@ -401,11 +379,7 @@ def make_plan(
     sizes = [layer.nbytes for layer in layers]
     together = {used for used in found.visits.values() if len(used) > 1}
     by_rows = [index for index, layer in enumerate(layers) if layer.rows and not training]
-    may_stay = [
-        index for index in dict.fromkeys(contents["order"]) if not layers[index].rows and index not in found.experts
-    ]
-    staying = frozenset(may_stay[:stay])
-    rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, by_rows, staying)
+    rings, ring_of = choose_rings_apart(sizes, k + k_prime, together, by_rows)
     # Masters and tables have rings without slots. Such a ring only tells the size of a slot that is allocated on demand.
     without_slots = [Ring(0, max(each.nbytes for each in group)) for group in (masters, tables) if group]
     placed: dict[str, Any] = {
@@ -414,7 +388,7 @@ def make_plan(
         "tables": tuple(replace(each, ring=len(rings) + bool(masters)) for each in tables),
     }
     plan = Plan(
-        k=k, k_prime=k_prime, rings=(*rings, *without_slots), ranks=ranks, nodes=nodes, stay=staying, training=training,
+        k=k, k_prime=k_prime, rings=(*rings, *without_slots), ranks=ranks, nodes=nodes, training=training,
         **{**contents, **placed},
     )  # fmt: skip
     if plan.host_bytes and not plan.stay and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
@@ -437,7 +411,8 @@ def plan_contents(found: Found) -> dict[str, Any]:
         "tables": [_planned(layer, ring=-1) for layer in found.tables],
         "residents": _planned(found.residents, ring=-1),
         "order": _order(found), "notes": (*found.notes, *_wire_notes(found)), "experts": found.experts,
-        "plain": found.plain_bytes, "staying": found.staying, "nothing": found.nothing,
+        "plain": found.plain_bytes, "staying": found.staying, "stay": found.stay_bytes,
+        "nothing": found.nothing,
     }  # fmt: skip
 
 
@@ -448,10 +423,8 @@ def cap_remarks(k: Count, k_prime: Count, plan: Plan, gpu_layers: Share = 0) -> 
         return remarks
     if k != "auto" and k > count:
         remarks.append(f"k={k} is capped at {count}, the number of layers: all are on the GPU at once.")
-    if isinstance(gpu_layers, int) and gpu_layers > len(plan.stay) and plan.training:
-        remarks.append(
-            f"gpu_layers={gpu_layers} is capped at {len(plan.stay)}: of {count} layers, no more can stay on the GPU."
-        )
+    if isinstance(gpu_layers, int) and gpu_layers > len(plan.stay) > 0:
+        remarks.append(f"gpu_layers={gpu_layers} is capped at {len(plan.stay)}, the number of layers.")
     rest = count - plan.k
     if k_prime != "auto" and k_prime > max(rest, 1):
         remarks.append(

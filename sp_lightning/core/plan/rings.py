@@ -59,23 +59,19 @@ def choose_rings_apart(
     window: int,
     together: Collection[Sequence[int]],
     by_rows: Collection[int],
-    staying: Collection[int] = (),
 ) -> tuple[tuple[Ring, ...], list[int]]:
-    """As :func:`choose_rings`, but with separate slots for layers that are uploaded by rows and for layers that stay.
+    """As :func:`choose_rings`, but with separate slots for layers that are uploaded by rows.
 
     - Layers by rows have two slots: one in use, one for the next upload. The window then counts the other layers only, so that
       its size does not depend on the layers by rows.
     - If one set of slots for all layers takes more than a tenth less memory than separate ones, all layers share it. This is so
       with the smallest window, for example.
     - If the window is larger than the number of layers, all layers share the slots, too: each layer has one.
-    - Layers that stay have one slot each in their own rings. The window counts the other layers only.
 
     Args:
         sizes, window, together: as for :func:`choose_rings`.
-        by_rows, staying: the indices of the layers that are uploaded by rows, and of the layers that stay.
+        by_rows: the indices of the layers that are uploaded by rows.
     """
-    if staying:
-        return _choose_with_staying(sizes, window, together, by_rows, sorted(staying))
     common = choose_rings(sizes, window, together)
     if not by_rows or window > len(sizes):
         return common
@@ -90,26 +86,6 @@ def choose_rings_apart(
             ring_of[layer] = len(rings) + place
         rings += chosen
     return common if _bytes(common[0]) < _WORTH * _bytes(rings) else (tuple(rings), ring_of)
-
-
-def _choose_with_staying(
-    sizes: Sequence[int],
-    window: int,
-    together: Collection[Sequence[int]],
-    by_rows: Collection[int],
-    staying: Sequence[int],
-) -> tuple[tuple[Ring, ...], list[int]]:
-    """Does the same as :func:`choose_rings_apart` if layers stay. Their rings, with a slot for each, follow the other rings."""
-    moving = [layer for layer in range(len(sizes)) if layer not in staying]
-    number = {layer: at for at, layer in enumerate(moving)}
-    at_once = [[number[layer] for layer in used if layer in number] for used in together]
-    rings, places = choose_rings_apart(
-        [sizes[layer] for layer in moving], window, at_once, [number[layer] for layer in by_rows]
-    )
-    own, own_places = choose_rings([sizes[layer] for layer in staying], len(staying))
-    ring_of = dict(zip(moving, places, strict=True))
-    ring_of |= {layer: len(rings) + place for layer, place in zip(staying, own_places, strict=True)}
-    return (*rings, *own), [ring_of[layer] for layer in range(len(sizes))]
 
 
 def _bytes(rings: Iterable[Ring]) -> int:

@@ -84,11 +84,9 @@ class OptimizerFacts:
 
     Attributes:
         identity: its ``id``, which changes if a callback replaces the optimizer.
-        ends_first: True if its step on the GPU must end before the next forward begins.
     """
 
     identity: int = 0
-    ends_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,8 @@ class UpdateFacts:
     Attributes:
         overlap, place, gpu_layers, fused_optimizer: the options. ``place`` is ``optimizer_on``.
         disk: True if ``disk=`` is given.
-        stay: True if layers stay on the GPU.
+        against_both: why an optimizer cannot step parameters in both places, if it has trained ones on the GPU (``gpu_layers``)
+            and others.
         on_cpu: True if the model computes on the CPU.
         ranks: True if several devices train.
         shares_base: True if the run is a trial of a SharedBase.
@@ -125,7 +124,7 @@ class UpdateFacts:
     gpu_layers: Share = 0
     fused_optimizer: Fused = "auto"
     disk: bool = False
-    stay: bool = False
+    against_both: str = ""
     on_cpu: bool = False
     ranks: bool = False
     shares_base: bool = False
@@ -180,12 +179,10 @@ class OptimizerPolicy:
     Attributes:
         by_layers: True if it steps layer by layer.
         narrow: True if gradients of casts keep the cast's dtype until the update.
-        ends_first: True if a step of a layer that stays on the GPU ends before the next forward begins.
     """
 
     by_layers: bool = False
     narrow: bool = False
-    ends_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,7 +190,7 @@ class UpdatePolicy:
     """Where, when and how layers are updated. :func:`decide` sets the first four fields and ``fused``, :func:`complete` the rest.
 
     Attributes:
-        place: where optimizers step. Layers that stay on the GPU always step on the GPU.
+        place: where optimizers step. Layers that stay on the GPU (``gpu_layers``) always step on the GPU.
         overlap: the phase that updates overlap with.
         early: when a layer is updated in backward, and whether its gradients are freed.
         why: why ``"auto"`` does not use a faster mode; empty if it uses the fastest mode, or if the user chose the mode.
@@ -204,7 +201,6 @@ class UpdatePolicy:
         measure_norms: True if norms of gradients are computed during backward.
         clips_by_layers: True if gradients are clipped layer by layer, whether user code reads them or not.
         clips_unread_by_layers: True if gradients that user code does not read are clipped layer by layer.
-        gradients_stay: True if gradients of layers that stay on the GPU stay there.
         ends_on_host: True if an update ends only when its results are in host memory, because the next update may reuse it.
         optimizers: how each optimizer's steps run.
     """
@@ -219,7 +215,6 @@ class UpdatePolicy:
     measure_norms: bool = False
     clips_by_layers: bool = False
     clips_unread_by_layers: bool = False
-    gradients_stay: bool = False
     ends_on_host: bool = False
     optimizers: tuple[OptimizerPolicy, ...] = ()
 
@@ -257,10 +252,10 @@ def decide(facts: UpdateFacts) -> UpdatePolicy:
     Raises:
         ValueError: the user chose a place or a mode that is not possible.
     """
-    if facts.stay and facts.against_gpu:
+    if facts.against_both:
         raise ValueError(
-            f"gpu_layers={facts.gpu_layers} steps layers on the GPU, which is not possible: {facts.against_gpu}. Leave it out: "
-            "then the CPU steps all layers."
+            f"gpu_layers={facts.gpu_layers} steps some layers on the GPU and the others on the CPU: {facts.against_both}. Leave "
+            "gpu_layers out, or give each place an optimizer of its own."
         )
     if facts.place == "gpu" and facts.against_gpu:
         raise ValueError(f'optimizer_on="gpu" cannot be used: {facts.against_gpu}. Leave it out: then the CPU steps.')
@@ -325,11 +320,8 @@ def complete(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> Update
         measure_norms=clips_norm and facts.unread_before_step and (paging.gradients or not waits) and not on_gpu,
         clips_by_layers=paging.gradients or on_gpu,
         clips_unread_by_layers=not waits,
-        gradients_stay=facts.stay and not facts.batch.scales and facts.batch.automatic,
         ends_on_host=on_gpu and facts.disk,
-        optimizers=tuple(
-            OptimizerPolicy(by_layers=by_layers, narrow=narrow, ends_first=each.ends_first) for each in facts.optimizers
-        ),
+        optimizers=(OptimizerPolicy(by_layers=by_layers, narrow=narrow),) * len(facts.optimizers),
     )
 
 
@@ -337,33 +329,13 @@ def steps_by_layers(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) ->
     """Returns True if optimizers step layer by layer."""
     # Only the primary has state, which may be on the disk. All ranks must decide the same, so they ask for the option.
     ranks_with_disk = facts.ranks and facts.disk
-    on_gpu = policy.place == "gpu" or facts.stay
+    on_gpu = policy.place == "gpu"
     return policy.overlap != "off" or on_gpu or paging.anything or ranks_with_disk
 
 
 def may_stay_narrow(facts: UpdateFacts, paging: Paging) -> bool:
     """Returns True if gradients of casts may keep the cast's dtype until the update."""
     return not facts.ranks and not paging.gradients and facts.unread
-
-
-def against_staying(facts: UpdateFacts) -> str:
-    """Returns why no layer can stay on the GPU; empty if layers can."""
-    if facts.on_cpu:
-        return "the model computes on the CPU"
-    if facts.ranks or facts.disk or facts.shares_base:
-        return "it is not supported with several devices, a disk or a SharedBase"
-    if not facts.optimizers:
-        return "nothing is trained"
-    return facts.against_gpu
-
-
-def against_choosing_staying(facts: UpdateFacts) -> str:
-    """Returns why ``gpu_layers="auto"`` may not choose how many layers stay; empty if results do not depend on the number."""
-    return (
-        ""
-        if facts.place == "gpu"
-        else 'results would depend on the choice; it needs optimizer_on="gpu", or give a number'
-    )
 
 
 def _against_backward(facts: UpdateFacts) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.model.found import Found
-from sp_lightning.core.plan.choices import Count, Share
+from sp_lightning.core.plan.choices import Count
 from sp_lightning.core.plan.plan import Plan, make_plan
 from sp_lightning.core.plan.units import as_option, enough_bytes, human_bytes
 
@@ -32,7 +32,7 @@ def about_others(held: int, total: int) -> str:
 
 
 class Window:
-    """The plans that fit: k, k' and the layers that stay on the GPU.
+    """The plans that fit: k and k'.
 
     Two numbers of bytes decide which plans fit: the budget, and the memory use of everything except weights (activations,
     gradients, workspaces, buffers). A tuner measures this memory use while the first batches run with the smallest window.
@@ -45,14 +45,11 @@ class Window:
         ranks, nodes: the number of devices of a node, and of nodes, that sum their gradients.
         training: True if the batches are trained.
         steps_on_device: True if optimizers step on the device, so that plans have room for steps.
-        stay: the number of layers that stay on the device with their optimizer state, or their share of all layers. With
-            ``"auto"``, as many layers as fit after the memory use of everything else was measured.
 
     Attributes:
         k: as given.
         k_prime: the number.
         budget: as given. Takes effect with :meth:`begin`.
-        may_stay: True if results do not depend on how many layers stay, so that ``"auto"`` may choose their number.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class Window:
         nodes: int = 1,
         training: bool = True,
         steps_on_device: bool = False,
-        stay: Share = 0,
     ) -> None:
         self.k = k
         self.k_prime = 1 if k_prime == "auto" else k_prime
@@ -74,10 +70,6 @@ class Window:
         self._training = training
         self._options: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "training": training}
         self._steps_on_device = steps_on_device and training and ranks * nodes == 1
-        self._stay: int | float = 0 if stay == "auto" or not training or ranks * nodes > 1 else stay
-        self._chooses_stay = stay == "auto" and training and ranks * nodes == 1
-        self._most_stay: int | None = None  # the most layers that may stay; None if there is no such limit
-        self.may_stay = False
         self._found: Found
         self.room: int | None = None
         """Bytes of the budget; None if nothing limits device memory."""
@@ -87,11 +79,13 @@ class Window:
         """The measured peak of everything except weights, in bytes. Gradients in flight are included."""
         self.rest_gradients = 0
         """The most bytes of ``rest`` that are gradients."""
+        self.rest_steps = 0
+        """The bytes of ``rest`` that are optimizer steps of weights that stay on the device, and their state."""
 
     @property
     def auto(self) -> bool:
-        """True if k or the number of layers that stay is chosen, and a budget limits the choice."""
-        return (self.k == "auto" or self._chooses_stay) and self.room is not None and not self._found.nothing
+        """True if k is chosen, and a budget limits the choice."""
+        return self.k == "auto" and self.room is not None and not self._found.nothing
 
     def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
         """Returns the plan for the first batches: the smallest window. Sets the budget by the device's free memory.
@@ -106,7 +100,7 @@ class Window:
         """
         free, budget = device.free_bytes(), self.budget
         self._found, self.free, self.room = found, free, None
-        self.rest = self.rest_gradients = 0
+        self.rest = self.rest_gradients = self.rest_steps = 0
         if isinstance(budget, int):
             self.room = budget if free is None else min(budget, free)
         elif free is not None:
@@ -152,37 +146,16 @@ class Window:
     def needs(self, plan: Plan) -> int:
         """Returns the bytes of device memory that a plan uses, and that everything else uses, as measured."""
         gradients = max(0, plan.gradient_bytes - self.rest_gradients)
-        return plan.slot_bytes + plan.update_bytes + gradients + plan.resident_bytes + self.rest
+        steps = plan.update_bytes - min(self.rest_steps, plan.staying_bytes)
+        return plan.slot_bytes + steps + gradients + plan.resident_bytes + self.rest
 
     def fits(self, plan: Plan, more: int = 0) -> bool:
         """Returns True if :meth:`needs` of a plan and ``more`` bytes stay within the budget."""
         return self.room is None or self.needs(plan) + more <= self.room
 
-    def with_staying(self, plan: Plan) -> Plan:
-        """Returns the plan with as many staying layers as the budget allows if their number is chosen; else the same plan."""
-        return self.filled_with_staying(plan) if self._chooses_stay and self.may_stay else plan
-
-    def filled_with_staying(self, plan: Plan) -> Plan:
-        """Returns the plan with as many staying layers as the budget allows."""
-        most = self.count if self._most_stay is None else min(self.count, self._most_stay)
-        for count in range(1, most + 1):
-            larger = self._make(self._found, k=plan.k, k_prime=plan.k_prime, stay=count)
-            if not self.fits(larger):
-                break
-            plan = larger
-        return plan
-
-    def let_fewer_stay(self, plan: Plan) -> None:
-        """From now on at most half as many layers stay as in a plan for which the device had too little memory."""
-        self._most_stay = len(plan.stay) // 2
-
-    def let_none_stay(self) -> None:
-        """From now on no layer stays by choice, for example because user code reads weights in each step."""
-        self._most_stay = 0
-
     def again(self, plan: Plan, found: Found) -> Plan:
         """Returns the same plan after other weights have become trainable."""
-        return self._make(found, k=plan.k, k_prime=plan.k_prime, stay=len(plan.stay))
+        return self._make(found, k=plan.k, k_prime=plan.k_prime)
 
     def smallest(self) -> Plan:
         """Returns the smallest plan, for use after the device has run out of memory."""
@@ -193,18 +166,9 @@ class Window:
         """The number of layers, at least 1: the largest k."""
         return max(len(self._found.layers), 1)
 
-    def _make(self, found: Found, *, k: int, k_prime: int, stay: int | None = None) -> Plan:
-        """Makes a plan.
-
-        Args:
-            found: the layers.
-            k, k_prime: the window.
-            stay: the number of layers that stay; None for the user's number, at most the number for which the device had memory.
-        """
-        if stay is None:
-            stay = self._stay if isinstance(self._stay, int) else round(self._stay * len(found.layers))
-            stay = stay if self._most_stay is None else min(stay, self._most_stay)
-        plan = make_plan(found, k=k, k_prime=k_prime, stay=stay, **self._options)
+    def _make(self, found: Found, *, k: int, k_prime: int) -> Plan:
+        """Makes the plan of a window."""
+        plan = make_plan(found, k=k, k_prime=k_prime, **self._options)
         return replace(plan, steps_on_device=self._steps_on_device)
 
     def plan(self, k: int) -> Plan:
@@ -220,17 +184,18 @@ class Window:
         """Returns the error message for a plan that does not fit: needed memory, free memory and a remedy."""
         smallest = self._make(self._found, k=1, k_prime=1)
         staying = plan.resident_bytes + (plan.residents.gradient_bytes + plan.staying[1]) * self._training
-        if not plan.layers or staying > room:
+        staying += plan.staying_bytes
+        if plan.stay and plan.peak_device_bytes - plan.stay_bytes <= room:
+            remedy = (
+                f"The {len(plan.stay)} layers that stay take {_bytes(plan.stay_bytes)} of that: lower gpu_layers, or give it as "
+                "much memory."
+            )
+        elif not plan.layers or staying > room:
             whole = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in self._found.aside[:3])
             remedy = (
                 f"What stays on the GPU takes {_bytes(staying)} of that{f', with {whole}' if whole else ''}. Leave names "
                 "out of keep_on_gpu=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
                 "it as much memory."
-            )
-        elif plan.stay and self._make(self._found, k=1, k_prime=1, stay=0).peak_device_bytes <= room:
-            remedy = (
-                f"The {len(plan.stay)} layers that stay take {_bytes(plan.staying_bytes)} of that beside their slots, for "
-                "gradients and optimizer state: lower gpu_layers, or give it as much memory."
             )
         elif plan.steps_on_device and plan.peak_device_bytes - plan.update_bytes <= room:
             remedy = (

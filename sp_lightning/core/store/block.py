@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.device.layout import absent, bytes_of, part, view
+from sp_lightning.core.device.layout import bytes_of, part, view
 from sp_lightning.core.device.lease import lend, shared
 from sp_lightning.core.model.found import Layer
-from sp_lightning.core.observe.messages import HIDDEN_ON_GPU, KEPT_MEMORY, LOG, say_once
+from sp_lightning.core.observe.messages import KEPT_MEMORY, LOG, say_once
 from sp_lightning.core.plan.plan import PlannedLayer
 from sp_lightning.core.store.block_memory import Allocate, GradientMemory, Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
@@ -41,7 +41,6 @@ class HostBlock:
         memory: the block itself.
         gradients: the memory for the parameters' gradients.
         absorbed_at: the value of :attr:`addresses` when the block last absorbed parameters.
-        hidden: True if the parameters have no memory, because only the device has their values (:meth:`hide`).
 
     Args:
         layer: the parameters to absorb.
@@ -74,7 +73,6 @@ class HostBlock:
         # The place of each parameter in its own storage.
         self._own_spans = [replace(span, offset=0) for span in planned.spans]
         self.memory = allocate(planned.nbytes, pin and not fetched_seldom)
-        self.hidden = False
         # Each original is freed when it is absorbed, so that set-up takes the memory of the model and of one layer.
         for index in range(len(self.parameters)):
             self._absorb(index, self.memory.initial)
@@ -87,9 +85,7 @@ class HostBlock:
 
     @property
     def addresses(self) -> list[int]:
-        """The address of each parameter's data; while the parameters are hidden, :attr:`absorbed_at`."""
-        if self.hidden:
-            return self.absorbed_at
+        """The address of each parameter's data."""
         with torch.DisableTorchFunctionSubclass():  # must not fetch values
             return list(map(Tensor.data_ptr, self.parameters))
 
@@ -101,24 +97,6 @@ class HostBlock:
             return []
         pairs = enumerate(zip(now, self.absorbed_at, strict=True))
         return [index for index, (at, before) in pairs if at != before and index not in self.retyped]
-
-    def hide(self) -> None:
-        """Frees the memory of the parameters, and releases the block's page lock. Called while only the device has valid values.
-
-        Code that reads the memory without torch's dispatch gets an error instead of stale values.
-        """
-        self.hidden = True
-        with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            for parameter, span in zip(self.parameters, self.planned.spans, strict=True):
-                parameter.data = absent(span, parameter.device, HIDDEN_ON_GPU.format(name=span.name))
-        self.memory.release_pages()
-
-    def show(self) -> None:
-        """Makes the parameters views of the block again after :meth:`hide`. Values are undefined until the caller writes them."""
-        if self.hidden:
-            self.hidden = False
-            for index in range(len(self.parameters)):
-                self._make_view(index)
 
     def weight_bytes(self, index: int) -> Tensor:
         """Returns the bytes of a weight, flat ``uint8``."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.device.host_memory import PinnedMemory, return_pages
+from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.device.layout import bytes_of, lay_out, total_bytes, whole_pages
 from sp_lightning.core.device.lease import Lease
 
@@ -73,15 +73,6 @@ class BlockMemory:
 
     def renew(self) -> None:
         """Called before all of the memory is overwritten. Subclasses need not read the old contents of pages."""
-
-    def release_pages(self) -> None:
-        """Releases the page lock, and returns the pages to the system. Their contents are lost.
-
-        The memory stays usable. The caller writes it before it is read again.
-        """
-        if self._memory is not None:
-            self.unpin()
-            return_pages(self._memory.bytes)
 
     def unpin(self) -> None:
         """Releases the page lock. The contents stay."""

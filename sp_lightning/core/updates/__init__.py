@@ -23,6 +23,9 @@ whose groups have only the layer's parameters. The functions of ``torch.optim`` 
 optimizers, but not for a user's class, and each would need its own code for state, schedules and flags. ``copy.copy`` loses
 attributes, because ``Optimizer.__getstate__`` leaves them out.
 
+The parameters that stay on the GPU (``gpu_layers``) are one such part. A step that is not divided into layers has its groups
+divided by place instead (``trainer.step_hooks``).
+
 # Note: class that waits
 
 While updates run, the user's optimizer has a class that derives from its own class. Code that reads or sets ``state``, loads a
@@ -37,11 +40,10 @@ would skip a user's own ``step``; and schedulers replace ``step`` on the object 
 
 # Note: roles of parameters
 
-Around updates, a host parameter gets a further class (``layers.roles``) in four cases. When code reads the parameter's values or
+Around updates, a host parameter gets a further class (``layers.roles``) in three cases. When code reads the parameter's values or
 its gradient, that class
 
 - waits, if the parameter's update is under way;
-- downloads the layer, if its values are on the GPU alone;
 - widens the gradient, if it is *narrow*: kept in the lower dtype in which backward computed it;
 - raises an error, if the gradient is freed.
 

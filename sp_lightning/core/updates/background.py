@@ -2,9 +2,6 @@
 
 User code sees no difference. Until a layer's update is done, its parameters have a class that waits before code reads or writes
 them, and a fetch of the layer waits as well (see "Note: roles of parameters" in ``updates/__init__``).
-
-After an update of a layer that stays on the GPU, the host's values are out of date. To *land* such a layer is to download its
-weights and optimizer state. Until then its parameters have a class that lands the layer before code reads or writes them.
 """
 
 from __future__ import annotations
@@ -33,27 +30,25 @@ from sp_lightning.core.updates.step_context import awaiting_steps
 class BackgroundUpdates:
     """The updates that are under way: submitted to the background thread, and not yet waited for.
 
-    Several methods wait. They differ in whether they raise the error of a failed update, whether they land layers that stay on
-    the GPU, and whether the layers' parameters get their ordinary classes back:
+    Several methods wait. They differ in whether they raise the error of a failed update, and whether the layers' parameters get
+    their ordinary classes back:
 
-    =====================  ===========  ======  =====  ========  ======================================================
-    method                 waits for    raises  lands  ordinary  called
-    =====================  ===========  ======  =====  ========  ======================================================
-    ``complete``           one layer    yes     no     no        by an optimizer's step that may not continue before the update
-    ``limit_pending``      the oldest   no      no     no        by a step in backward, after each update: frees gradients
-    ``wait_until_issued``  one layer    yes     no     no        before a fetch of the layer, whose download may be in flight
-    ``wait``               one layer    yes     yes    yes       before a fetch that reads the results on the host (which does not
-                                                                 land), and before weights are written or copied back
-    ``land``               one layer    no      yes    yes       before code uses host parameters of a layer that stays, and
-                                                                 before a step that may not write its slot
-    ``wait_for_all``       all          yes     no     yes       by the next optimizer step; by a step that ends with its updates
-    ``finish``             all          yes     yes    yes       before code reads weights or an optimizer's state: checkpoints,
-                                                                 the end of training
-    ``complete_pending``   all or some  yes     if all  yes      before code uses parameters whose updates are under way
-    ``join``               all          no      yes    yes       before slots are freed; before a fork
-    ``recover``            all          no      yes    yes       after an error, and at the end of the run
-    ``await_work``         all or some  no      yes    no        by threads that are not the run's
-    =====================  ===========  ======  =====  ========  ======================================================
+    =====================  ===========  ======  ========  ======================================================
+    method                 waits for    raises  ordinary  called
+    =====================  ===========  ======  ========  ======================================================
+    ``complete``           one layer    yes     no        by an optimizer's step that may not continue before the update
+    ``limit_pending``      the oldest   no      no        by a step in backward, after each update: frees gradients
+    ``wait_until_issued``  one layer    yes     no        before a fetch of the layer, whose download may be in flight
+    ``wait``               one layer    yes     yes       before a fetch that reads the results on the host, and before weights
+                                                          are written or copied back
+    ``wait_for_all``       all          yes     yes       by the next optimizer step; by a step that ends with its updates
+    ``finish``             all          yes     yes       before code reads weights or an optimizer's state: checkpoints, the end
+                                                          of training
+    ``complete_pending``   all or some  yes     yes       before code uses parameters whose updates are under way
+    ``join``               all          no      yes       before slots are freed; before a fork
+    ``recover``            all          no      yes       after an error, and at the end of the run
+    ``await_work``         all or some  no      no        by threads that are not the run's
+    =====================  ===========  ======  ========  ======================================================
 
     Args:
         layers: all layers.
@@ -64,10 +59,7 @@ class BackgroundUpdates:
         torn: the reason if only some layers have the weights of the last step; None if all have them.
         urgency: a number for each layer: updates with lower numbers run first. Empty if updates run in the order of submission.
         threads: the threads that belong to the run. Other threads only wait: an update's ``then`` is called by the run.
-        stepper: steps layers on the GPU, and lands those that stay there.
-        landed_in_a_row: the number of steps in a row, up to now, in which user code has landed a layer that stays. Landing in
-            every step costs more than staying saves, so the tuner then lets no layer stay.
-        has_landed: True if user code has landed a layer since the present step began.
+        stepper: steps layers on the GPU.
     """
 
     def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
@@ -82,8 +74,6 @@ class BackgroundUpdates:
         # Each object has its own subclass, because a parameter finds the updates that it waits for by its class.
         self._waiting_role = type("PendingUpdate", (_PendingUpdate,), {"_updates": self})
         self.stepper = LayerStepper()
-        self.landed_in_a_row = 0
-        self.has_landed = False  # since the present step began
         self.torn: str | None = None
         self.urgency: Mapping[StreamedLayer, int] = {}
         self._updated: list[str] = []  # the layers that the present step has updated, by name
@@ -104,8 +94,6 @@ class BackgroundUpdates:
     def begin(self) -> None:
         """Called when a step begins, before its first update."""
         self._updated = []
-        self.landed_in_a_row = self.landed_in_a_row + 1 if self.has_landed else 0
-        self.has_landed = False
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
         """Gives the update of a layer to the background thread. If an earlier update has failed, this one is skipped.
@@ -151,7 +139,7 @@ class BackgroundUpdates:
             layer.update = self._device.later(update, self.urgency.get(layer))
 
     def afterwards(self, then: Callable[[], None]) -> None:
-        """Registers a function to call when all updates have ended, successfully or not, and all layers are landed."""
+        """Registers a function to call when all updates have ended, successfully or not."""
         self._afterwards.append(then)
 
     def limit_pending(self, most: int) -> None:
@@ -178,7 +166,7 @@ class BackgroundUpdates:
         self._raise_failure()
 
     def wait(self, layer: StreamedLayer, why: Wait) -> None:
-        """Waits for the update of one layer, and lands the layer unless the wait is for its fetch.
+        """Waits for the update of one layer.
 
         Args:
             layer: a layer, or the masters of one, which are updated with it.
@@ -190,17 +178,13 @@ class BackgroundUpdates:
         if layer.owner.update is not None:
             with self._lock:
                 self._finish(layer.owner, why)
-        # A layer that stays is used in its own slot, so its fetch needs no values from the host. A fetch of its masters does.
-        is_fetch = why is Wait.FETCH_AFTER_UPDATE and layer is layer.owner
-        if layer.owner.kept and not is_fetch:
-            self.land(layer.owner)
         self._raise_failure()
 
     def wait_until_issued(self, layer: StreamedLayer) -> Any:
         """Waits, before a fetch, until the background has issued the update of a layer. Its download may still be in flight.
 
         In this case the upload stream waits for the download, and the host does not. As with :meth:`limit_pending`, the layer's
-        parameters then keep the waiting class. Called only if the layer has an update or is ``kept``, or if an update has failed.
+        parameters then keep the waiting class. Called only if the layer has an update, or if an update has failed.
 
         Returns:
             The event after which the host has the layer; None if the host has it, because this did what :meth:`wait` does.
@@ -218,7 +202,7 @@ class BackgroundUpdates:
         return None
 
     def await_work(self, values: Iterable[Any] | None = None) -> None:
-        """Waits for updates, and lands layers, in a thread that is not the run's.
+        """Waits for updates in a thread that is not the run's.
 
         The host's values are up to date afterwards. The run's own state does not change: ``then`` is not called, and parameters
         keep their classes. The run does both when it waits itself.
@@ -230,32 +214,9 @@ class BackgroundUpdates:
             if (update := layer.update) is not None:  # read once: the run may end the update at any time
                 futures.wait([update])
             self._device.synchronize(layer.downloaded, Wait.READ_AFTER_TAKE)
-        used = None if values is None else {self._layer_of.get(id(value)) for value in values}
-        with self._lock:
-            for layer in self._layers:
-                if layer.kept and (used is None or layer in used):
-                    if (update := layer.update) is not None:  # submitted meanwhile
-                        futures.wait([update])
-                    self.stepper.land(layer)
-
-    def land(self, layer: StreamedLayer) -> None:
-        """Lands a layer that stays on the GPU. From now on the host's values count, because user code may write them."""
-        with self._lock:
-            if layer in self._under_way:
-                self._finish(layer, Wait.READ_AFTER_UPDATE)
-            if layer.kept:
-                self.has_landed = True
-                self.stepper.land(layer)
-                self.stepper.make_host_valid(layer)
-
-    def land_layers_of(self, values: Iterable[Any]) -> None:
-        """Lands the layers that stay on the GPU and have a parameter among these values."""
-        for layer in dict.fromkeys(self._layer_of.get(id(value)) for value in values):
-            if layer is not None and layer.kept:
-                self.land(layer)
 
     def wait_for_all(self) -> None:
-        """Waits for all updates. Layers that stay on the GPU are not landed.
+        """Waits for all updates.
 
         Raises:
             BaseException: the error of an update, with its traceback.
@@ -267,7 +228,7 @@ class BackgroundUpdates:
         self._raise_failure()
 
     def finish(self) -> None:
-        """Waits for all updates, and lands all layers. In a thread that is not the run's, it calls :meth:`await_work` instead.
+        """Waits for all updates. In a thread that is not the run's, it calls :meth:`await_work` instead.
 
         Raises:
             BaseException: the error of an update, with its traceback.
@@ -283,8 +244,7 @@ class BackgroundUpdates:
         A thread that is not the run's also calls this if it writes a weight.
 
         Args:
-            values: objects; the updates of the parameters among them are waited for, and no layer is landed. None: as
-                :meth:`join`.
+            values: objects; the updates of the parameters among them are waited for. None: as :meth:`join`.
 
         Raises:
             BaseException: the error of any update, with its traceback.
@@ -305,17 +265,15 @@ class BackgroundUpdates:
         return list(dict.fromkeys(layer for layer in found if layer in self._under_way))
 
     def join(self) -> None:
-        """Waits for all updates, and lands all layers, without raising the updates' errors."""
+        """Waits for all updates, without raising the updates' errors."""
         with self._lock:
             for layer in list(self._under_way):
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
-            for layer in [layer for layer in self._layers if layer.kept]:
-                self.land(layer)
             self._call_afterwards()
 
     def _call_afterwards(self) -> None:
-        """Calls the functions of :meth:`afterwards` if all layers are landed. Each is called once."""
-        while self._afterwards and not any(layer.kept for layer in self._layers):
+        """Calls the functions of :meth:`afterwards`. Each is called once."""
+        while self._afterwards:
             self._afterwards.pop()()
 
     def refuse_updated(self, values: Iterable[Any]) -> None:
@@ -371,7 +329,7 @@ class BackgroundUpdates:
                     _restore_classes(layer.with_masters)
 
     def close(self) -> None:
-        """Called when a run is over. From now on a fork does not wait for the updates of the run, even if landing has failed.
+        """Called when a run is over. From now on a fork does not wait for the updates of the run, even if an update has failed.
 
         Drops the error of an update: the error's traceback holds activations, whose graph holds this object.
         """
@@ -386,8 +344,6 @@ class BackgroundUpdates:
             layer.update = layer.downloaded = None
             if why is not Wait.FETCH_AFTER_UPDATE:
                 layer.step_results = ()  # the code that waits may write the host's weights
-            if layer.kept:
-                self.stepper.hide(layer)
             if not layer.updated_early:
                 _restore_classes(layer.with_masters)
 

@@ -45,6 +45,22 @@ def runs_fused(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fu
         return fuse and left_open and _can_be_fused(optimizer, group)
 
 
+OF_EACH = ("params", "param_names")
+"""The settings of a group that are lists with one entry for each parameter."""
+
+
+def divide(group: dict[str, Any], stay: Container[Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divides a group by place: the parameters that are not among ``stay``, and those that are.
+
+    torch decides for all parameters of a group together whether its step runs fused, or in the form ``foreach``.
+    """
+    parts = []
+    for stays in (False, True):
+        places = [at for at, p in enumerate(group["params"]) if (p in stay) is stays]
+        parts.append({**group, **{key: [group[key][at] for at in places] for key in OF_EACH if key in group}})
+    return parts[0], parts[1]
+
+
 def settings_on_cpu(group: Mapping[str, Any]) -> dict[str, Tensor]:
     """Returns CPU copies of a group's settings that are tensors on another device, such as a learning rate on the GPU.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.plan.plan import Plan
 
 FRESH = 2
 """The number of layers whose new weights stay on the GPU for their next fetch: the layers that were stepped last. The weights of
@@ -22,33 +21,17 @@ Key = tuple[StreamedLayer, Optimizer]
 class LayerStepper:
     """Steps layers on the GPU. This default steps no layer: the CPU steps all layers.
 
-    A layer that stays on the GPU has its own slot (``layer.own_slot``). While ``layer.kept`` is true, the GPU's copy of such a
-    layer is the valid one, and the host's is out of date. To *land* the layer is to download it, with its state.
-
     Attributes:
-        steps_all: True if all layers step on the GPU, and not only those that stay there.
-        steps_some: True if some layers may step on the GPU.
+        steps_all: True if layers step on the GPU.
         nbytes: bytes of GPU memory that steps take in addition to the slots of layers.
         moved_bytes: bytes of weights, gradients and state that were uploaded for steps, and that were downloaded after them.
     """
 
     steps_all = False
-    steps_some = False
     nbytes: int = 0
     moved_bytes: tuple[int, int] = (0, 0)
 
-    def reserve(self, plan: Plan) -> None:
-        """Makes sure that the GPU has memory for the steps of a plan, before a choice of the plan has an effect.
-
-        Raises:
-            torch.OutOfMemoryError: the GPU has too little memory.
-        """
-
     # ------------------------------------------------------------------ steps
-
-    def steps(self, layer: StreamedLayer) -> bool:
-        """Returns True if a layer steps on the GPU."""
-        return False
 
     def is_declared(self, optimizer: Optimizer) -> bool:
         """Returns True if an optimizer's class declares ``steps_each_parameter_alone``. Its steps are then checked."""
@@ -63,25 +46,20 @@ class LayerStepper:
                 GPU.
         """
 
-    def step_layer(self, key: Key, part_of: Any, step: Callable[[], Any], *, stays: bool, declared: bool) -> None:
-        """Runs the step of a layer for which :meth:`steps` is true.
+    def step(self, key: Key, part_of: Any, step: Callable[[], Any], *, declared: bool) -> None:
+        """Runs the step of a layer on the GPU.
 
         Args:
             key: the layer, and the user's optimizer.
             part_of: the layer's part of that optimizer, with the host parameters in its groups (see "Note: part of an
                 optimizer" in ``updates/__init__``).
             step: the optimizer's own code, which steps ``part_of``.
-            stays: True if the layer may be stepped in its own slot.
             declared: True if the step is checked, see :meth:`is_declared`.
         """
         raise NotImplementedError
 
-    def has_state(self, layer: StreamedLayer, optimizer: Optimizer, parameter: nn.Parameter) -> bool:
-        """Returns True if the optimizer's state of a host parameter is on the GPU alone."""
-        return False
-
-    def step_on_host(self, part_of: Any, step: Callable[[], Any]) -> None:
-        """Runs the step of a layer for which :meth:`steps` is false, and checks it, see :meth:`is_declared`."""
+    def step_checked(self, part_of: Any, step: Callable[[], Any]) -> None:
+        """Runs a step of parameters where they are, and checks it, see :meth:`is_declared`."""
         raise NotImplementedError
 
     def references(self, key: Key) -> Container[int]:
@@ -94,23 +72,6 @@ class LayerStepper:
 
     def synchronize_norms(self) -> None:
         """Waits until the GPU has read the gradients of :meth:`norms`. They may be written afterwards."""
-
-    # ------------------------------------------------------------------ layers that stay
-
-    def bring(self, layer: StreamedLayer) -> None:
-        """Uploads a frozen layer that stays. From now on the GPU's copy is the valid one."""
-
-    def hide(self, layer: StreamedLayer) -> None:
-        """Called after the update of a layer that stays. From now on, code that reads its parameters lands the layer first."""
-
-    def land(self, layer: StreamedLayer) -> None:
-        """Downloads the weights of a layer and its state. The GPU's copy is still valid, too."""
-
-    def make_host_valid(self, layer: StreamedLayer) -> None:
-        """Called after :meth:`land`: from now on the host's copy is the valid one, and may be written."""
-
-    def forget_slots(self, layers: Iterable[StreamedLayer]) -> None:
-        """Called when the own slots of layers are freed. The host's copies of these layers are valid."""
 
     def close(self) -> None:
         """Frees GPU memory. State stays on the host."""

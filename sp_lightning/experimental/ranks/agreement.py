@@ -38,7 +38,7 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
     Raises:
         ValueError: several devices do not support the module, an option or the precision plugin.
     """
-    if options.gpu_layers not in (0, "auto"):
+    if options.gpu_layers:
         raise ValueError(f"gpu_layers={options.gpu_layers} keeps layers on one device. {_ONE}, or leave it out.")
     if options.optimizer_on == "gpu":
         raise ValueError(f'optimizer_on="gpu" steps layers of one device. {_ONE}, or leave it out.')

@@ -253,7 +253,7 @@ class Trial(Placement, RunScope):
         base._computes_on = device
         if options.disk is not None:
             raise ValueError(f"disk= keeps weights where a SharedBase does not look for them. {_APART}")
-        if options.gpu_layers not in (0, "auto"):
+        if options.gpu_layers:
             raise ValueError(
                 f"gpu_layers={options.gpu_layers} keeps layers of one run in GPU memory. Trials of a SharedBase share them: "
                 "leave it out."

@@ -154,7 +154,9 @@ class _Checking:
     def _plain_steps(self, options: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns where and how plain Lightning's optimizers step, as arguments of :class:`RunVariant`."""
         on_device = options.get("optimizer_on") == "gpu"
-        return {"fuse": is_fused(options, variants, self._device), "on_device": on_device}
+        chosen = {name: given for name in ("gpu_layers", "layers", "keep_on_gpu") if (given := options.get(name))}
+        stay = chosen if "gpu_layers" in chosen else {}
+        return {"fuse": is_fused(options, variants, self._device), "on_device": on_device, "stay": stay}
 
     def _steps_on_host(self, plain: RunResult) -> bool:
         return plain.moved or self._device.type == "cpu"

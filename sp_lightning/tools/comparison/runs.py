@@ -7,9 +7,10 @@ import os
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -21,10 +22,11 @@ import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from sp_lightning.core.device.accelerator import device_for
+from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.plan import Plan
@@ -44,6 +46,7 @@ class RunVariant:
         options: the options of the strategy; None for plain Lightning.
         fuse: True if plain Lightning's optimizers that step on the host run fused, if their ``fused`` is not set.
         on_device: True if all optimizers of plain Lightning step on the device, as the strategy's do (``optimizer_on="gpu"``).
+        stay: the options with which the strategy chooses layers that stay on the device; empty if none stays.
         begins: a checkpoint from which one batch is trained; None for a whole run.
         only: the run only trains or only predicts, and records the outputs of steps alone; None for everything.
         counts: True to count the activations of plain Lightning on a CPU. The saved-tensor hooks that count take time, and some
@@ -54,6 +57,7 @@ class RunVariant:
     options: dict[str, Any] | None = None
     fuse: bool = False
     on_device: bool = False
+    stay: Mapping[str, Any] = field(default_factory=dict)
     begins: Path | None = None
     only: Literal["training", "prediction"] | None = None
     counts: bool = False
@@ -276,7 +280,16 @@ def _strategy(made: RunInputs, way: RunVariant) -> Any:
         return SuperpipelineStrategy(**way.options)
     device = root_device(made.settings)
     plainly = way.on_device or (device.type == "cpu" and not way.fuse)
-    return "auto" if plainly else StepsOnHost(device, fuse=way.fuse)
+    return "auto" if plainly else StepsOnHost(device, fuse=way.fuse, stay=partial(_staying, way.stay))
+
+
+def _staying(options: Mapping[str, Any], module: nn.Module) -> Iterable[nn.Parameter]:
+    """Returns the parameters of the layers that ``gpu_layers=`` chooses."""
+    if not options:
+        return ()
+    given = SuperpipelineStrategy(**options)._options
+    found = find_layers(module, layers=given.layers, keep_on_gpu=given.keep_on_gpu, gpu_layers=given.gpu_layers)
+    return [parameter for layer in found.stay for _, parameter in layer.parameters]
 
 
 def root_device(settings: Mapping[str, Any]) -> torch.device:

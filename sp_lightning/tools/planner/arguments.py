@@ -110,7 +110,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _share(text: str) -> Share:
+def _share(text: str) -> Share | Literal["auto"]:
     """Parses a number of layers (``8``), a share of the layers (``0.5``; ``1.0`` is all of them, ``1`` is one), or ``auto``."""
     with suppress(ValueError):
         if text == "auto":
@@ -220,7 +220,7 @@ class Question(argparse.Namespace):
         _option("optimizer_overlap (%(default)s)", choices=("auto", *OVERLAPS), default="auto"),
     ]
     optimizer_on: Annotated[Place, _option("where the optimizer steps (%(default)s)", choices=PLACES, default="cpu")]
-    gpu_layers: Annotated[Share, _option(_GPU_LAYERS, type=_share, default=0, metavar="N")]
+    gpu_layers: Annotated[Share | Literal["auto"], _option(_GPU_LAYERS, type=_share, default=0, metavar="N")]
     optimizer: Annotated[str | None, _option(_OPTIMIZER, choices=("adamw", "adamw8bit", "sgd"))]
     layers: Annotated[list[str] | None, _option("as SuperpipelineStrategy(layers=…)", nargs="+")]
     keep_on_gpu: Annotated[list[str] | None, _option("as SuperpipelineStrategy(keep_on_gpu=…)", nargs="+")]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -70,24 +70,24 @@ class Estimate:
 
     Attributes:
         question: the question.
-        found: the model's layers.
+        found: the model's layers. None stays on the device.
+        find: finds the layers if some stay on the device. The argument is their number, or their share.
         items: the contents of a batch, in words.
         step: the optimizer's step; None for inference.
         work: the work of a batch; if tokens are generated, the work of the last token.
         prompts: the work of the prompts, if tokens are generated.
         notes: sentences for the user, for example on parts of a batch that are not counted, or on weights without adapters.
-        contents: the layers with their sizes, as every plan has them.
         checkpointing: the name of the method that enabled the model's own gradient checkpointing; empty if none did.
     """
 
     question: Question
     found: Found
+    find: Callable[[int | float], Found]
     items: str
     step: HostStep | None
     work: Work
     prompts: Work | None = None
     notes: tuple[str, ...] = ()
-    contents: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: str = ""
 
     @cached_property
@@ -135,7 +135,8 @@ class Estimate:
         - in training, a temporary tensor per trained parameter, in the step of torch's optimizers. Fused optimizers need
           none, but whether the user's optimizer is fused is unknown.
         """
-        plan, ledger = self.plan(1, 1), self.host.ledger
+        alone = replace(self, question=self.question.but(gpu_layers=0))  # otherwise some state is not in host memory
+        plan, ledger = alone.plan(1, 1), alone.host.ledger
         weights, gradients = plan.plain
         nbytes = sum(span.nbytes for layer in plan.layers for span in layer.casts) + self.work.alive(mode)
         if ledger is None:
@@ -146,13 +147,16 @@ class Estimate:
     def plan(self, k: int, k_prime: int) -> Plan:
         """Returns the plan for a window."""
         asked = self.question
-        share = asked.gpu_layers
-        stay = 0
-        if share != "auto":
-            stay = share if isinstance(share, int) else round(share * len(self.found.layers))
-        options: dict[str, Any] = {"ranks": asked.devices, "training": not asked.predict, "stay": stay}
-        plan = make_plan(self.found, k=k, k_prime=k_prime, contents=self.contents, **options)
+        options: dict[str, Any] = {"ranks": asked.devices, "training": not asked.predict}
+        plan = make_plan(self._staying[0], k=k, k_prime=k_prime, contents=self._staying[1], **options)
         return replace(plan, steps_on_device=not asked.predict and asked.optimizer_on == "gpu")
+
+    @cached_property
+    def _staying(self) -> tuple[Found, dict[str, Any]]:
+        """The layers, some of which stay on the device, with their sizes, as every plan has them; none stays with ``auto``."""
+        share = self.question.gpu_layers
+        found = self.found if share in (0, "auto") else self.find(share)  # type: ignore[arg-type]
+        return found, plan_contents(found)
 
     def staying(self, k: int, k_prime: int) -> Estimate:
         """Returns the estimate for a window, with ``--gpu-layers auto`` replaced by a number of layers.
@@ -202,12 +206,15 @@ class Estimate:
     @cached_property
     def host(self) -> HostMemory:
         """The host memory if no activations are offloaded."""
-        return host_memory(self.question, self.plan(1, 1), self.step, 0)
+        return self._host_memory(0)
+
+    def _host_memory(self, offloaded: int) -> HostMemory:
+        return host_memory(self.question, self.plan(1, 1), self.step, offloaded, self._staying[0].on_gpu)
 
     def host_with(self, modes: Modes) -> HostMemory:
         """Returns the host memory with the activations that these modes offload."""
         offloaded = self.work.offloaded(modes)
-        return host_memory(self.question, self.plan(1, 1), self.step, offloaded) if offloaded else self.host
+        return self._host_memory(offloaded) if offloaded else self.host
 
     @property
     def _traffic(self) -> Traffic:
@@ -240,8 +247,16 @@ class Estimate:
 
     def _visits(self, plan: Plan, modes: Modes, *, flops: float, memory: float) -> list[Visit]:
         """Returns the layer calls of a batch, with times for a device of these operations and bytes per second."""
-        index_of = {layer.name: at for at, layer in enumerate(plan.layers)}
-        return visited(self.work.visits(flops=flops, memory=memory), self.work.calls, index_of, modes)
+        index_of, first = {layer.name: at for at, layer in enumerate(plan.layers)}, len(plan.stay)
+
+        def streamed(layers: Iterable[int]) -> tuple[int, ...]:  # the first layers stay, and are not among the plan's
+            return tuple(layer - first for layer in layers if layer >= first)
+
+        visits = [
+            replace(each, layers=streamed(each.layers), needs=streamed(each.needs))
+            for each in self.work.visits(flops=flops, memory=memory)
+        ]
+        return visited(visits, self.work.calls, index_of, modes)
 
     def modes(self, plan: Plan) -> Modes:
         """Returns the activation mode of each unit. As in a run, ``auto`` offloads the oldest activations if not all fit."""
@@ -323,18 +338,34 @@ def estimate_model(question: Question) -> Estimate:
             module.to(dtype)  # Lightning converts weights for "bf16-true" and "16-true" only
         checkpointing = _enable_checkpoints(module) if question.gradient_checkpointing else ""
         module.train(not question.predict)
-        found = find_layers(module, layers=question.layers, keep_on_gpu=question.keep_on_gpu or (), autocast=autocast)
+        find = partial(
+            find_layers, module, layers=question.layers, keep_on_gpu=question.keep_on_gpu or (), autocast=autocast
+        )
+        found = find()
+
+        @cache
+        def find_staying(number: int | float) -> Found:
+            with fake_tensors():
+                return find(gpu_layers=number)
+
         if question.generate is not None:
             prompts, work = _generate(source, found, question)
             made = Estimate(
-                question, found, next(iter(source.batches)), None, work, prompts=prompts, notes=tuple(notes)
+                question,
+                found,
+                find_staying,
+                next(iter(source.batches)),
+                None,
+                work,
+                prompts=prompts,
+                notes=tuple(notes),
             )
         else:
             step = None if question.predict else host_step(question, module)
             with torch.set_grad_enabled(not question.predict):
                 items, work, uncounted = _run_batch(source, found, question)
-            made = Estimate(question, found, items, step, work, notes=(*notes, *uncounted))
-        made = replace(made, contents=plan_contents(found), checkpointing=checkpointing)
+            made = Estimate(question, found, find_staying, items, step, work, notes=(*notes, *uncounted))
+        made = replace(made, checkpointing=checkpointing)
     return _with_whole_tables(made)
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from sp_lightning.core.plan.ledger import Ledger, Steps, has_known_state, make_ledger, offloaded_state
+from sp_lightning.core.plan.ledger import Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.core.updates.cpu_seconds import EIGHT_BITS_SECONDS, NORM_SECONDS, PIECES_SECONDS, muon_flops
 from sp_lightning.core.updates.fused import has_fused_step
 from sp_lightning.core.updates.step_context import compiles
 from sp_lightning.registry import needed_for
-from sp_lightning.tools.planner.arguments import PRECISIONS, Overlap, Question
+from sp_lightning.tools.planner.arguments import Overlap, Question
 
 if TYPE_CHECKING:
     from sp_lightning.capabilities.disk.state_placement import OnDisk, StatePlacement
@@ -99,16 +99,15 @@ def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger,
         step, plan, ledger: the optimizer's step, the plan of the layers, and the host memory of training.
         traffic: the host memory that steps read and write.
     """
-    everything, gradients = (
-        max(1, sum(layer.gradient_bytes for layer in layers)) for layers in (plan.trained, plan.offloaded)
-    )
-    share, state = gradients / everything, (ledger.state or 0) / everything
-    rates = {"step": _stay_rate(question, step, everything, state)} if plan.stay else {}
+    gradients = max(1, sum(layer.gradient_bytes for layer in plan.trained))
+    staying = sum(nbytes for _, _, nbytes in plan.stay)
+    share, state = gradients / (gradients + staying), (ledger.state or 0) / gradients
+    rates = {"step": _stay_rate(question, step, gradients + staying, state)} if staying else {}
     if not step.on_device:
         seconds = max(traffic.step, 1) / question.host_bandwidth
         seconds = share * step.seconds if step.seconds else max(seconds, _pieces_seconds(question, plan))
         return {"update": gradients / seconds, **rates}
-    update = everything / step.seconds if step.seconds else question.device_bandwidth / (3 + 2 * state)
+    update = gradients / (share * step.seconds) if step.seconds else question.device_bandwidth / (3 + 2 * state)
     read, written = (nbytes / gradients for nbytes in (traffic.uploaded, traffic.downloaded))
     return {"update": update, "update_upload": read, "update_download": written, **rates}
 
@@ -116,33 +115,25 @@ def update_rates(question: Question, step: HostStep, plan: Plan, ledger: Ledger,
 def _pieces_seconds(question: Question, plan: Plan) -> float:
     """Returns the seconds that updates in pieces compute, on as many threads as are assumed."""
     each = PIECES_SECONDS + NORM_SECONDS * (question.gradient_clip == "norm")
-    return each * sum(layer.narrow_bytes for layer in plan.offloaded) / 2 / _THREADS
+    return each * sum(layer.narrow_bytes for layer in plan.trained) / 2 / _THREADS
 
 
 def _stay_rate(question: Question, step: HostStep, gradients: int, state: float) -> float:
     """Returns the bytes of gradients per second that the optimizer steps of staying layers consume.
 
-    A step reads weights, gradients and state, and writes weights and state. With master weights, gradients are widened before
-    the step, and weights are cast after it. Clipping by norm also reads the gradients once. Both kinds of clipping multiply a
-    copy of the gradients.
+    A step reads weights, gradients and state, and writes weights and state. Clipping by norm also reads the gradients once. Both
+    kinds of clipping read and write the gradients.
 
     Args:
-        question: has the device's speed, the precision and the kind of gradient clipping.
+        question: has the device's speed, and the kind of gradient clipping.
         step: the optimizer's step.
         gradients: bytes of all gradients.
         state: bytes of state for each byte of gradients.
     """
     if step.flops:
         return gradients / (step.flops / (question.tflops * 1e12))
-    narrow = PRECISIONS[question.precision][1] is not None
-    passes = 3 + 2 * state
-    if narrow:
-        passes += 3
-    if question.gradient_clip == "norm":
-        passes += 0.5 if narrow else 1
-    if question.gradient_clip is not None:
-        passes += 2 if narrow else 4
-    return question.device_bandwidth / passes
+    clips = {"norm": 3, "value": 2}.get(question.gradient_clip or "", 0)
+    return question.device_bandwidth / (3 + 2 * state + clips)
 
 
 def _step_of(question: Question, module: nn.Module) -> HostStep:
@@ -217,11 +208,6 @@ class HostMemory:
         return sum(self.parts.values())
 
     @property
-    def stepping_bytes(self) -> int:
-        """The size while batches are trained: without the layers that stay on the device. Only a checkpoint downloads them."""
-        return self.nbytes - (0 if self.ledger is None else self.ledger.staying)
-
-    @property
     def fits(self) -> bool:
         """True if the contents fit into host memory."""
         return self.limit is None or self.nbytes <= self.limit
@@ -248,7 +234,9 @@ class HostMemory:
         return {index: below[layer.name] for index, layer in indexed.items() if layer.name in below}
 
 
-def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded: int) -> HostMemory:
+def host_memory(
+    question: Question, plan: Plan, step: HostStep | None, offloaded: int, on_gpu: Container[torch.Tensor] = ()
+) -> HostMemory:
     """Computes the host memory of a run. With a disk, data that does not fit into host memory is on the disk.
 
     Args:
@@ -256,6 +244,7 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         plan: the layers.
         step: the optimizer's step; None for inference.
         offloaded: bytes of activations that each device offloads.
+        on_gpu: the weights that stay on the device, with their state.
     """
     memory = question.host_memory
     disk = question.disk is not None
@@ -271,7 +260,7 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
         # Not movable to the disk: weights that are uploaded as casts, tables, and resident weights.
         movable, sizes = "weights", {layer.name: layer.nbytes for layer in plan.layers if not layer.casts}
     else:
-        ledger, movable = _ledger(question, plan, step), "optimizer state"
+        ledger, movable = _ledger(question, plan, step, on_gpu), "optimizer state"
         state, gradients = ledger.state or 0, sum(layer.gradient_bytes for layer in plan.trained)
         parts = Counter({"weights": ledger.weights, "gradients": ledger.gradients, movable: state})
         sizes = {layer.name: layer.gradient_bytes * state // max(gradients, 1) for layer in plan.trained}
@@ -287,7 +276,7 @@ def host_memory(question: Question, plan: Plan, step: HostStep | None, offloaded
     if placement is None and limit is not None and ledger is not None and step is not None and plan.alone:
         # With several devices, only optimizer state can be on the disk. Gradients on the disk have the parameters' dtype: all of
         # them take ``wide`` bytes more. Buffers for state in flight need at least twice the largest layer's state.
-        wide = _ledger(question, plan, step, narrow=False).gradients - ledger.gradients
+        wide = _ledger(question, plan, step, on_gpu, narrow=False).gradients - ledger.gradients
         missing = parts.total() + wide + 2 * max(sizes.values(), default=0) - limit
         chosen = choose_on_disk(plan, missing, gradients=not _early(question, step))
         parts["weights"] -= chosen.weight_bytes
@@ -327,7 +316,9 @@ def _in_pieces(step: HostStep) -> bool:
     return step.overlap != "off" and step.seconds is None and not step.on_device
 
 
-def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = True) -> Ledger:
+def _ledger(
+    question: Question, plan: Plan, step: HostStep, on_gpu: Container[torch.Tensor], *, narrow: bool = True
+) -> Ledger:
     """Returns the host memory of training without a disk. With ``narrow=False``, gradients have the parameters' dtype."""
     steps = Steps(
         early=_early(question, step),
@@ -336,7 +327,7 @@ def _ledger(question: Question, plan: Plan, step: HostStep, *, narrow: bool = Tr
         narrow=(_in_pieces(step) or step.on_device) and narrow,
         on_device=step.on_device,
     )
-    return make_ledger(plan, step.optimizers, steps)
+    return make_ledger(plan, step.optimizers, steps, on_gpu)
 
 
 class Traffic(NamedTuple):
@@ -356,12 +347,11 @@ class Traffic(NamedTuple):
 
 def host_traffic(question: Question, plan: Plan, step: HostStep, state: int) -> Traffic:
     """Counts the passes over host memory. ``state``: bytes of the optimizers' state."""
-    layers, accumulate, more = plan.offloaded, question.accumulate_grad_batches, question.accumulate_grad_batches - 1
+    layers, accumulate, more = plan.trained, question.accumulate_grad_batches, question.accumulate_grad_batches - 1
     pieces, on_device, norm = _in_pieces(step), step.on_device, question.gradient_clip == "norm"
     narrow = (
         (pieces or on_device) and not more and plan.alone
     )  # sums of gradients, of batches or devices, are not narrow
-    state = offloaded_state(plan, state)
     gradients = sum(layer.gradient_bytes for layer in layers)  # as large as the weights that an update reads and writes
     halves = sum(layer.narrow_bytes for layer in layers)  # gradients of casts, in the casts' dtype
     kept, widened = gradients - halves * narrow, halves * plan.alone * (not narrow)
@@ -371,9 +361,7 @@ def host_traffic(question: Question, plan: Plan, step: HostStep, state: int) -> 
         kept, widened = plan.residents.gradient_bytes, 0
     casts = accumulate * sum(cast.nbytes for layer in layers for cast in layer.casts)
     downloaded = sum(cast.nbytes for layer in layers for cast in layer.casts if layer.gradient_bytes) * on_device
-    read_for_casts = accumulate * sum(each.nbytes for each in plan.offloaded_masters) - 2 * halves * (
-        pieces or on_device
-    )
+    read_for_casts = accumulate * sum(each.nbytes for each in plan.masters) - 2 * halves * (pieces or on_device)
     batches = read_for_casts + casts - downloaded
     batches += more * gradients * (3 if plan.alone else plan.ranks)  # several devices add to gradients on the device
     passes = batches + 3 * widened + (kept + wide) * (question.precision == "16-mixed") + clipped * (2 - pieces)

@@ -80,9 +80,6 @@ def _host(answer: Answer) -> list[str]:
     parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in host.parts.items() if nbytes)
     each = f"{host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter"
     line = f"host memory{node} {in_gib(host.nbytes)}, {each}: {parts}"
-    if host.stepping_bytes < host.nbytes:
-        less = f"{host.stepping_bytes / max(estimate.parameters, 1):.3g} bytes per parameter"
-        line += f"; while training {in_gib(host.stepping_bytes)}, {less}, because layers stay on the GPU"
     if question.host_memory is None:
         return [line]
     who = "the process, its" if question.devices == 1 else f"the {question.devices} processes, their"
@@ -242,7 +239,7 @@ def as_fields(answer: Answer) -> dict[str, object]:
         "prompt_seconds": answer.prompt_seconds,
         "plain_bytes": estimate.plain_bytes,
         "checkpointed_bytes": estimate.checkpointed_bytes,
-        "host_bytes": answer.host.nbytes, "host_bytes_while_training": answer.host.stepping_bytes,
+        "host_bytes": answer.host.nbytes,
         "host_parts": dict(answer.host.parts), "host_fits": answer.host.fits,
         "disk": _disk(answer) or None,
         "notes": [*plan.notes, *_notes(estimate, answer.rows[0])],

@@ -104,11 +104,10 @@ def _staying(answer: Answer, best: Row) -> list[str]:
         return []
     if not plan.stay:
         return ["No layer stays on the GPU: none fits beside the window and activations, or it is not faster."]
-    share = sum(plan.layers[at].nbytes for at in plan.stay) / max(1, sum(layer.nbytes for layer in plan.layers))
+    count = len(plan.stay) + len(plan.layers)
     return [
-        f"{len(plan.stay)} of {len(plan.layers)} layers ({share:.0%} of their bytes) stay on the GPU: "
-        f"{in_gib(best.device_bytes)} of GPU memory; {in_gib(host.stepping_bytes)} of host memory while training, "
-        f"{in_gib(host.nbytes)} while a checkpoint is written; {best.prediction.binds} binds."
+        f"{len(plan.stay)} of {count} layers stay on the GPU, and take {in_gib(plan.stay_bytes)} there: "
+        f"{in_gib(best.device_bytes)} of GPU memory; {in_gib(host.nbytes)} of host memory; {best.prediction.binds} binds."
     ]
 
 

@@ -123,8 +123,8 @@ class Walk:
     With several devices, one is simulated: all do the same at the same time. They share the host's memory, and each update
     runs once for all.
 
-    Staying layers are uploaded once, and their gradients stay on the device. After backward the background thread issues their
-    steps, in the order of all updates; these kernels delay the model's.
+    Layers that stay on the device are not among the layers of the plan. After backward, their optimizer step follows the model's
+    kernels.
 
     Args:
         plan: the layers, k and k'.
@@ -204,7 +204,7 @@ class Walk:
             if name != "disk" or self._on_disk
         }
         if self._plan.stay:
-            stepped = [each for each in intervals if each.kind == "update" and each.layer in self._plan.stay]
+            stepped = [each for each in intervals if each.kind == "update" and each.layer is None]
             busy["gpu steps"] = sum(each.end - each.begin for each in stepped)
             busy["optimizer"] -= busy["gpu steps"]
         busy["host"] = self.host_seconds
@@ -305,8 +305,6 @@ class Walk:
 
     def _drain(self, layer: StreamedLayer) -> None:
         device, nbytes = self.device, layer.planned.gradient_bytes
-        if layer.own_slot is not None:
-            return  # the gradients of a staying layer stay on the device until the end of backward
         if self._on_device and self._overlap == "backward" and layer is not self._resident:
             self._apply(layer)  # the update reads the gradients on the device, so they are not downloaded
             return
@@ -354,8 +352,8 @@ class Walk:
         self._drains.retire(0)
         self._drains.finish(0)
         self._step_begun = self.device.host
-        if self._overlap == "backward":
-            self._complete += [(self._step_begun, layer) for layer in self._layers if layer.own_slot is not None]
+        if staying := sum(nbytes for _, _, nbytes in self._plan.stay):
+            self.device.spend(Stream.COMPUTE, staying / self._rates.step, "update", None)
         for layer in self._layers:
             # Only rows of a table are moved, so no call of the batch drains it. But the update is that of the whole table.
             if layer.kind is LayerKind.TABLE and layer.planned.gradient_bytes:
@@ -414,22 +412,8 @@ class Walk:
             self._source.fresh |= {layer: math.inf} | dict.fromkeys(fresh[: 1 - FRESH], until)
         return done
 
-    def _step_in_its_slot(self, layer: StreamedLayer) -> float:
-        """Does the same as :meth:`_update`, for a staying layer. The background thread only issues the kernels."""
-        device, rates = self.device, self._rates
-        seconds = layer.planned.gradient_bytes / rates.step
-        python = rates.visit_seconds + rates.weight_seconds * len(layer.spans)
-        issued = device.now[Stream.UPDATE] = device.record(Stream.UPDATE) + python * (seconds > 0)
-        device.wait(Stream.STEP, issued, Wait.DRAIN_AFTER_GRADIENT)
-        device.step(seconds, layer.index)
-        layer.kept, layer.stepped = True, device.now[Stream.STEP]
-        self._source.updated[layer.index] = issued
-        return issued
-
     def _update(self, layer: StreamedLayer) -> float:
         """Updates a layer in the background. Returns the time at which the update is complete."""
-        if layer.own_slot is not None:
-            return self._step_in_its_slot(layer)
         seconds = layer.planned.gradient_bytes / self._rates.update
         if self._on_device:
             return self._step_on_device(layer, seconds)

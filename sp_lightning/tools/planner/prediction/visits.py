@@ -54,7 +54,7 @@ class Rates:
         disk: reads or writes of a disk.
         update_upload, update_download: if the optimizer steps on the device, bytes that an update uploads and downloads for each
             byte of its layer's gradients; otherwise 0.
-        step: gradients that the optimizer consumes in steps of staying layers.
+        step: gradients that the optimizer consumes in the steps of layers that stay on the device.
     """
 
     upload: float
