@@ -119,8 +119,8 @@ BY_KIND = (
     "penalty-on-parameters", "autograd-grad", "sparse-embedding", "tied-apart", "experts/mixture", "rows/looked-up",
     "transformer-encoder", "parameter-hooks", "quantised/int8",
 )  # fmt: skip
-LEFT_OUT = ("gan", "stepped-in-forward")
-"""For the first one see :func:`test_two_optimizers`. The other one steps an optimizer that the stream is not given."""
+LEFT_OUT = ("gan",)
+"""See :func:`test_two_optimizers`."""
 
 
 @pytest.mark.rest("takes tenths of a second")

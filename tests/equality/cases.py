@@ -70,9 +70,8 @@ COVERS = {
     "autograd-grad": "gradients of parameters inside the step, with a graph of their own",
     "rescaled-in-eval": "weights written in place in a forward without gradients",
     "clamped-in-forward": "weights written in place, and through .data, in a forward with gradients",
-    "stepped-in-forward": "an optimizer of a layer's own steps its weights inside its forward, which reads them again",
     "captured-in-forward": "weights written through references from before the step, inside their layer's forward",
-    "saved-objects": "attributes of a weight and of an activation that a custom Function finds again in backward",
+    "saved-objects": "attributes of a weight that a custom Function finds again in backward",
     "gradient-penalty": "gradients of the input as a part of the loss: layers needed twice in backward",
     "parameter-hooks": "hooks on parameters, before and after their gradients are added up",
     "checkpoint-calls": "checkpoints around layers, by the user",
@@ -90,7 +89,7 @@ COVERS = {
     "transformer-encoder": "torch's own transformer, with its fast path in evaluation",
 }
 QUICK = {"llama-dropout", "llama-checkpoint-reentrant", "gpt2-tied", "vit", "stack", "reused", "conditional",
-         "frozen", "clamped-in-forward", "stepped-in-forward", "captured-in-forward", "gan", "sparse-embedding",
+         "frozen", "clamped-in-forward", "captured-in-forward", "gan", "sparse-embedding",
          "teacher"}  # fmt: skip
 BY_HAND = frozenset({"accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"})
 WITHOUT = {

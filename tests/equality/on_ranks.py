@@ -45,7 +45,7 @@ APART = {"stacked/written": "digests of the weights after training of rank 1 (no
 """Cases whose ranks write other weights than each other, which DistributedDataParallel leaves so, with what nodes say."""
 
 # Cases in which each rank writes values of its own into weights: ddp leaves them so, and here those of rank 0 count.
-OF_EACH_RANK = {"stepped-in-forward", "captured-in-forward"}
+OF_EACH_RANK = {"captured-in-forward"}
 TRAINED = [name for name in CASES if name not in {*REFUSED, *OF_EACH_RANK}]
 
 Reference = Literal["ddp", "ddp in order", "ddp in one row", "averages"]

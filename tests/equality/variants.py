@@ -158,7 +158,6 @@ def activations() -> Iterator[Variant]:
         memory="poisoned", cases=of_each_kind, quick=QUICK,
         refused={
             "clamped-in-forward": r"'net.blocks.0' writes its parameter 'inner.weight', and cannot be run again",
-            "stepped-in-forward": r"'net.blocks.0' writes its parameter '(codes|outer.bias)', and cannot be run again",
             "captured-in-forward": r"'net.blocks.0' writes its parameter '(memory|outer.bias)', and cannot be run again",
         },
     )  # fmt: skip
@@ -336,7 +335,6 @@ def below_memory() -> Iterator[Variant]:
 HAS_SPARSE = "updates layers one by one, but .* has sparse gradients"
 ON_DEVICE = {
     "gan": "manual", "lbfgs": "LBFGS", "sparse-embedding": HAS_SPARSE, "rows/kept": HAS_SPARSE,
-    "stepped-in-forward": "SGD is not what Codebooks.configure_optimizers has returned",
 }  # fmt: skip
 """What is not stepped on the device, with what is said."""
 

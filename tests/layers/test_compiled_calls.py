@@ -483,7 +483,6 @@ ANY_GRAPHS: dict[str, Callable[[], Any]] = {
     ".data between graphs": compiled(of(Data)),
     "code between two graphs": compiled(of(EagerInside)),
     # Neither the hooks of its step nor those of its backward are compiled: dynamo failed in the engine's code.
-    "an optimizer steps in a forward": compiled(CASES["stepped-in-forward"].make),
     "a block without autocast": compiled(lambda: Module(InFloat32(Block))),
     "a master is on the device already": compiled(lambda: ReadBefore(Linears(Block))),
     "a master was written on the device": lambda: parts_compiled(of(WritesBefore)()),
@@ -502,7 +501,7 @@ def test_equal_with_the_same_graphs(name: str) -> None:
 @pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("name", ANY_GRAPHS)
 def test_equal_with_any_number_of_graphs(name: str) -> None:
-    batches = CASES["stepped-in-forward"].batches() if name.startswith("an optimizer") else vectors()
+    batches = vectors()
     evaluated: dict[str, Any] = {"val": vectors(2), "max_epochs": 2} if "written" in name else {}
     plain = fit(ANY_GRAPHS[name], batches, **MIXED, **evaluated)
     forget()

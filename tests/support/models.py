@@ -258,25 +258,24 @@ class ScaledByWeight(torch.autograd.Function):
 
 
 class FusedAccumulation(torch.autograd.Function):
-    """Adds to an attribute of its weight in backward, and reads one of its input, as TransformerEngine's functions do."""
+    """Adds to an attribute of its weight in backward, as TransformerEngine's functions do."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return x @ weight.t() * x.scale
+        return x @ weight.t() * 2.0
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         x, weight = ctx.saved_tensors
-        g = gradients[0].to(weight.dtype) * x.scale
+        g = gradients[0].to(weight.dtype) * 2.0
         weight.main_grad.mul_(0.5).add_(g.t() @ x.to(weight.dtype))
         return g @ weight, weight.main_grad.clone()
 
 
 class FusedBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
-        h: Any = torch.tanh(self.inner(x))
-        h.scale = 2.0
+        h = torch.tanh(self.inner(x))
         if not hasattr(self.outer.weight, "main_grad"):
             self.outer.weight.main_grad = torch.zeros_like(self.outer.weight)
         return x + self.drop(FusedAccumulation.apply(h, self.outer.weight))  # type: ignore[no-untyped-call]
@@ -438,24 +437,6 @@ class Clamped(Block):
         return super().forward(x)
 
 
-class Codebook(Block):
-    """A block that trains a weight by an optimizer of its own inside its forward, as vector-quantize-pytorch's codebooks do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(torch.randn(16))
-        self.optimizer = torch.optim.SGD([self.codes, self.outer.bias], lr=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(x + self.codes.detach())
-        if torch.is_grad_enabled():
-            self.optimizer.zero_grad()
-            (self.codes + self.outer.bias - x.detach()).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return super().forward(x) + self.codes.detach()
-
-
 class Remembers(Block):
     """A block that writes its weights through a list from ``__init__`` inside its forward, as memories and averages do."""
 
@@ -479,17 +460,6 @@ class WrittenInItsLayer(Stack):
     def __init__(self, block: type[Block]) -> None:
         super().__init__(0)
         self.blocks = nn.ModuleList(block() for _ in range(4))
-
-
-class Codebooks(Module):
-    """The module's optimizer leaves out what the blocks train themselves."""
-
-    def __init__(self) -> None:
-        super().__init__(WrittenInItsLayer(Codebook))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        own = ("codes", "outer.bias")
-        return torch.optim.AdamW([p for name, p in self.named_parameters() if not name.endswith(own)], lr=1e-2)
 
 
 class PenaltyOnParameters(Module):
@@ -702,7 +672,6 @@ CASES: dict[str, Case] = {
     "autograd-grad": Case(lambda: GradientsOfParameters(Stack()), vectors),
     "rescaled-in-eval": Case(lambda: Module(RescaledInEval()), vectors),
     "clamped-in-forward": Case(lambda: Module(ClampedInForward()), vectors),
-    "stepped-in-forward": Case(Codebooks, vectors),
     "captured-in-forward": Case(lambda: Module(WrittenInItsLayer(Remembers)), vectors),
     "saved-objects": Case(lambda: twice(FusedBlock)(), vectors),
     "gradient-penalty": Case(lambda: GradientPenalty(Stack()), vectors),

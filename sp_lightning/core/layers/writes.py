@@ -17,9 +17,9 @@ The methods that copy weights back:
 method                  copies back weights of                   called
 ======================  =======================================  ===============================================================
 ``take_back``           a layer, in use or not                   when modules get host parameters while a call of the layer runs
-                                                                 (``Step.take_back_writes``), or it is uploaded again in a call;
-                                                                 before a gradient of another dtype arrives; before user code asks
-                                                                 how often a weight was written; before an update in backward
+                                                                 (``Step.take_back_writes``); before a gradient of another dtype
+                                                                 arrives; before user code asks how often a weight was written;
+                                                                 before an update in backward
 ``take_back_all``       all layers not in use                    when modules get host parameters: a step ends or pauses, or an
                                                                  optimizer steps (``Step.take_back_writes``)
 ``take_back_slot``      the layer in a slot                      when an attached layer is released; for residents
