@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.registry import is_installed
-from tests.support import experts, kernels, models, quantised, stacked, tables
+from tests.support import experts, kernels, models, quantised, stacked, tables, uneven
 from tests.support.runs import Batches, Make
 
 
@@ -206,3 +207,27 @@ CASES["saved-twice"] = Case(
     models.twice(kernels.CountsSaved), models.vectors,
     "a function whose backward reads its saved tensors twice, as mamba's kernels do",
 )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- blocks that are divided into their parts
+
+
+def has_part(plan: Plan, name: str) -> bool:
+    return any(layer.name == uneven.PARTS[name] for layer in plan.layers)
+
+
+OF_UNEVEN = {
+    "resnet": "convolutions of a residual block that are layers, while the block's statistics stay on the device",
+    "vgg": "one matrix that is larger than all others together: it stays whole",
+    "densenet": "a block whose parts read the outputs of all parts before them",
+    "efficientnet": "parts that are called inside of a branch that is dropped at random",
+    "swin": "attention that reads its children's weights is one layer, and the network beside it is two",
+    "unet": "parts that are called in another order than they have in the tree",
+}
+CASES |= {
+    f"uneven/{name}": Case(
+        make, batches, OF_UNEVEN[name],
+        shown_by=partial(has_part, name=name),
+    )
+    for name, (make, batches) in uneven.CASES.items()
+}  # fmt: skip

@@ -17,7 +17,10 @@ ALL = 99
 TABLES = frozenset(name for name in CASES if name.startswith("rows/"))
 EXPERTS = frozenset(name for name in CASES if name.startswith("experts/"))
 QUANTISED = frozenset(name for name in CASES if name.startswith("quantised/"))
-BASIC = frozenset(CASES) - TABLES - EXPERTS - QUANTISED
+UNEVEN = frozenset(name for name in CASES if name.startswith("uneven/"))
+EVERY = frozenset(CASES) - UNEVEN
+"""Those with blocks that are divided take tenths of a second, and have variants of their own."""
+BASIC = EVERY - TABLES - EXPERTS - QUANTISED
 QUICK = frozenset(name for name, case in CASES.items() if case.quick)
 ONE_OF_EACH_KIND = frozenset({"stack", "llama-dropout", "rows/looked-up", "experts/mixture", "quantised/int8"})
 NONE: frozenset[str] = frozenset()
@@ -51,7 +54,7 @@ class Variant:
     trainer: dict[str, Any] = field(default_factory=dict)
     memory: Memory = "plain"
     seen: Literal["gradients", "losses", "nothing"] = "gradients"
-    cases: frozenset[str] = frozenset(CASES)
+    cases: frozenset[str] = EVERY
     quick: frozenset[str] = QUICK
     refused: dict[str, str] = field(default_factory=dict)
     below: bool = False
@@ -68,7 +71,7 @@ def windows() -> Iterator[Variant]:
     """Sizes of the window, in float32."""
     yield Variant(
         "k=1", "the smallest window: each layer goes before the next but one comes, and nobody reads what is gone",
-        {"k": 1, "k_prime": 1}, memory="poisoned", quick=frozenset(CASES),
+        {"k": 1, "k_prime": 1}, memory="poisoned", quick=EVERY,
     )  # fmt: skip
     yield Variant(
         "k=2, k'=2", "layers that move in pairs, of which one may be in use when the other goes", {"k": 2, "k_prime": 2},
@@ -253,7 +256,7 @@ def updates_by_default() -> Iterator[Variant]:
             f"updated as an accelerator does by default{name}",
             "the mode is chosen after a first step that tries whether backward can do without layers",
             {"k": 1, "optimizer_overlap": "auto"}, {"max_epochs": 2, **options}, "simulated", seen="losses",
-            cases=frozenset(CASES) - {"checkpoint-whole"} if not name else frozenset({"stack", "conditional", "gan"}),
+            cases=EVERY - {"checkpoint-whole"} if not name else frozenset({"stack", "conditional", "gan"}),
             quick=frozenset({"stack", "gan", "sparse-embedding", "parameter-hooks"} if not name else {"stack"}),
         )  # fmt: skip
 
@@ -425,7 +428,7 @@ def elsewhere() -> Iterator[Variant]:
             {"k": 1, "activations": activations, **background}, {"precision": precision, "max_epochs": 2},
             "plain" if background else "poisoned", "losses" if background else "gradients",
             # One variant has every case.
-            frozenset(CASES) if (activations, mode) == ("keep", "off") else few | more | (NONE if background else {"gan"}),
+            EVERY if (activations, mode) == ("keep", "off") else few | more | (NONE if background else {"gan"}),
             quick.get((activations, mode), frozenset({"stack"})),
             elsewhere=True,
         )  # fmt: skip
@@ -434,7 +437,7 @@ def elsewhere() -> Iterator[Variant]:
 def compiled() -> Iterator[Variant]:
     """Compiled blocks, whose graphs get casts."""
     # What torch 2.14 cannot compile: the first two on the CPU in bfloat16, the others with a second backward.
-    able = frozenset(CASES) - {"vit", "lstm", "autograd-grad", "gradient-penalty", "rows/asked-for", "saved-objects"}
+    able = EVERY - {"vit", "lstm", "autograd-grad", "gradient-penalty", "rows/asked-for", "saved-objects"}
     # Not on the simulated device: torch compiles nothing under a dispatch mode, with which it watches memory.
     for name, strategy in (
         ("", {"k": 1}),
@@ -449,12 +452,29 @@ def compiled() -> Iterator[Variant]:
         )  # fmt: skip
 
 
+def divided() -> Iterator[Variant]:
+    """Blocks that are divided into their parts."""
+    for precision, activations in product(("32-true", "bf16-mixed", "bf16-true"), ("keep", "recompute", "offload")):
+        yield Variant(
+            f"divided, {precision}, {activations}",
+            "parts of one block are layers of their own, and what is computed between them belongs to none",
+            {"k": 1, "k_prime": 1, "activations": activations},
+            {"precision": precision, "accumulate_grad_batches": 2, "max_epochs": 2}, "poisoned", cases=UNEVEN,
+            quick=UNEVEN if (precision, activations) == ("bf16-mixed", "keep") else NONE,
+        )  # fmt: skip
+    yield Variant(
+        "divided, simulated", "each wait for the copy of a part: what comes too early is a race",
+        {"k": 1, "k_prime": 1, "activations": "offload"}, {"precision": "bf16-mixed", "max_epochs": 2}, "simulated",
+        "losses", UNEVEN, NONE,
+    )  # fmt: skip
+
+
 VARIANTS: dict[str, Variant] = {
     variant.name: variant
     for family in (
         windows(), precisions(), accumulation(), asynchronous(), activations(), automatic(), updates(), early_updates(),
         updates_by_default(), updates_in_every_precision(), one_pass(), below_memory(), on_device(),
-        staying(), elsewhere(), compiled(),
+        staying(), elsewhere(), compiled(), divided(),
     )
     for variant in family
 }  # fmt: skip

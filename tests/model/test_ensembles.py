@@ -1,4 +1,4 @@
-"""A list of separate networks: each is one layer, and the log names smaller layers."""
+"""A list of separate networks: large ones are divided. Small ones are one layer each, and the log names smaller layers."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ class Ensemble(nn.Module):
         return torch.stack([model(x) for model in self.models]).mean(0)
 
 
+MANY = 7
+"""Two of so many networks have less than a third of all weights."""
+
+
 def advice(net: nn.Module, **options: Any) -> tuple[str, ...]:
     return find_layers(Module(net), **options).advice
 
@@ -68,12 +72,12 @@ def advice(net: nn.Module, **options: Any) -> tuple[str, ...]:
     ],
 )
 def test_the_pattern_that_helps(make: Callable[[], nn.Module], layers: str) -> None:
-    module = Module(Ensemble(make))
+    module = Module(Ensemble(make, MANY))
     whole = find_layers(module)
-    assert [layer.name for layer in whole.layers] == ["net.models.0", "net.models.1"]
+    assert [layer.name for layer in whole.layers] == [f"net.models.{index}" for index in range(MANY)]
     assert whole.advice == (
-        "Each of the 2 networks in 'net.models' is one layer. If each has the same input (an ensemble), smaller layers take "
-        f"less GPU memory: SuperpipelineStrategy(layers={layers}).",
+        f"Each of the {MANY} networks in 'net.models' is one layer. If each has the same input (an ensemble), smaller "
+        f"layers take less GPU memory: SuperpipelineStrategy(layers={layers}).",
     )
     smaller = find_layers(module, layers=re.findall(r'"([^"]+)"', layers))
     peaks = [make_plan(found, k=1, k_prime=1).peak_device_bytes for found in (smaller, whole)]
@@ -83,21 +87,52 @@ def test_the_pattern_that_helps(make: Callable[[], nn.Module], layers: str) -> N
 
 def test_no_advice_for_blocks() -> None:
     assert advice(Ensemble(mlp, count=1)) == (), "one network is divided"
-    assert advice(Ensemble(Block)) == (), "few parts"
+    assert advice(Ensemble(Block, MANY)) == (), "few parts"
     with_stem = Ensemble(Flat)
     with_stem.stem = nn.Linear(WIDTH, WIDTH)
     assert advice(with_stem) == ()
     assert advice(Ensemble(lambda: nn.Sequential(*(Block() for _ in range(4))))) == (), "networks with blocks"
 
 
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (mlp, [str(2 * index) for index in range(DEPTH)]),
+        (WithHead, [*(f"net.{2 * index}" for index in range(DEPTH)), "head"]),
+        (Flat, ["first", "second", "third", "fourth"]),
+    ],
+)
+@pytest.mark.parametrize("count", [2, 5])
+def test_networks_with_much_of_the_weights_are_divided(
+    make: Callable[[], nn.Module], parts: list[str], count: int
+) -> None:
+    found = find_layers(Module(Ensemble(make, count)))
+    assert [layer.name for layer in found.layers] == [
+        f"net.models.{index}.{part}" for index in range(count) for part in parts
+    ]
+    assert found.advice == ()
+
+
+def test_two_blocks_beside_a_stem_are_no_ensemble() -> None:
+    with_stem = Ensemble(Flat)
+    with_stem.stem = nn.Linear(WIDTH, WIDTH)
+    assert [layer.name for layer in find_layers(Module(with_stem)).layers] == [
+        "net.models.0",
+        "net.models.1",
+        "net.stem",
+    ]
+    of_two_classes = nn.ModuleList([WithHead(), WithHead(), Flat()])
+    assert [layer.name for layer in find_layers(of_two_classes).layers] == ["0", "1", "2"]
+
+
 @pytest.mark.rest("three trainings")
 def test_the_line_of_the_run_names_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lightning.pytorch.superpipeline")
-    plain, peaks = fit(lambda: Module(Ensemble(mlp)), vectors()), []
+    plain, peaks = fit(lambda: Module(Ensemble(mlp, MANY)), vectors()), []
     for options in ({}, {"layers": "net.models.*.*"}):
         caplog.clear()
         strategy = superpipeline(k=1, k_prime=1, **options)
-        assert_same(fit(lambda: Module(Ensemble(mlp)), vectors(), strategy), plain)
+        assert_same(fit(lambda: Module(Ensemble(mlp, MANY)), vectors(), strategy), plain)
         peaks.append(strategy.stats().peak_device_bytes)
         (line,) = [each for each in caplog.messages if "k = 1, k' = 1" in each]
         assert ('SuperpipelineStrategy(layers="net.models.*.*")' in line) == (not options)

@@ -62,7 +62,7 @@ def test_of_seventy_billion_parameters_equal_blocks_run_once(capsys: pytest.Capt
             ([str(SHAPES / "vit-giant.json"), "--batch-size", "4"], 40),
             ([str(SHAPES / "llava-1.5-7b.json")], 45),
             ([str(SHAPES / "llama-3-8b.json"), "--predict"], 33),
-            (["resnet18", "--batch-size", "2"], 7),
+            (["resnet18", "--batch-size", "2"], 10),
             (["vit_b_16", "--predict"], 12),
         ],
         if_=lambda each: each[0][0] == "resnet18",

@@ -82,10 +82,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         lambda: transformers.SwinModel(
             transformers.SwinConfig(embed_dim=32, depths=[2, 2, 6, 2], num_heads=[2, 2, 4, 4])
         ),
-        {"encoder.layers.2.blocks.3", "encoder.layers.3.blocks.1"},
+        {"encoder.layers.2.blocks.3", "encoder.layers.3.blocks.1.mlp.fc1"},
     ),
-    "resnet50": (vision("resnet50"), {"layer3.2", "layer4.0", "fc"}),
-    "swin": (vision("swin_t"), {"features.5.3", "features.7.1"}),
+    "resnet50": (vision("resnet50"), {"layer3.2", "layer4.0.conv2", "fc"}),
+    "swin": (vision("swin_t"), {"features.5.3", "features.7.1.attn"}),
     "vit": (vision("vit_b_16"), {"encoder.layers.encoder_layer_7"}),
     "vgg": (vision("vgg11"), {"classifier.0"}),
     "densenet": (vision("densenet121"), {"features.denseblock3.denselayer12", "classifier"}),

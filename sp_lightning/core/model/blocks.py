@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from types import CodeType, ModuleType
 from typing import Any
@@ -106,6 +106,29 @@ def are_experts(name: str, module: nn.Module) -> bool:
     return is_list and "expert" in name.rpartition(".")[2]
 
 
+def ensemble(root: nn.Module, layers: Collection[nn.Module | None]) -> nn.ModuleList | None:
+    """Returns the list of an ensemble: separate networks of one class that are one layer each; None if there is no such list.
+
+    A list of blocks looks alike. But a module that has blocks also has weights outside of them, as a rule.
+
+    Args:
+        root: the root.
+        layers: the modules that are layers.
+    """
+    weights = {*root.parameters()}
+    for networks in root.modules():
+        if (
+            type(networks) is not nn.ModuleList
+            or len({*networks.children()}) < 2
+            or {*layers} != {*networks.children()}
+        ):
+            continue
+        alike = len({type(each) for each in networks}) == 1
+        if alike and weights == {*networks.parameters()} and not any(map(has_blocks, networks)):
+            return networks
+    return None
+
+
 def experts_in(module: nn.Module, name: str, finder: RowFinder) -> Iterator[tuple[str, nn.Module]]:
     """Yields the names and modules of the experts in a block that can be uploaded one by one.
 
@@ -150,15 +173,15 @@ def _is_named_in(value: Any) -> bool:
     """Returns True if a class attribute is a TorchScript function, or a function whose code names one."""
     code = getattr(value, "__code__", None)
     known = getattr(value, "__globals__", {})
-    names = [*_names(code)] if code is not None else []
+    names = [*code_names(code)] if code is not None else []
     named = [value, *(known.get(name) for name in names)]
     named += [vars(each).get(name) for each in named if isinstance(each, ModuleType) for name in names]
     return any(isinstance(each, torch.jit.ScriptFunction) for each in named)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def code_names(code: CodeType) -> Iterator[str]:
     """Yields the names in a function's code, and in the functions and comprehensions inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from code_names(constant)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from sp_lightning.core.model.blocks import has_blocks
+from sp_lightning.core.model.blocks import ensemble, has_blocks
 from sp_lightning.core.model.found import Layer, OverlappingPair, Unit, join_names, tensor_bytes
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.torch_compat.private import (
@@ -327,32 +327,41 @@ def advice_to_group(streamed: Sequence[Unit], above: Mapping[nn.Module, str]) ->
     )
 
 
-def advice_to_divide(root: nn.Module, streamed: Sequence[Unit], name_of: Mapping[nn.Module, str]) -> str:
-    """Returns advice for an ensemble, a list of separate networks that are one layer each; otherwise an empty text.
+def note_on_largest(root: nn.Module, streamed: Sequence[Unit]) -> str:
+    """Returns a sentence that names a layer with more than half of all weights; empty if there is none, or few layers.
 
-    A list of blocks looks alike. But a module that has blocks also has weights outside of them, as a rule.
+    Args:
+        root: the root.
+        streamed: the units that are layers.
+    """
+    if len(streamed) < _LEAST_TO_GROUP:
+        return ""
+    largest = max(streamed, key=lambda unit: unit.nbytes)
+    share = largest.nbytes / sum(map(tensor_bytes, root.parameters()))
+    if share <= 1 / 2:
+        return ""
+    return f"Layer {largest.name!r} has {share:.0%} of the weights, and k cannot be less than one layer."
+
+
+def advice_to_divide(root: nn.Module, streamed: Sequence[Unit], name_of: Mapping[nn.Module, str]) -> str:
+    """Returns advice for an ensemble whose networks are one layer each, because each is small; otherwise an empty text.
 
     Args:
         root: the root.
         streamed: the units that are layers.
         name_of: the names of all modules.
     """
-    layers = {unit.module for unit in streamed if not unit.chosen}
-    weights = {*root.parameters()}
-    for networks in root.modules():
-        if type(networks) is not nn.ModuleList or len(networks) < 2 or layers != {*networks.children()}:
-            continue
-        if weights != {*networks.parameters()} or any(map(has_blocks, networks)):
-            continue
-        name = name_of[networks]
-        patterns = {_parts_of(each) for each in networks}
-        if len(patterns) == 1 and (names := [join_names(name, f"*.{each}") for each in patterns.pop()]):
-            layers_option = json.dumps(names[0] if len(names) == 1 else names)
-            return (
-                f"Each of the {len(networks)} networks in {name!r} is one layer. If each has the same input (an ensemble), "
-                f"smaller layers take less GPU memory: SuperpipelineStrategy(layers={layers_option})."
-            )
-    return ""
+    networks = ensemble(root, {unit.module for unit in streamed if not unit.chosen})
+    patterns = {_parts_of(each) for each in networks or ()}
+    if networks is None or len(patterns) != 1 or not (names := patterns.pop()):
+        return ""
+    name = name_of[networks]
+    names = tuple(join_names(name, f"*.{each}") for each in names)
+    layers_option = json.dumps(names[0] if len(names) == 1 else names)
+    return (
+        f"Each of the {len(networks)} networks in {name!r} is one layer. If each has the same input (an ensemble), "
+        f"smaller layers take less GPU memory: SuperpipelineStrategy(layers={layers_option})."
+    )
 
 
 def _parts_of(network: nn.Module) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ modules such as embeddings and heads. Small units stay on the device (residents)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from sp_lightning.core.model.checks import (
     advice_to_divide,
     advice_to_group,
     modules_moved_whole,
+    note_on_largest,
     notes_on,
     overlapping_pairs,
     tunes_products,
@@ -46,6 +48,7 @@ from sp_lightning.core.model.found import (
 )
 from sp_lightning.core.model.patterns import LayerChoice, chosen_layers, chosen_residents
 from sp_lightning.core.model.rows import RowFinder, row_finder
+from sp_lightning.core.model.uneven import UnevenBlocks
 from sp_lightning.core.model.without_values import refuse_without_values
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.torch_compat.private import FakeTensor, is_compiled, is_traceable_wrapper_subclass
@@ -98,23 +101,23 @@ def find_layers(
     whole = modules_moved_whole(module, kept)
     _refuse_both(chosen, kept, names)
     overlapping = overlapping_pairs(module, whole)
-    walk = _Walk(module, finder, chosen=chosen, whole=whole, whole_blocks=whole_blocks)
-    units = list(walk.units(module, names[module]))
     places = _places(module, whole)
     lowered = set() if autocast is None else _lowered(module, places)
-    units += finder.tables_in(_moving(units, _small(units), kept), places)
-    small = _small(units)
-    moving = _moving(units, small, kept)
-    looked_up = finder.looked_up(moving, places)
-    streamed = [unit for unit in moving if unit not in looked_up]
+    options = {"chosen": chosen, "whole": whole, "whole_blocks": whole_blocks}
+    walk, units, streamed, looked_up = _search(module, finder, places, kept, **options)
     count = gpu_layers if isinstance(gpu_layers, int) else round(gpu_layers * len(streamed))
     stay, streamed = streamed[:count], streamed[count:]
     on_gpu = {p for unit in stay for _, p in unit.parameters if p not in kept}
     places = {p: where for p, where in places.items() if p not in on_gpu}
     found, tables = (tuple(_layer(unit, kept, lowered, places) for unit in each) for each in (streamed, looked_up))
+    advice = (
+        finder.advice(module, streamed),
+        advice_to_divide(module, streamed, names),
+        note_on_largest(module, streamed),
+    )
     return Found(
         layers=found,
-        residents=_residents(units, small, kept),
+        residents=_residents(units, _small(units), kept),
         visits=_visits(walk.above, units, streamed, kept, finder.callers(module)),
         places=places,
         aside=tuple((name, child) for child, name in whole.items()),
@@ -126,11 +129,41 @@ def find_layers(
         experts=frozenset(index for index, unit in enumerate(streamed) if unit.expert),
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
         overlapping=overlapping,
-        advice=tuple(filter(None, (finder.advice(module, streamed), advice_to_divide(module, streamed, names)))),
+        advice=tuple(filter(None, advice)),
         grouping_advice=advice_to_group(streamed, {child: names[child] for child in walk.above}),
         buffer_bytes=sum(map(tensor_bytes, buffers_in(module))),
         nothing=why_nothing(whole, (*found, *tables), places, all_stay=bool(stay)),
     )
+
+
+def _search(
+    module: nn.Module, finder: RowFinder, places: Places, kept: set[nn.Parameter], **options: Any
+) -> tuple[_Walk, list[Unit], list[Unit], list[Unit]]:
+    """Divides the root into units, and then blocks that are much larger than the others into their parts.
+
+    Args:
+        module: the root.
+        finder: finds rows.
+        places: all places of each parameter.
+        kept: the parameters that stay on the device.
+        options: the other arguments of :class:`_Walk`.
+
+    Returns:
+        The last walk, all units, the units that are layers, and those of which only rows are uploaded.
+    """
+    divided: set[nn.Module] = set()
+    uneven = UnevenBlocks(module)
+    while True:
+        walk = _Walk(module, finder, **options, divided=divided)
+        units = [*walk.units(module, "")]
+        units += finder.tables_in(_moving(units, _small(units), kept), places)
+        moving = _moving(units, _small(units), kept)
+        looked_up = finder.looked_up(moving, places)
+        streamed = [unit for unit in moving if unit not in looked_up]
+        blocks = [] if options["chosen"] else uneven.next(streamed, units)
+        if divided.issuperset(blocks):
+            return walk, units, streamed, looked_up
+        divided.update(blocks)
 
 
 def _refuse_both(chosen: set[nn.Module], kept: set[nn.Parameter], names: Mapping[nn.Module, str]) -> None:
@@ -291,6 +324,7 @@ class _Walk:
         chosen: the modules that ``layers=`` chose.
         whole: the modules that are moved whole. They do not become units.
         whole_blocks: as in :func:`find_layers`.
+        divided: modules that are divided, whatever they are.
 
     Attributes:
         above: the modules that were divided, in the order of the tree.
@@ -304,6 +338,7 @@ class _Walk:
         chosen: set[nn.Module],
         whole: Mapping[nn.Module, str],
         whole_blocks: bool,
+        divided: Collection[nn.Module] = (),
     ) -> None:
         self._finder = finder
         self.above: list[nn.Module] = []
@@ -311,6 +346,7 @@ class _Walk:
         self._chosen = chosen
         self._whole = whole
         self._whole_blocks = whole_blocks
+        self._divided = divided
         self._owned: set[nn.Parameter] = set()
         self._seen: set[nn.Module] = set()
         self._groups: set[nn.Module] = set()  # blocks that a user has grouped in nn.Sequential (`groups_in`)
@@ -377,7 +413,7 @@ class _Walk:
         """
         if is_compiled(module):
             return False  # a compiled module is one graph: weights cannot be uploaded and evicted inside
-        if any(child in self._chosen for child in module.modules()):  # a module below it is a layer
+        if module in self._divided or any(child in self._chosen for child in module.modules()):  # a layer is below it
             return True
         if isinstance(module, _UNDIVIDED) or not has_parts(module):
             return False
