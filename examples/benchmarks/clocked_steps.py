@@ -236,7 +236,7 @@ def measure(overlap: Any, precision: Any, ratio: float, stay: int = 0) -> Row:
     with mock.patch("sp_lightning.trainer.run.device_for", return_value=device):
         trainer.fit(module, DataLoader(torch.ones(STEPS, 2, WIDTH), batch_size=None))  # type: ignore[arg-type]
     plan = strategy.plan
-    gradients = sum(layer.gradient_bytes for layer in plan.offloaded)
+    gradients = sum(layer.gradient_bytes for layer in plan.trained)
     # Of the last step: the first one has no state yet.
     count = LAYERS - stay
     uploaded, downloaded = (sum(moved[-count:]) / gradients for moved in device.moved.values())

@@ -30,7 +30,7 @@ class Engine:
         self.device = SimpleNamespace(access=lambda *_, **__: None, later=self.later.append)
         norms = Norms()
         self.stay = frozenset[nn.Parameter]()
-        self.norms = SimpleNamespace(of=lambda gradient: (self.measured.append(gradient), norms.of(gradient))[1])
+        self.norms = SimpleNamespace(of=lambda gradient: (self.measured.append(gradient), norms.of(gradient))[1])  # type: ignore[func-returns-value]
 
 
 def layer(parameters: list[nn.Parameter], use_gradients: Callable[[], bool]) -> Any:
