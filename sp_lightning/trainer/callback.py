@@ -28,6 +28,7 @@ from sp_lightning.core.observe.stats import (
     state_line,
 )
 from sp_lightning.core.plan.host_memory import host_memory
+from sp_lightning.core.plan.ledger import state_bytes
 from sp_lightning.trainer.compat import accumulates, logged_step
 from sp_lightning.trainer.loops import LoopStrategy
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
@@ -131,6 +132,8 @@ class SuperpipelineCallback(Callback):
         self._start = perf_counter()
         plan, log = self._strategy.plan, self._strategy.log
         state = self._strategy.ledger.state if training else None
+        if training and plan.stay:  # plain Lightning's state is on the GPU, too, which the ledger does not count
+            state = state_bytes(self._strategy.optimizers)
         device = self._strategy._computing_device
         on_cpu = device is not None and device.computes_on_host
         line = " ".join([plan.sentence(state=state, on_cpu=on_cpu), *self._strategy.remarks()])

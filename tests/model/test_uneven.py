@@ -162,6 +162,12 @@ def test_a_block_whose_parts_cannot_be_layers_stays_whole(make: Callable[[int], 
     assert "1.6" in names_of_layers(module)
 
 
+def test_blocks_with_experts_stay_whole_when_their_experts_are_no_layers() -> None:
+    """With ``activations="recompute"``: two searches divided different blocks."""
+    module = growing(Routed)
+    assert "1.6" in {layer.name for layer in find_layers(module, whole_blocks=True).layers}
+
+
 @pytest.mark.parametrize(
     "module",
     [nn.MultiheadAttention(16, 2), nn.LSTM(16, 16), weight_norm(nn.Linear(16, 16, bias=False)), encoder_layer(16)],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
+import re
 import weakref
 from functools import partial
 from pathlib import Path
@@ -17,12 +19,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from sp_lightning import SuperpipelineStrategy, stream
+from sp_lightning import SuperpipelineStrategy, dial, stream
 from sp_lightning.capabilities.activations.recompute import Unrepeatable
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.model.wrapped import move, parts
 from sp_lightning.core.updates.fused import divide
-from tests.support.models import CASES, Block, Module, SparseEmbedding, Stack
+from tests.support.models import CASES, Block, Module, SparseEmbedding, Stack, vectors
 from tests.support.nets import Does
 from tests.support.on_device import Stepped, on_device
 from tests.support.plain_bits import BATCHES, OPTIMIZERS, RUNS
@@ -559,7 +561,7 @@ def test_any_optimizer_may_have_parameters_in_one_place(frozen: bool) -> None:
         (float("nan"), ValueError, "found nan"),
         (True, TypeError, "found True"),
         ("all", TypeError, "found 'all'"),
-        ("auto", ValueError, "`superpipeline plan MODEL --gpu-layers auto --gpu-memory 24GiB` proposes one."),
+        ("auto", ValueError, "`superpipeline plan MODEL --gpu-layers auto --gpu-memory 22GiB` proposes one."),
     ],
 )
 def test_wrong_values(given: Any, error: type[Exception], message: str) -> None:
@@ -581,3 +583,42 @@ def test_a_group_is_divided_with_the_names_of_its_parameters() -> None:
     here, there = divide(group, {weights[1]})
     assert (here["param_names"], there["param_names"], here["lr"]) == (["a", "c"], ["b"], 0.1)
     assert [id(each) for each in (*here["params"], *there["params"])] == [id(weights[at]) for at in (0, 2, 1)]
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("stay", [2, 100])
+def test_dial_counts_the_optimizer_state_of_layers_that_stay(stay: int) -> None:
+    """``dial`` said that all layers on the GPU take 35 % of plain Lightning's memory."""
+    found = dial(
+        lambda: Module(Stack()),
+        lambda: vectors(4),
+        steps=3,
+        trainer={"accelerator": "cpu"},
+        k=(1,),
+        k_prime=(1,),
+        gpu_layers=stay,
+    )
+    plain, ours = (row.memory for row in found.rows)
+    assert plain is not None
+    assert ours is not None
+    if stay == 100:
+        assert ours[1:] == plain[1:]
+        assert ours.weights == plain.weights
+    else:
+        assert 0 < ours.optimizer < plain.optimizer
+
+
+def test_plain_lightnings_memory_in_the_log_does_not_depend_on_layers_that_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="lightning.pytorch.superpipeline")
+    for stay in (0, 2):
+        fit(lambda: Module(Stack()), vectors(1), SuperpipelineStrategy(k=1, gpu_layers=stay), recorded="nothing")
+    first, second = (re.findall("plain Lightning (.+) with optimizer state", line) for line in caplog.messages)
+    assert first == second != []
+
+
+def test_the_plan_names_the_layers_that_stay() -> None:
+    strategy = SuperpipelineStrategy(k=1, gpu_layers=2)
+    fit(lambda: Module(Stack()), vectors(1), strategy, recorded="nothing")
+    assert re.search(r"stay on the GPU .*net\.stem, net\.blocks\.0", str(strategy.plan))

@@ -153,16 +153,23 @@ def _search(
     """
     divided: set[nn.Module] = set()
     uneven = UnevenBlocks(module)
-    while True:
-        walk = _Walk(module, finder, **options, divided=divided)
+
+    def searched(**changed: Any) -> tuple[_Walk, list[Unit], list[Unit], list[Unit]]:
+        walk = _Walk(module, finder, **{**options, **changed}, divided=divided)
         units = [*walk.units(module, "")]
         units += finder.tables_in(_moving(units, _small(units), kept), places)
         moving = _moving(units, _small(units), kept)
         looked_up = finder.looked_up(moving, places)
-        streamed = [unit for unit in moving if unit not in looked_up]
-        blocks = [] if options["chosen"] else uneven.next(streamed, units)
+        return walk, units, [unit for unit in moving if unit not in looked_up], looked_up
+
+    if options["chosen"]:
+        return searched()
+    while True:
+        # Blocks with experts stay whole. A search with `whole_blocks` does not find experts, but has to divide the same blocks.
+        found = searched(whole_blocks=False)
+        blocks = uneven.next(found[2], found[1])
         if divided.issuperset(blocks):
-            return walk, units, streamed, looked_up
+            return searched() if options["whole_blocks"] else found
         divided.update(blocks)
 
 

@@ -113,7 +113,7 @@ def make_ledger(
     once = steps.accumulate == 1
     # Sums of gradients, over micro-batches or devices, are not narrow.
     steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)
-    state = _state_bytes(optimizers, on_gpu)
+    state = state_bytes(optimizers, on_gpu)
     layers = (*plan.trained, *plan.masters)
     return Ledger(
         parameters=sum(math.prod(span.shape) for layer in layers for span in layer.spans),
@@ -150,8 +150,13 @@ def _norm_bytes(plan: Plan, steps: Steps) -> int:
     return 2 * max(halves, default=0)
 
 
-def _state_bytes(optimizers: Iterable[torch.optim.Optimizer], on_gpu: Container[torch.Tensor]) -> int | None:
-    """Returns the bytes of the optimizers' state; None if an optimizer has no state yet and its class does not tell the size."""
+def state_bytes(optimizers: Iterable[torch.optim.Optimizer], on_gpu: Container[torch.Tensor] = ()) -> int | None:
+    """Returns the bytes of the optimizers' state; None if an optimizer has no state yet and its class does not tell the size.
+
+    Args:
+        optimizers: the optimizers.
+        on_gpu: weights whose state does not count.
+    """
     total = 0
     for optimizer in optimizers:
         trained_here = [[p for p in g["params"] if p.requires_grad and p not in on_gpu] for g in optimizer.param_groups]

@@ -82,7 +82,7 @@ def checked_share(option: str, value: Any) -> Share:
     wanted = f"{option} must be a number of layers (8) or a share of them (0.5), found {value!r}."
     if isinstance(value, str) and value == "auto":
         raise ValueError(
-            f"{wanted} The number is chosen before the run: `superpipeline plan MODEL --gpu-layers auto --gpu-memory 24GiB` "
+            f"{wanted} The number is chosen before the run: `superpipeline plan MODEL --gpu-layers auto --gpu-memory 22GiB` "
             f"proposes one."
         )
     whole = _is_whole(value)

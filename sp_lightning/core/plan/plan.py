@@ -14,7 +14,7 @@ and for the rank's own part of the sum.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -287,11 +287,12 @@ class Plan:
         what = "weights and gradients" if self.training else "weights"
         plain = self._plain(state)
         stay = self.staying[0]
-        moved_whole = f"of them {in_gib(stay)} of buffers and of weights that stay" if stay else ""
+        moved_whole = f"of them {in_gib(stay)} of buffers and of weights outside of slots" if stay else ""
         steps = self.update_bytes - self.staying_bytes
         stays = "optimizer state and steps of weights that stay; their weights and gradients are in the lines above"
         totals = {
             "slots": (self.slot_bytes, slots),
+            **({"stay on the GPU": (sum(each[1] for each in self.stay), _names(self.stay))} if self.stay else {}),
             "resident": (self.resident_bytes, moved_whole),
             **({"gradients in flight": (self.gradient_bytes, "")} if self.training else {}),
             **({"steps on the GPU": (steps, "")} if self.training and self.steps_on_device else {}),
@@ -357,6 +358,12 @@ class Plan:
         if not self.training:
             return [weights], ""
         return ([], "") if state is None else ([weights + gradients + state], " with optimizer state")
+
+
+def _names(stay: Sequence[tuple[str, int, int]]) -> str:
+    """Returns the names of the layers that stay on the device: all of a few, else the first and the last one."""
+    names = [name for name, _, _ in stay]
+    return ", ".join(names if len(names) <= 4 else [names[0], names[1], "…", names[-1]])
 
 
 def make_plan(

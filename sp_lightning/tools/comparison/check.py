@@ -273,7 +273,7 @@ def is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: to
 
 
 def _figures(done: RunResult, counted: int | None = None) -> RunFigures:
-    ours = counted if done.stats is None else done.stats.peak_device_bytes
+    ours = counted if done.stats is None else done.stats.peak_device_bytes + done.state_bytes
     return RunFigures(done.way.name, done.seconds, ours if done.peak_bytes is None else done.peak_bytes)
 
 

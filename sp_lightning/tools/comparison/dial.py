@@ -212,6 +212,10 @@ class _Measuring:
         plain = _plain_memory(found, task, activations)
         for way, done in zip(ways, found, strict=True):
             memory = plain if way.options is None else None if done is None else _memory(done)
+            if memory is not None and done is not None and done.plan is not None and done.plan.nothing and counts:
+                memory = memory._replace(
+                    activations=activations or 0
+                )  # the strategy counts only if it streams something
             if memory is not None and activations is None:
                 memory = memory._replace(activations=0)  # the same sum for all rows
             seconds = None if done is None else median(done.times[1:] or done.times)
@@ -290,7 +294,7 @@ def _memory(done: RunResult) -> Memory:
     """Returns the memory of a run of the strategy."""
     assert done.stats is not None
     stats = done.stats
-    counted = stats.peak_weight_bytes, stats.peak_gradient_bytes, stats.peak_optimizer_bytes
+    counted = stats.peak_weight_bytes, stats.peak_gradient_bytes, stats.peak_optimizer_bytes + done.state_bytes
     return with_activations(counted, done.peak_bytes, stats.peak_activation_bytes)
 
 

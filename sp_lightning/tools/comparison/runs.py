@@ -73,7 +73,8 @@ class RunResult:
         checkpoint: the checkpoint after training.
         times: the seconds of each training batch, without the first; of each predicted batch if the run only predicts.
         peak_bytes: the peak of allocated device memory in these batches; None if the device does not measure it.
-        state_bytes: bytes of the optimizers' state after training with plain Lightning.
+        state_bytes: bytes of the optimizers' state after training: of plain Lightning, or of the strategy's layers that stay on
+            the device.
         activation_bytes: the peak of bytes that autograd holds, if the run counts them; else 0.
         plan: the plan of the strategy; None for plain Lightning.
         stats: the stats of the strategy after training; None for plain Lightning.
@@ -224,8 +225,10 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
     ends, peak = [*recorder.ends], recorder.peak
     strategy: Any = trainer.strategy
     plan, stats = (None, None) if way.options is None else (strategy.plan, strategy.stats())
-    state = flatten([optimizer.state_dict()["state"] for optimizer in trainer.optimizers if stats is None])
-    state_bytes = sum(value.nbytes for _, value in state if isinstance(value, Tensor))
+    stay = None if plan is None else tuple(f"{name}." for name, _, _ in plan.stay)
+    on_device = {each for name, each in made.module.named_parameters() if stay is None or name.startswith(stay)}
+    states = [values for each in trainer.optimizers for p, values in each.state.items() if p in on_device]
+    state_bytes = sum(value.nbytes for _, value in flatten(states) if isinstance(value, Tensor))
     trained = any(seen) or any(entry.kind == "losses" for entry in record.entries)
     checkpoint = folder / "checkpoint.ckpt"
     if way.only is None:

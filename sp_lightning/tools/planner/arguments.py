@@ -300,7 +300,7 @@ def contradictions(question: Question) -> Iterator[str]:
     }
     need = {
         ("--links", "--devices 2"): asked.devices == 1 and asked.links != _usual().links,
-        ("--gpu-layers auto", "--gpu-memory 24GiB"): asked.gpu_layers == "auto" and asked.gpu_memory is None,
+        ("--gpu-layers auto", "--gpu-memory 22GiB"): asked.gpu_layers == "auto" and asked.gpu_memory is None,
     }
     for (one, other), found in exclude.items():
         if found:
