@@ -216,19 +216,14 @@ class Row(NamedTuple):
         return self.measured / self.planned
 
 
-def measure(overlap: Any, precision: Any, ratio: float, stay: int = 0) -> Row:
-    """Trains on such a device.
-
-    Args:
-        overlap, precision, ratio: as in :class:`Row`.
-        stay: how many layers stay on the device. Their steps take no time here, which the kernels' clock does not see.
-    """
+def measure(overlap: Any, precision: Any, ratio: float) -> Row:
+    """Trains on such a device. The arguments are those of :class:`Row`."""
     bytes_of_layer = 4 * WIDTH * WIDTH
     # Uploads of a step: the weights twice (forward and backward), and gradients, weights and state for the optimizer.
     rate = 6 * bytes_of_layer / (2 * ratio)
     rates = Rates(rate, rate, math.inf, math.inf, visit_seconds=0.0)
     device = Clocked(rates, 1.0, 0.05)
-    strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_on="gpu", gpu_layers=stay, optimizer_overlap=overlap)
+    strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_on="gpu", optimizer_overlap=overlap)
     module = Trained(device)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", precision=precision, max_epochs=1, logger=False, barebones=True
@@ -238,11 +233,10 @@ def measure(overlap: Any, precision: Any, ratio: float, stay: int = 0) -> Row:
     plan = strategy.plan
     gradients = sum(layer.gradient_bytes for layer in plan.trained)
     # Of the last step: the first one has no state yet.
-    count = LAYERS - stay
-    uploaded, downloaded = (sum(moved[-count:]) / gradients for moved in device.moved.values())
+    uploaded, downloaded = (sum(moved[-LAYERS:]) / gradients for moved in device.moved.values())
     forward = [Visit((layer,), 1.0) for layer in plan.order]
     visits = [*forward, *(Visit((layer,), 1.0, True, (layer,)) for layer in reversed(plan.order))]
-    update = gradients / count / 0.05
+    update = gradients / LAYERS / 0.05
     rates = Rates(rate, rate, update, math.inf, visit_seconds=0.0, update_upload=uploaded, update_download=downloaded)
     planned = Walk(plan, visits, rates, overlap=overlap).predict(batches=4).seconds
     at = module.at[2:]

@@ -106,7 +106,7 @@ def adamw_rates(seconds: float) -> dict[str, float]:
 
 
 def plan_arguments(row: rows.Row) -> list[str]:
-    """What ``superpipeline plan`` is told of this machine, without an accelerator of the host alone."""
+    """Returns the rates of this machine as options of ``superpipeline plan``. Without an accelerator, those of the host."""
     rates = {
         "--host-bandwidth": row["dram_bytes"],
         "--pcie": row["duplex_bytes"],

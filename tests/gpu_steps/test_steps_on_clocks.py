@@ -28,27 +28,6 @@ def test_a_step_takes_no_longer_than_planned(overlap: str, precision: str, ratio
     assert 0.9 < row.times <= clocked_steps.MOST
 
 
-STAYING = [
-    (overlap, precision, ratio, stay)
-    for overlap in ("off", "forward", "backward")
-    for precision in ("32-true", "bf16-mixed")
-    for ratio in (0.5, 2)
-    for stay in (6, 20)
-]
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize(
-    ("overlap", "precision", "ratio", "stay"),
-    first(STAYING, ("forward", "bf16-mixed", 2, 6), ("backward", "32-true", 2, 20), why="other balances of the same"),
-)
-def test_a_step_with_layers_that_stay_takes_no_longer_than_planned(
-    overlap: str, precision: str, ratio: float, stay: int
-) -> None:
-    row = clocked_steps.measure(overlap, precision, ratio, stay)
-    assert 0.9 < row.times <= clocked_steps.MOST
-
-
 @pytest.mark.long("two trainings on clocks")
 @pytest.mark.parametrize(("stay", "most"), [(0, 0.01), (2, 1.0)])
 def test_a_loan_of_the_gpu_takes_less_than_a_second(stay: int, most: float) -> None:

@@ -56,7 +56,7 @@ class Ensemble(nn.Module):
 
 
 MANY = 7
-"""Two of so many networks have less than a third of all weights."""
+"""If an ensemble has many networks, two of them have less than a third of all weights."""
 
 
 def advice(net: nn.Module, **options: Any) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class Predicted(pl.LightningModule):
 
 
 def predict(ratio: float, layers: int) -> list[int]:
-    """k in each batch, if an upload takes ``ratio`` times as long as a layer's forward and so many layers fit."""
+    """k in each batch, if an upload takes ``ratio`` times as long as a layer's forward and memory holds ``layers`` layers."""
     rate = LAYER / ratio
     device = Clocked(Rates(rate, rate, math.inf, math.inf, visit_seconds=0.0), 1.0, 0.05)
     module = Predicted()

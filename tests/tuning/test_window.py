@@ -349,7 +349,7 @@ def begun(k: Any, k_prime: Any, budget: Any = None) -> Window:
 
 
 def chosen(window: Window, seconds: Any, stalled: Any) -> list[int]:
-    """Each k that is tried, the chosen one last, if batches take so many seconds by k and stall for so many of them."""
+    """Returns each k that is tried, the chosen one last. ``seconds`` and ``stalled`` return those of a batch with k layers."""
     doublings, tried = Doublings(window), [1]
     while not doublings.over:
         doublings.measured(seconds(doublings.k), stalled(doublings.k))

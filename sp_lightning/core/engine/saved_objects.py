@@ -39,7 +39,7 @@ def plain_has_no_hooks() -> bool:
 
 
 class _SavedObject(NamedTuple):
-    """A tensor that a custom Function has saved, and that is no weight of a layer.
+    """A tensor, other than a weight of a layer, that a custom Function has saved.
 
     Attributes:
         found: a weak reference to the tensor.

@@ -126,7 +126,8 @@ class Streamer:
         self._residents = Residents(self._resident_layer, self._source, self._writes)
         self._pin = pin
         # On a GPU the allocator counts activations.
-        self._held = HeldActivations(self._staying_tensors, (self._slots.by_address, self._device_storages))
+        held = HeldActivations(self._staying_tensors, (self._slots.by_address, self._device_storages))
+        self._held = held if self.device.computes_on_host else None
         if make_stepper is not None and plan.steps_on_device:
             self.updates.stepper = make_stepper(device, plan, pin)
         self._gradients.keep_for_step = plan.steps_on_device
@@ -140,11 +141,6 @@ class Streamer:
         """Yields the tensors outside of slots that are on the device anyway: buffers, and weights that stay on the device."""
         yield from self.found.on_gpu
         yield from self._module.buffers()
-
-    @property
-    def _counts_held(self) -> HeldActivations | None:
-        """The count of activations; None if the allocator counts them."""
-        return self._held if self.device.computes_on_host else None
 
     def _activation_setup(
         self, visits: dict[nn.Module, tuple[StreamedLayer, ...]], log: logging.Logger | None
@@ -163,7 +159,7 @@ class Streamer:
             rerun=lambda layers, inputs: self._calls.rerun(layers, inputs),
             layer_at=lambda address: self._uses.layer_at(address),
             given_by_nested=lambda: self._backward.given_by_nested(),
-            held=self._counts_held,
+            held=self._held,
             log=log,
         )
 
@@ -229,7 +225,7 @@ class Streamer:
             writes=self._writes,
             activations=self.activations,
             backward=self._backward,
-            held=self._counts_held,
+            held=self._held,
         )
         self._uses = Uses(
             lock=self._lock,
@@ -288,7 +284,7 @@ class Streamer:
             self._backward.abandon()
             for compiled in self._compiled:
                 compiled.masters.clear()
-            if training and self._counts_held is not None:
+            if training and self._held is not None:
                 self._held.begin()
             self._step.begin(phase, kind, quiet=quiet)
 
@@ -462,7 +458,6 @@ class Streamer:
         uploaded, downloaded = self.updates.stepper.moved_bytes
         weights, gradients, steps = self._peak_parts
         allocated = self.device.most_bytes()
-        on_host = self._counts_held is not None
         return Stats(
             fetched_layers=sum(layer.fetches for layer in self._moving),
             fetched_bytes=self._slots.fetched_bytes + sum(each.looked_up_bytes for each in rows),
@@ -477,7 +472,7 @@ class Streamer:
             peak_weight_bytes=weights,
             peak_gradient_bytes=gradients,
             peak_optimizer_bytes=steps,
-            peak_activation_bytes=self._held.peak if on_host else max(allocated - self._peak_bytes, 0),
+            peak_activation_bytes=max(allocated - self._peak_bytes, 0) if self._held is None else self._held.peak,
             peak_allocated_bytes=allocated,
             offloaded_activation_bytes=offloaded,
             uploaded_activation_bytes=uploaded_again,

@@ -123,7 +123,9 @@ def can_be_divided(module: nn.Module) -> bool:
     """
     if not has_parts(module) or is_compiled(module) or is_parametrized(module):
         return False
-    if any(isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in module.children()):  # nobody calls them
+    if any(
+        isinstance(child, (nn.ParameterList, nn.ParameterDict)) for child in module.children()
+    ):  # these are never called
         return False
     own = _bytes(module.parameters(recurse=False))
     return (
