@@ -51,7 +51,7 @@ else:
     _REMOVED = {
         "chunk_loss": "With torch 2.14 or newer, compute the loss by torch.nn.functional.linear_cross_entropy(hidden.float(), "
         "model.lm_head.weight.float(), labels, options=torch.nn.LinearCrossEntropyOptions()). For older versions, "
-        "examples/guide/activations.md has ten lines."
+        "examples/guide/memory.md has ten lines."
     }
 
     def __getattr__(name: str) -> object:

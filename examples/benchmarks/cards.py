@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "examples/guide/cards.md"
 COMMAND = "python -m examples.benchmarks.cards"
 GIB = 2**30
+WRITTEN_BY_HAND = "\n## Other tools\n"
+"""The section that ends the page: the program leaves it as it is."""
 
 
 class Card(NamedTuple):
@@ -64,7 +66,7 @@ CARDS = {
         "One 80 GB card, 128 GB of RAM (H100)",
         "--tflops 662.8 --device-bandwidth 3350GB/s --pcie 46.75GB/s --host-bandwidth 85.11GB/s --gpu-memory 74GiB "
         "--host-memory 126GiB",
-        "[measured](../results/2026-11-26-h100.md#predicted) on the machine of 2026-11-26, except the data sheet's 3,350 GB/s",
+        "[measured](../results/README.md) on the machine of 2026-11-26, except the data sheet's 3,350 GB/s",
     ),
 }
 """Drivers, the system and Python need the rest of the memory."""
@@ -129,12 +131,12 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("shapes/qwen3-32b.json", "LoRA", f"{_LLM} {_FOUR} {_LORA}", _ABOVE),
         Case(
             "shapes/llama-3-70b.json", "LoRA, the base on a disk of 7 GB/s", f"{_LLM} {_FOUR} {_LORA} --disk 7GB/s",
-            "`disk=`, [mapped weights](disk.md#weights-in-their-files)",
+            "`disk=`, [mapped weights](files.md#weights-in-their-files)",
         ),
         Case("shapes/gpt-oss-120b.json", "LoRA, experts in MXFP4", f"{_LLM} {_FOUR} {_LORA}", "`finetune_moe.py`, as above"),
         Case(
             _FLUX.model, f"{_ALL_16}, clipped", f"--gradient-checkpointing {_TRUE} {_CLIP}",
-            "your own LightningModule ([guide](diffusion.md))",
+            "your own LightningModule ([guide](vision.md#diffusion))",
         ),
     ),
 }  # fmt: skip
@@ -202,16 +204,21 @@ def page(commit: str, date: str) -> Iterator[str]:
     """The page, line by line."""
     yield f"""# What fits on my card
 
-Read this to see what fits on a card of 16, 24 or 80 GB, and how fast a step is.
+Read this to see what fits on a card of 16, 24 or 80 GB, how fast a step is, and [how other tools compare](#other-tools).
 
-**Predicted by [`plan`](memory.md#does-it-fit), not measured**, to two digits: {date}, commit {commit}, `{COMMAND}`.
+```sh
+superpipeline plan examples/shapes/llama-3-8b.json --lora 16 --tokens 4096 --gradient-checkpointing --gpu-memory 22GiB
+```
 
-- Language models: one sequence of 4,096 tokens per step (four on 80 GB), AdamW, gradient checkpointing.
-- *GPU memory*: of the fastest window that fits. With `k=1` it is less, for example 11 GiB for 8B.
-- *Share of plain*: seconds of plain Lightning ÷ these seconds, as if the card had enough memory for plain Lightning.
-- `bf16-true` loses small updates ([bytes per parameter](memory.md#bytes-per-parameter)).
-- Clipped runs of all weights wait for optimizer steps. [`accumulate_grad_batches`](llm.md#pitfalls) makes these rarer.
-- "–": it does not fit as asked. Each row's options of `plan` are in [the script](../benchmarks/cards.py)."""
+This command [answers for your model and card](memory.md#does-it-fit). The tables are its answers: **predicted, not measured**,
+to two digits, {date}, commit {commit}, `{COMMAND}`.
+
+- Language models have one sequence of 4,096 tokens per step (four on 80 GB), AdamW and gradient checkpointing.
+- *GPU memory* is that of the fastest window that fits. With `k=1` it is less, for example 11 GiB for 8B.
+- *Share of plain* is the time of plain Lightning ÷ this time, as if the card had enough memory for plain Lightning.
+- `bf16-true` [loses small updates](memory.md#bytes-per-parameter).
+- Clipped runs of all weights wait for optimizer steps. [`accumulate_grad_batches`](language.md#pitfalls) makes these rarer.
+- "–" means that it does not fit. Each row's options of `plan` are in [the script](../benchmarks/cards.py)."""
     for key, card in CARDS.items():
         yield f"\n## {card.title}\n"
         yield from table(key)
@@ -227,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.strip()
-    PAGE.write_text("\n".join(page(commit, f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")) + "\n")
+    predicted = "\n".join(page(commit, f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}")) + "\n"
+    PAGE.write_text(predicted + "".join(PAGE.read_text().partition(WRITTEN_BY_HAND)[1:]))
 
 
 if __name__ == "__main__":

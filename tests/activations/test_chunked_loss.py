@@ -22,9 +22,9 @@ CHUNK = 5  # the last of a batch's 14 tokens are fewer
 
 
 def of_the_guide(name: str) -> Any:
-    """Returns a function that activations.md shows."""
+    """Returns a function that memory.md shows."""
     shown: dict[str, Any] = {}
-    for block in blocks(ROOT / "examples" / "guide" / "activations.md", "python"):
+    for block in blocks(ROOT / "examples" / "guide" / "memory.md", "python"):
         if f"def {name}" in block:
             exec(compile(block, name, "exec"), shown)
     return shown[name]
@@ -117,7 +117,7 @@ def test_logits_that_are_never_there(name: str) -> None:
 
 def test_the_old_name_says_what_to_write() -> None:
     with pytest.raises(
-        AttributeError, match=r"chunk_loss was removed.*linear_cross_entropy\(hidden\.float\(\), .*activations\.md"
+        AttributeError, match=r"chunk_loss was removed.*linear_cross_entropy\(hidden\.float\(\), .*memory\.md"
     ):
         sp_lightning.chunk_loss  # type: ignore[attr-defined]  # noqa: B018
     assert "chunk_loss" not in dir(sp_lightning)

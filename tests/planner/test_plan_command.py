@@ -409,7 +409,7 @@ def test_small_layers_and_large_logits_are_named(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     outside = "12.2 MiB of activations lie outside the layers (largest: float32 (64, 50000), 12.2 MiB). activations="
     assert f"note: {outside}" in said
-    assert "(examples/guide/activations.md)" in said
+    assert "(examples/guide/memory.md)" in said
     main(["plan", config("gpt2", tmp_path), "--tokens", "16", "--k", "1", "--k-prime", "1"])
     said = capsys.readouterr().out
     assert re.search(r"^faster: .* s for Python\. Use larger layers \(layers=\)", said, re.MULTILINE)

@@ -63,8 +63,9 @@ def test_the_factory_of_the_guide(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_guide_shows_the_factory() -> None:
-    shown = blocks(ROOT / "examples" / "guide" / "diffusion.md", "python")
-    assert (ROOT / "examples" / "shapes" / "flux.py").read_text().endswith(f"\n\n{shown[1]}")
+    shown = blocks(ROOT / "examples" / "guide" / "vision.md", "python")
+    (factory,) = (block for block in shown if "def make_flux" in block)
+    assert (ROOT / "examples" / "shapes" / "flux.py").read_text().endswith(f"\n\n{factory}")
 
 
 def test_a_config_of_diffusers_says_to_write_a_factory(
@@ -76,6 +77,6 @@ def test_a_config_of_diffusers_says_to_write_a_factory(
         for model in (str(tmp_path), str(tmp_path / name)):
             said = refused(capsys, model)
             assert f"{name}' is of diffusers ({kind}), and `plan` does not know its inputs." in said
-            assert "plan my_file:make_model. examples/guide/diffusion.md has one for Flux." in said
+            assert "plan my_file:make_model. examples/guide/vision.md has one for Flux." in said
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: None)
-    assert "A model of diffusers needs a factory (examples/guide/diffusion.md)." in refused(capsys, "some/pipeline")
+    assert "A model of diffusers needs a factory (examples/guide/vision.md)." in refused(capsys, "some/pipeline")

@@ -73,10 +73,10 @@ _STATUS = (
 _RATES = "rates measured by `superpipeline rates > FILE`, for all rates that are not given here"
 REMOVED = {
     "--loss-tokens": "plan a module (package.module:Factory) with example_input_array, whose forward computes the loss in chunks "
-    "(examples/guide/activations.md)",
+    "(examples/guide/memory.md)",
     "--hours": "plan each --batch-size that you consider, and divide the hours by its seconds per batch. "
     "Trainer(max_time={'hours': 24}) ends the run in time",
-    "--frames": "write a factory whose example_input_array has the latents of a video (examples/guide/diffusion.md)",
+    "--frames": "write a factory whose example_input_array has the latents of a video (examples/guide/vision.md)",
     "--dataset-tokens": "divide the tokens of the run by those of the data",
 }
 """The removed options of ``plan``, each with what to do instead."""

@@ -125,7 +125,7 @@ def find_config(source: str) -> Path | None:
         raise ValueError(
             f"{source!r}: not a folder, and its config.json is not in the cache of the Hugging Face hub. `plan` downloads "
             f"nothing. Run first: hf download {source} config.json. A model of diffusers needs a factory "
-            "(examples/guide/diffusion.md)."
+            "(examples/guide/vision.md)."
         ) from error
 
 
@@ -314,7 +314,7 @@ def _read(file: Path) -> dict[str, Any]:
     if _CLASS in raw:
         raise ValueError(
             f"{str(file)!r} is of diffusers ({raw[_CLASS]}), and `plan` does not know its inputs. Expected a factory: a function "
-            "that returns the model with example_input_array, plan my_file:make_model. examples/guide/diffusion.md has one for "
+            "that returns the model with example_input_array, plan my_file:make_model. examples/guide/vision.md has one for "
             "Flux."
         )
     if "auto_map" in raw:

@@ -206,7 +206,7 @@ def _notes(estimate: Estimate, row: Row) -> list[str]:
     if largest is not None and (work.outside > work.saved(row.modes) / 4 or largest.nbytes > saved):
         loss = ""
         if "token" in estimate.items:
-            loss = " If they are the loss's logits, compute the loss in chunks (examples/guide/activations.md)."
+            loss = " If they are the loss's logits, compute the loss in chunks (examples/guide/memory.md)."
         notes.append(
             f"{in_gib(work.outside)} of activations lie outside the layers (largest: {largest}). activations= does not reduce "
             f"them.{loss}"
