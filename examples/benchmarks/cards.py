@@ -29,11 +29,10 @@ WRITTEN_BY_HAND = "\n## Other tools\n"
 
 
 class Card(NamedTuple):
-    """A machine: its title, the options of ``plan`` with its rates and memory, and where the rates are from."""
+    """A machine: its title, and the options of ``plan`` with its rates and memory."""
 
     title: str
     options: str
-    source: str
 
 
 class Case(NamedTuple):
@@ -51,22 +50,22 @@ class Case(NamedTuple):
 
 
 CARDS = {
+    # NVIDIA's data sheet: 165 TFLOP/s in bfloat16, of which 150 are assumed, and 1,008 GB/s. PCIe 4.0 x 16 has 31.5 GB/s each
+    # way, of which 25 are assumed. Two channels of DDR4-3200 have 51 GB/s, of which 45 are assumed.
     "24": Card(
         "One 24 GB card, 64 GB of RAM (RTX 4090)",
         "--tflops 150 --device-bandwidth 1008GB/s --pcie 25GB/s --host-bandwidth 45GB/s --gpu-memory 22GiB --host-memory 62GiB",
-        "NVIDIA's data sheet: 165 TFLOP/s in bfloat16, of which 150 are assumed, and 1,008 GB/s. PCIe 4.0 × 16 has 31.5 GB/s "
-        "each way, of which 25 are assumed. Two channels of DDR4-3200 have 51 GB/s, of which 45 are assumed",
     ),
+    # NVIDIA's data sheet: 97.5 TFLOP/s in bfloat16, of which 88 are assumed, and 717 GB/s. The rest as above.
     "16": Card(
         "One 16 GB card, 32 GB of RAM (RTX 4080)",
         "--tflops 88 --device-bandwidth 717GB/s --pcie 25GB/s --host-bandwidth 45GB/s --gpu-memory 14.5GiB --host-memory 30GiB",
-        "NVIDIA's data sheet: 97.5 TFLOP/s in bfloat16, of which 88 are assumed, and 717 GB/s. The rest as above",
     ),
+    # Measured on the machine of 2026-11-26 (examples/results/README.md), except the data sheet's 3,350 GB/s.
     "80": Card(
         "One 80 GB card, 128 GB of RAM (H100)",
         "--tflops 662.8 --device-bandwidth 3350GB/s --pcie 46.75GB/s --host-bandwidth 85.11GB/s --gpu-memory 74GiB "
         "--host-memory 126GiB",
-        "[measured](../results/README.md) on the machine of 2026-11-26, except the data sheet's 3,350 GB/s",
     ),
 }
 """Drivers, the system and Python need the rest of the memory."""
@@ -118,8 +117,8 @@ CASES: dict[str, tuple[Case, ...]] = {
             "shapes/llama-3.2-3b.json", f'{_ALL_16}, `"backward"`', f"{_LLM} {_TRUE} {_BACKWARD}",
             _llm("meta-llama/Llama-3.2-3B", _UNCLIPPED),
         ),
-        _LLAMA_LORA,
-        _FLUX,
+        _LLAMA_LORA._replace(run=_ABOVE),
+        _FLUX._replace(run="`finetune_diffusion.py`, as above"),
         Case(
             "shapes/qwen3-30b-a3b.json", "LoRA, experts in 4 bits", f"{_LLM} {_LORA} --pack-experts nvfp4",
             "`finetune_moe.py`, as above",
@@ -218,11 +217,11 @@ to two digits, {date}, commit {commit}, `{COMMAND}`.
 - *Share of plain* is the time of plain Lightning ÷ this time, as if the card had enough memory for plain Lightning.
 - `bf16-true` [loses small updates](memory.md#bytes-per-parameter).
 - Clipped runs of all weights wait for optimizer steps. [`accumulate_grad_batches`](language.md#pitfalls) makes these rarer.
-- "–" means that it does not fit. Each row's options of `plan` are in [the script](../benchmarks/cards.py)."""
+- "–": it does not fit. Each row's options, and where the rates are from, are in [the script](../benchmarks/cards.py)."""
     for key, card in CARDS.items():
         yield f"\n## {card.title}\n"
         yield from table(key)
-        yield f"\n`plan` was asked with `{card.options}`. Rates: {card.source}."
+        yield f"\n`plan` was asked with `{card.options}`."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
