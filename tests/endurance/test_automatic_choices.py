@@ -192,7 +192,7 @@ class UnseenRouter(stacked.Router):
 
 ACTIVATIONS = "`activations`"
 WINDOW, LOCKS = "`k`", "`pin_memory`"
-OVERLAP, CASTS, EXPERTS = "`optimizer_overlap`", "casts in compiled blocks", "rows of experts"
+OVERLAP, CASTS, EXPERTS = "`optimizer_overlap`", "16-bit weights of compiled blocks", "used experts only"
 BEFORE, AFTER = "before", "after"
 MIXED: dict[str, Any] = {"trainer": {"precision": "bf16-mixed"}, "device": nullcontext, "exact": False}
 EXPERT = {"make": lambda: Module(stacked.Routers()), "device": nullcontext, "exact": False}
@@ -206,11 +206,11 @@ ROWS = [
         "the CPU has no room for the activations of", options={"k": 1},
     ),
     Row(
-        WINDOW, "GPU memory for more slots", BEFORE,
+        WINDOW, "GPU memory for a larger k", BEFORE,
         lambda: [_prefers_large(), failing(SLOT, "_make", OUT, _large)], "no room for k = ",
     ),
     Row(
-        WINDOW, "GPU memory for the present slots, after more slots have failed", BEFORE,
+        WINDOW, "GPU memory for the present k, after a larger one has failed", BEFORE,
         lambda: [_prefers_large(), failing(SLOT, "_make", OUT, _second_and_third)], "no room for k = ",
     ),
     Row(
