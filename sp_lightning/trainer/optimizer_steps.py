@@ -152,7 +152,7 @@ class OptimizerSteps:
     @property
     def _differs_unasked(self) -> bool:
         """True if, only because of ``optimizer_overlap``, steps run fused that plain Lightning would also run on the CPU."""
-        return self._run.engine.device.computes_on_host and self._options.fused_optimizer == "auto"
+        return self._facts.on_cpu
 
     def decide_again(self) -> None:
         """Decides again if the facts have changed: optimizers, hooks, or callbacks.
@@ -171,7 +171,6 @@ class OptimizerSteps:
         """Collects the facts on which the policy depends, as they are now."""
         run = self._run
         of_run = UpdateFacts(
-            on_cpu=run.engine.device.computes_on_host,
             ranks=not run.group.alone,
             shares_base=run.shares_base,
             tried=self._tried,
@@ -278,44 +277,26 @@ class OptimizerSteps:
         return f"Optimizer steps do not overlap with the model; {policy.why}."
 
     def advice(self, seconds: float) -> str:
-        """Returns options with which steps could be faster, in sentences; empty if there are none. Waits for all updates.
+        """Returns a sentence if at least half of a run was spent on updates that the GPU could run; else empty.
 
-        The sentences are logged after training.
+        Waits for all updates. The sentence is logged after training.
 
         Args:
             seconds: the duration of the run.
         """
-        if self._run.engine.device.computes_on_host or not self._real_optimizers or self.policy is None:
+        engine, facts = self._run.engine, self._facts
+        if engine.device.computes_on_host or not self._real_optimizers or self.policy is None:
             return ""
-        self._run.finish_updates()  # the advice depends on the optimizer's class, which is another one while updates run
-        backward = self._advise_backward() if self.overlap == "forward" else ""
-        return " ".join(filter(None, [backward, self._advise_gpu(seconds)]))
-
-    def _advise_backward(self) -> str:
-        """Returns a sentence if the run mostly stalled on updates that could also run during backward; else empty."""
-        stats = self._run.engine.stats()
-        if 2 * stats.update_stall_seconds < stats.waited_seconds:
-            return ""
-        try:
-            choose_overlap(replace(self._facts, overlap="backward"))
-        except ValueError:  # updates cannot run in backward
-            return ""
-        return (
-            'Try optimizer_overlap="backward": updates then overlap with the backward pass, too '
-            "(p.grad is None after a step)."
-        )
-
-    def _advise_gpu(self, seconds: float) -> str:
-        """Returns a sentence if at least half of the run was spent on updates that the GPU could run; else empty."""
-        facts, stats = self._facts, self._run.engine.stats()
+        self._run.finish_updates()  # so that the last stall counts
+        stats = engine.stats()
         on_updates = stats.update_stall_seconds + stats.step_seconds
-        if facts.place == "gpu" or facts.ranks or facts.against_gpu or facts.fused_optimizer is True:
-            return ""
-        if 2 * on_updates < seconds or not self._run.may_step_on_gpu():
+        if facts.place == "gpu" or facts.ranks or facts.against_gpu or 2 * on_updates < seconds:
             return ""
         try:
             choose_overlap(replace(facts, place="gpu"))
         except ValueError:  # the GPU cannot update in the mode that the user chose
+            return ""
+        if not self._run.may_step_on_gpu():
             return ""
         return 'Try optimizer_on="gpu": the GPU then runs the optimizer steps, and results have its last bits.'
 
@@ -399,15 +380,15 @@ class OptimizerSteps:
             return ""
         overlap = self._options.optimizer_overlap
         why = off = ""
-        if self._options.fused_optimizer == "auto" and overlap in ("forward", "backward"):
+        if overlap in ("forward", "backward"):
             why = f', which optimizer_overlap="{overlap}" needs'
-            off = ' with optimizer_overlap="off"'
+            off = ' and optimizer_overlap="off"'
         runs_fused_here = f"{' and '.join(sorted(names))} runs fused on the CPU{why}"
         if self._run.engine.found.stay:
             return f"{runs_fused_here}, and layers that stay (gpu_layers) step on the GPU as you made it."
         return (
             f"{runs_fused_here}: results are bitwise those of plain Lightning whose optimizer has fused=True and steps on the "
-            f"CPU; fused_optimizer=False{off} leaves it as it is."
+            f"CPU; fused=False in the optimizer{off} leaves it unfused."
         )
 
     def _fuses_a_group(self, optimizer: Optimizer) -> bool:

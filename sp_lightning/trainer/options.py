@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from sp_lightning import registry
 from sp_lightning.core.model.patterns import LayerChoice
 from sp_lightning.core.plan import options as checks
-from sp_lightning.core.plan.choices import ActivationChoice, Count, Fused, Overlap, Place, Share
+from sp_lightning.core.plan.choices import ActivationChoice, Count, Overlap, Place, Share
 from sp_lightning.core.plan.host_memory import MACHINE, HostBudget
 from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.trainer.compat import is_a
@@ -40,7 +40,6 @@ class Options:
     layers: LayerChoice = field(metadata=_by(checks.checked_layers))
     keep_on_gpu: tuple[str, ...] = field(metadata=_by(checks.checked_patterns, "keep_on_gpu"))
     pin_memory: bool = field(metadata=_by(checks.checked_switch, "pin_memory"))
-    fused_optimizer: Fused = field(metadata=_by(checks.checked_fused))
     optimizer_overlap: Overlap = field(metadata=_by(checks.checked_choice, "optimizer_overlap", get_args(Overlap)))
     optimizer_on: Place = field(metadata=_by(checks.checked_choice, "optimizer_on", get_args(Place)))
     gpu_layers: Share = field(metadata=_by(checks.checked_share, "gpu_layers"))
@@ -77,11 +76,6 @@ class Options:
             raise ValueError(
                 f"gpu_layers={options.gpu_layers} keeps optimizer state in GPU memory, and disk= keeps it on a disk. "
                 "Use one of them."
-            )
-        if options.optimizer_on == "gpu" and options.fused_optimizer is True:
-            raise ValueError(
-                'fused_optimizer=True applies to steps on the CPU. With optimizer_on="gpu", create the optimizer as you want it: '
-                "torch.optim.AdamW(…, fused=True)."
             )
         return options
 

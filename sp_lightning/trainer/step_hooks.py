@@ -20,7 +20,7 @@ from sp_lightning.core.engine.layerwise import LayerwiseStep
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.torch_compat.modes import never_compiled
-from sp_lightning.core.torch_compat.patched import elsewhere, scope, state_of
+from sp_lightning.core.torch_compat.patched import elsewhere, order_new_state, scope, state_of
 from sp_lightning.core.torch_compat.private import (
     has_global_step_hooks,
     remove_global_step_hooks,
@@ -309,10 +309,7 @@ class StepHooks:
                     f"gpu_layers divides param_groups by place, but {type(optimizer).__name__}.step writes settings of them. "
                     "Leave gpu_layers out, or give each place param_groups of its own."
                 )
-            for p in [p for p in _parameters(optimizer) if p in state and p not in known]:
-                state[p] = state.pop(
-                    p
-                )  # new state is in the order of the parameters, as after a step that is not divided
+            order_new_state(state, _parameters(optimizer), known)
         self._divided.clear()
         if self.deferring is not None:
             self.deferring[1].give_back_groups()

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.model.patterns import LayerChoice
 from sp_lightning.core.model.without_values import named_tensors
-from sp_lightning.core.plan.choices import ActivationChoice, Count, Fused, Overlap, Place, Share
+from sp_lightning.core.plan.choices import ActivationChoice, Count, Overlap, Place, Share
 from sp_lightning.core.plan.options import by_name
 from sp_lightning.core.torch_compat.patched import scope
 from sp_lightning.trainer.callback import SuperpipelineCallback
@@ -73,13 +73,6 @@ class StreamingStrategy(LoopStrategy):
         keep_on_gpu: names or glob patterns of modules or parameters that stay in GPU memory.
         pin_memory: page-lock host memory. Without it, copies are synchronous. The first batch takes longer, because memory for
             gradients and activations is page-locked then.
-        fused_optimizer: run torch's optimizers with ``fused=True`` if they can. It is much faster; the last bits differ.
-
-            - ``"auto"``: fused on an accelerator, or if ``optimizer_overlap`` is ``"forward"`` or ``"backward"``. Results on a
-              GPU are those of ``fused=True`` on the CPU.
-            - ``True``: results are those of ``fused=True``.
-            - ``False``: as you made the optimizer.
-
         optimizer_overlap: when the CPU updates weights. It does not change results.
 
             - ``"auto"``: the fastest mode that nothing in the run rules out. The log names it.
@@ -136,7 +129,6 @@ class StreamingStrategy(LoopStrategy):
         layers: LayerChoice = None,
         keep_on_gpu: str | Sequence[str] = (),
         pin_memory: bool = True,
-        fused_optimizer: Fused = "auto",
         optimizer_overlap: Overlap = "auto",
         optimizer_on: Place = "cpu",
         gpu_layers: Share = 0,
@@ -152,7 +144,7 @@ class StreamingStrategy(LoopStrategy):
     ) -> None:
         options = Options.checked(
             k=k, k_prime=k_prime, gpu_memory=gpu_memory, activations=activations, layers=layers,
-            keep_on_gpu=keep_on_gpu, pin_memory=pin_memory, fused_optimizer=fused_optimizer,
+            keep_on_gpu=keep_on_gpu, pin_memory=pin_memory,
             optimizer_overlap=optimizer_overlap, optimizer_on=optimizer_on, gpu_layers=gpu_layers,
             save_frozen=save_frozen, load_weights_from=load_weights_from, disk=disk, host_memory=host_memory, callback=callback,
         )  # fmt: skip

@@ -47,7 +47,7 @@ def collect(
     """Collects the current facts. No update may be running, because an optimizer has another class while its updates run.
 
     Args:
-        of_run: the facts of the run, already set: ``on_cpu`` to ``shares_base``, ``tried`` and ``needed``.
+        of_run: the facts of the run, already set: ``ranks``, ``shares_base``, ``tried`` and ``needed``.
         trainer: the trainer, with module, callbacks and precision plugin.
         options: the user's options.
         optimizers: the optimizers that step, as their users configured them.
@@ -58,10 +58,10 @@ def collect(
         overlap=options.optimizer_overlap,
         place=options.optimizer_on,
         gpu_layers=options.gpu_layers,
-        fused_optimizer=options.fused_optimizer,
+        on_cpu=_computes_on_host(trainer),
         disk=options.disk is not None,
     )
-    against_layers, instead = _against_layerwise_steps(optimizers, facts.fuses_on_cpu, found.on_gpu)
+    against_layers, instead = _against_layerwise_steps(optimizers, found.on_gpu)
     after, any_hook = _parameter_hooks(trainer.lightning_module)
     # True if user code runs between backward and the optimizer's step; and between the step and the reset of gradients to None.
     read_before_step = bool(any_hook or hooks_of_users(trainer, "gradients"))
@@ -163,9 +163,7 @@ def _trains_both(optimizer: Optimizer, stay: Sequence[Layer]) -> bool:
     return len({p in chosen for group in optimizer.param_groups for p in group["params"] if p.requires_grad}) > 1
 
 
-def _against_layerwise_steps(
-    optimizers: Sequence[Optimizer], fuse: bool, on_gpu: Container[nn.Parameter]
-) -> tuple[str, str]:
+def _against_layerwise_steps(optimizers: Sequence[Optimizer], on_gpu: Container[nn.Parameter]) -> tuple[str, str]:
     """Returns why the steps on the CPU cannot run layer by layer; empty if the steps of all optimizers can.
 
     The second text begins a sentence with a remedy, which the caller ends with another mode; empty if there is no such remedy.
@@ -181,12 +179,12 @@ def _against_layerwise_steps(
                 "of torchao's optimizers with a state of few bits"
             ), instead
         parts = [divide(group, on_gpu)[0] for group in optimizer.param_groups]
-        for group in [each for each in parts if each["params"] and not runs_fused(optimizer, each, fuse=fuse)]:
+        for group in [each for each in parts if each["params"] and not runs_fused(optimizer, each, fuse=True)]:
             chosen = {key: group[key] for key in ("fused", *PREVENT_FUSED) if group.get(key) not in (None, False)}
             by = ", ".join(f"{key}={value}" for key, value in chosen.items())
             if not by and loses_updates(optimizer, group):
                 by = f"torch {torch.__version__} would leave its 16-bit weights as they are"
-            by = by or "fused=False or fused_optimizer=False"
+            by = by or "fused=False"
             left_open = {
                 **group,
                 **dict.fromkeys(("fused", *PREVENT_FUSED)),

@@ -33,7 +33,7 @@ def fabric_with(*, streamed: bool, options: dict[str, Any] | None = None, **sett
     """Returns a Fabric on the CPU, with our strategy or without it."""
     strategy: Any = SingleDeviceStrategy()
     if streamed:
-        strategy = FabricStrategy(k=1, fused_optimizer=False, **(options or {}))
+        strategy = FabricStrategy(k=1, **(options or {}))
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, **settings)
     fabric.seed_everything(7, verbose=False)
     fabric.launch()

@@ -31,7 +31,7 @@ def trained(kind: Any, folder: Path, make: Any, resume: str | None = None, **opt
     }  # fmt: skip
     arguments = transformers.TrainingArguments(**{**settings, **options})
     rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(12)]
-    more = {"stream": {"k": 1, "fused_optimizer": False}} if issubclass(kind, StreamedTrainer) else {}
+    more = {"stream": {"k": 1}} if issubclass(kind, StreamedTrainer) else {}
     trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows[:2], **more)
     trainer.train(resume_from_checkpoint=resume)
     metrics = [

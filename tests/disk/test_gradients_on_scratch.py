@@ -194,7 +194,7 @@ def test_each_gradient_is_written_and_read_once_for_each_batch(
 
     monkeypatch.setattr(mapped_file.MappedFile, "__init__", noted)
     monkeypatch.setattr(mapped_file, "WINDOW", window := 4)
-    strategy = on_disk(tmp_path, optimizer_overlap="forward", fused_optimizer=True)
+    strategy = on_disk(tmp_path, optimizer_overlap="forward")
     options: Any = {"accumulate_grad_batches": batches, "gradient_clip_val": 0.01, "recorded": "nothing"}
     fit(Wide, wide(), strategy, **options)
     file = next(file for file, what in files if what == ("gradients",))

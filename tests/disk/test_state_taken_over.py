@@ -115,10 +115,9 @@ def test_a_second_fit(overlap: Any, take: str, second: str, tmp_path: Path) -> N
         trainer.fit(module, loader(vectors()))
         return {**module.state_dict()}, copy.deepcopy(module.before.state_dict())
 
-    fused = "auto" if overlap != "off" else False
     strategies: dict[str, Any] = {
         "disk": on_disk(tmp_path, optimizer_overlap=overlap),
-        "memory": SuperpipelineStrategy(k=1, optimizer_overlap=overlap, fused_optimizer=fused),
+        "memory": SuperpipelineStrategy(k=1, optimizer_overlap=overlap),
         "plain": "auto",
         "the same trainer": None,
     }

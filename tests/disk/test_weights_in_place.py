@@ -299,7 +299,7 @@ def test_training_has_weights_in_memory(tmp_path: Path) -> None:
         module.load_state_dict(made().state_dict())
         return module
 
-    strategy = in_place(file, tmp_path, fused_optimizer=False)
+    strategy = in_place(file, tmp_path)
     ours = fit(without_values, vectors(), strategy, recorded="losses")
     plain = fit(from_file, vectors(), recorded="losses")
     assert_equal(ours.state, plain.state, "state")

@@ -32,8 +32,8 @@ from tests.support.tiers import first
 WAYS: dict[str, dict[str, Any]] = {
     "small window": {"k": 1, "k_prime": 1},
     "default": {},
-    "forward": {"k": 1, "optimizer_overlap": "forward", "fused_optimizer": True},
-    "backward": {"k": 1, "optimizer_overlap": "backward", "fused_optimizer": True},
+    "forward": {"k": 1, "optimizer_overlap": "forward"},
+    "backward": {"k": 1, "optimizer_overlap": "backward"},
     "recompute": {"k": 1, "activations": "recompute"},
     "offload": {"k": 1, "activations": "offload"},
 }
@@ -46,7 +46,7 @@ def run(make: Callable[[], Any], way: str | None, callbacks: Any = (), **options
     """A short run, under plain Lightning or in one of the ways."""
     chosen = {} if way is None else WAYS[way]
     strategy = "auto" if way is None else superpipeline(**chosen)
-    made = fused(make) if options.pop("fuse", chosen.get("fused_optimizer")) else make
+    made = fused(make) if options.pop("fuse", "optimizer_overlap" in chosen) else make
     return fit(made, vectors(6), strategy, vectors(2), callbacks=list(callbacks), recorded="losses", **options)
 
 
@@ -55,7 +55,7 @@ def run(make: Callable[[], Any], way: str | None, callbacks: Any = (), **options
 
 def read_at_random(way: str, seeds: range, *, simulates: bool, threaded: bool) -> dict[str, int]:
     """Fits with a reader at random times, all of which have to be what plain Lightning's fit is. Returns what was looked at."""
-    plain = run(Watched, None, fuse=WAYS[way].get("fused_optimizer"))
+    plain = run(Watched, None, fuse="optimizer_overlap" in WAYS[way])
     looked = dict.fromkeys(LOOKS, 0)
     for seed in seeds:
         with ExitStack() as around:
@@ -154,7 +154,7 @@ def test_what_another_thread_sees(way: str, writes: bool) -> None:
     def make() -> LookedAt:
         return LookedAt(writes=writes)
 
-    ours, plain = run(make, way), run(make, None, fuse=WAYS[way].get("fused_optimizer"))
+    ours, plain = run(make, way), run(make, None, fuse="optimizer_overlap" in WAYS[way])
     assert_same(ours, plain)
     assert_equal(ours.module.seen, plain.module.seen, "what was seen")
 
@@ -167,7 +167,7 @@ def test_looks_that_may_fail_leave_the_run_alone(way: str) -> None:
     def make() -> LookedAt:
         return LookedAt(LOOKS, in_backward=way != "backward")
 
-    plain = run(make, None, fuse=WAYS[way].get("fused_optimizer"))
+    plain = run(make, None, fuse="optimizer_overlap" in WAYS[way])
     assert_same(run(make, way), plain)
 
 

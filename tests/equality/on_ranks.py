@@ -180,9 +180,8 @@ def train_ours(
     fuse: bool = False,
     on_devices: bool = False,
 ) -> dict[str, Any]:
-    left = {} if fuse else {"fused_optimizer": False}
     with simulated() if on_devices else nullcontext(), _disk(strategy) as disk:
-        ours = SuperpipelineStrategy(**{**left, **strategy, **disk})
+        ours = SuperpipelineStrategy(**strategy, **disk)
         outcome = _train(name, ranks, ours, options, fuse)
     if disk and ours.local_rank == 0:  # type: ignore[attr-defined]  # Lightning's class for several devices has it
         assert ours.ledger is not None
@@ -236,11 +235,11 @@ def compare(
         ranks: how many, on how many nodes.
         strategy, options: of the strategy and of the trainer.
         reference: what it is compared with.
-        on_devices: whether each rank has a simulated device. Then optimizers run fused, if nothing says otherwise.
+        on_devices: whether each rank has a simulated device.
     """
     options = options or {}
     strategy = strategy or {"k": 1}
-    fuse = strategy.get("optimizer_overlap", "off") != "off" or (on_devices and "fused_optimizer" not in strategy)
+    fuse = strategy.get("optimizer_overlap", "off") != "off"
     plain = _plain(name, ranks, reference, tuple(options.items()), fuse)
     ours = in_ranks(ranks, train_ours, name, ranks, strategy, options, fuse, on_devices)
     for rank, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):

@@ -140,7 +140,7 @@ def test_two_adapters_in_one_step(activations: Any, overlap: Any) -> None:
     ours = fit(
         make,
         tokens(),
-        superpipeline(k=1, activations=activations, optimizer_overlap=overlap, fused_optimizer=True),
+        superpipeline(k=1, activations=activations, optimizer_overlap=overlap),
         recorded="losses",
     )
     assert_same(ours, fit(make, tokens(), recorded="losses"))

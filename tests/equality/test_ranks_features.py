@@ -181,7 +181,7 @@ def swa() -> Any:
     return StochasticWeightAveraging(0.1, 1)
 
 
-FORWARD = {"optimizer_overlap": "forward", "fused_optimizer": "auto"}
+FORWARD = {"optimizer_overlap": "forward"}
 TRAINED: dict[str, tuple[Callable[[], Net], dict[str, Any], Callable[[], list[Any]], dict[str, Any]]] = {
     "two optimizers": (Two, {}, list, {}),
     "a hook drops a gradient": (DropsGradients, {}, list, {}),
@@ -230,7 +230,7 @@ def train(name: str, ours: bool, folder: str, ranks: Number) -> Any:
 
 
 def chosen(ours: bool, strategy: dict[str, Any]) -> Any:
-    return SuperpipelineStrategy(**{"k": 1, "fused_optimizer": False, **strategy}) if ours else EveryBatch()
+    return SuperpipelineStrategy(**{"k": 1, **strategy}) if ours else EveryBatch()
 
 
 def compare(function: Callable[..., Any], name: str, folder: Path, ranks: Number = 2) -> None:

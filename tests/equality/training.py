@@ -39,10 +39,9 @@ def plain(name: str, case: Case, variant: Variant) -> Outcome:
 
 
 def ours(case: Case, variant: Variant) -> tuple[Outcome, SuperpipelineStrategy]:
-    """The run under test; the optimizer is left as it is, because plain Lightning leaves it, but for updates by name."""
-    fusing = {} if variant.background else {"fused_optimizer": False}
+    """The run under test."""
     with _memory(variant), _disk(variant) as disk:
-        strategy = SuperpipelineStrategy(**fusing, **variant.strategy, **disk)
+        strategy = SuperpipelineStrategy(**variant.strategy, **disk)
         return _train(case, variant, strategy), strategy
 
 

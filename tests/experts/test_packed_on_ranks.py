@@ -25,7 +25,7 @@ def train(strategy: type[Any], **options: Any) -> dict[str, Any]:
 def test_packed_experts_on_two_devices(options: dict[str, Any]) -> None:
     """The reference is not ``ddp``, which cannot broadcast tensor subclasses."""
     reference = in_ranks(2, train, Averages)
-    ours = in_ranks(2, train, SuperpipelineStrategy, k=1, fused_optimizer=False, **options)
+    ours = in_ranks(2, train, SuperpipelineStrategy, k=1, **options)
     for index, (mine, theirs) in enumerate(zip(ours, reference, strict=True)):
         state = [{**each, "state": {}} for each in theirs["optimizers"]] if index else theirs["optimizers"]
         assert_equal(mine, {**theirs, "optimizers": state}, f"rank {index}")

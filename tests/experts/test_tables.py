@@ -277,7 +277,7 @@ def test_a_sparse_gradient_that_a_hook_coalesces_counts_as_on_plain() -> None:
 
 @pytest.mark.rest("takes tenths of a second")
 def test_rows_are_gathered_after_the_update_in_the_background() -> None:
-    strategy = superpipeline(k=1, optimizer_overlap="forward", fused_optimizer=True)
+    strategy = superpipeline(k=1, optimizer_overlap="forward")
     with simulated():
         ours = fit(fused(CASES["looked-up"]), numbers(), strategy, recorded="losses")
     assert_same(ours, fit(fused(CASES["looked-up"]), numbers(), recorded="losses"))

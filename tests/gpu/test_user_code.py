@@ -167,7 +167,7 @@ class Teacher(Watched):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("k", [1, 2, 99])
 def test_inference_mode_in_a_step_while_layers_are_stepped_on_the_device(k: int, precision: Any) -> None:
-    options: dict[str, Any] = {"optimizer_on": "gpu", "optimizer_overlap": "forward", "fused_optimizer": False}
+    options: dict[str, Any] = {"optimizer_on": "gpu", "optimizer_overlap": "forward"}
     plain = fit(Teacher, BATCHES, "auto", precision=precision, **GPU)
     strategy = SuperpipelineStrategy(k=k, k_prime=1, **options)
     outcome = fit(Teacher, BATCHES, strategy, precision=precision, **GPU)

@@ -193,7 +193,7 @@ def test_users_find_plains_state_on_the_host() -> None:
 )  # fmt: skip
 def test_a_checkpoint_goes_on_elsewhere(before: str, after: str, tmp_path: Path) -> None:
     def strategy(where: str) -> Any:
-        return "auto" if where == "plain" else superpipeline(k=1, optimizer_on=where, fused_optimizer="auto")
+        return "auto" if where == "plain" else superpipeline(k=1, optimizer_on=where)
 
     def run(where: str, epochs: int, ckpt_path: Path | None = None) -> Outcome:
         return fit(Stepped, vectors(), strategy(where), ckpt_path=ckpt_path, recorded="nothing", max_epochs=epochs)
@@ -518,19 +518,6 @@ def test_gradients_come_while_norms_of_others_are_computed(sizes: list[int], mon
 
 
 # ---------------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"fused_optimizer": True}, "torch.optim.AdamW"),
-        ({"optimizer_on": "device"}, "optimizer_on"),
-    ],
-    ids=["fused", "unknown"],
-)
-def test_options_that_exclude_each_other(options: dict[str, Any], said: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=said):
-        SuperpipelineStrategy(**{"optimizer_on": "gpu", **options})
 
 
 class Unknown(torch.optim.SGD):

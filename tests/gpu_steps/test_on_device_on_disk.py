@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def both(folder: Path, **options: Any) -> SuperpipelineStrategy:
-    return on_disk(folder, optimizer_on="gpu", fused_optimizer="auto", **options)
+    return on_disk(folder, optimizer_on="gpu", **options)
 
 
 @pytest.mark.long("takes a second or more")

@@ -141,7 +141,7 @@ def test_a_router_of_transformers(k: int, sanity: int) -> None:
 @pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize("overlap", ["forward", "backward"])
 def test_updates_in_the_background(overlap: str) -> None:
-    strategy = superpipeline(k=1, optimizer_overlap=overlap, fused_optimizer=True)
+    strategy = superpipeline(k=1, optimizer_overlap=overlap)
     ours = fit(fused(routed), batches(), strategy, recorded="losses", precision="bf16-true", max_epochs=2)
     assert_same(ours, fit(fused(routed), batches(), recorded="losses", precision="bf16-true", max_epochs=2))
 

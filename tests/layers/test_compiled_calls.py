@@ -155,7 +155,7 @@ def test_in_every_mode(mode: str) -> None:
     if mode in ("recompute", "offload"):
         strategy["activations"] = mode
     elif mode in ("forward", "backward"):
-        strategy |= {"optimizer_overlap": mode, "fused_optimizer": "auto"}
+        strategy |= {"optimizer_overlap": mode}
         make = fused(make)
     trainers: dict[str, dict[str, Any]] = {
         "accumulated": {"accumulate_grad_batches": 2},

@@ -40,7 +40,7 @@ class Pruned(Module):
 def test_masks_are_those_of_plain_lightning() -> None:
     plain = fit(Pruned, vectors(5))
     with simulated():
-        ours = fit(Pruned, vectors(5), SuperpipelineStrategy(k=1, fused_optimizer=False))
+        ours = fit(Pruned, vectors(5), SuperpipelineStrategy(k=1))
     assert_same(ours, plain)
     assert (ours.trainer.lightning_module.linear[0].weight_mask == 0).float().mean() > 0.4
 
@@ -58,7 +58,7 @@ def test_a_mask_that_a_step_writes_in_place() -> None:
 
     plain = fit(Writes, vectors(5))
     with simulated():
-        ours = fit(Writes, vectors(5), SuperpipelineStrategy(k=1, fused_optimizer=False))
+        ours = fit(Writes, vectors(5), SuperpipelineStrategy(k=1))
     assert_same(ours, plain)
     assert not ours.trainer.lightning_module.linear[1].weight_mask[:3].any()
 

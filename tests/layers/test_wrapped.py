@@ -274,6 +274,6 @@ def test_parts_are_not_waited_for() -> None:
             layer = pl_module.net.base_model.model.model.layers[3]
             kinds.append(type(vars(layer.mlp.up_proj.weight)["qdata"]))
 
-    strategy = superpipeline(k=1, optimizer_overlap="forward", fused_optimizer=True)
+    strategy = superpipeline(k=1, optimizer_overlap="forward")
     fit(fused(adapted(Int8WeightOnlyConfig)), tokens(), strategy, recorded="losses", callbacks=[Looks()])
     assert set(kinds) == {Tensor}

@@ -21,8 +21,8 @@ NAMES = sorted(
     if file.stem not in ("__init__", "__main__", "child", "modes") and not file.stem.startswith("test_")
 )
 WAYS = {
-    "streamed": {"k": 1, "fused_optimizer": False},
-    "activations recomputed": {"k": 1, "fused_optimizer": False, "activations": "recompute"},
+    "streamed": {"k": 1},
+    "activations recomputed": {"k": 1, "activations": "recompute"},
 }
 """Options of the strategy. Torch's own step is taken, because that is what plain Lightning takes."""
 

@@ -12,7 +12,6 @@ import sys
 from typing import Any
 from unittest import mock
 
-from sp_lightning.core.plan.update_policy import UpdateFacts
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from tests.packages import child
 
@@ -35,8 +34,7 @@ def main(package: str, *only: str) -> None:
             )
 
     computes_elsewhere = mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False)
-    fuses = mock.patch.object(UpdateFacts, "fuses_on_cpu", True)
-    with computes_elsewhere, fuses, mock.patch.object(OptimizerSteps, "_apply_policy", noted):
+    with computes_elsewhere, mock.patch.object(OptimizerSteps, "_apply_policy", noted):
         for model, train in models.items():
             if not only or model in only:
                 chosen.clear()

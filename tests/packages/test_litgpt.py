@@ -78,7 +78,7 @@ def test_finetune_full(precision: str, resumes: bool, tmp_path: Path, monkeypatc
     if resumes:
         plain = finetune(model, tmp_path / "resumed", monkeypatch, precision, *more)
     monkeypatch.setenv("LT_STRATEGY", "superpipeline")  # as a user does, after `import sp_lightning`
-    strategy = sp_lightning.FabricStrategy(k=1, fused_optimizer=False)
+    strategy = sp_lightning.FabricStrategy(k=1)
     monkeypatch.setitem(STRATEGY_REGISTRY["superpipeline"], "strategy", lambda: strategy)
     with simulated():
         ours = finetune(model, tmp_path / "ours", monkeypatch, precision, *more)

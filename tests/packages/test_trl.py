@@ -35,7 +35,7 @@ def trained(kind: Any, folder: Path, adapters: LoraConfig | None, **options: Any
         disable_tqdm=True, dataloader_pin_memory=False, learning_rate=1e-2, **options,
     )  # fmt: skip
     rows = datasets.Dataset.from_list([{"text": " ".join(WORDS[i % 4 :])} for i in range(12)])
-    more = {"stream": {"k": 1, "fused_optimizer": False}} if issubclass(kind, StreamedTrainer) else {}
+    more = {"stream": {"k": 1}} if issubclass(kind, StreamedTrainer) else {}
     trainer = kind(
         model,
         arguments,

@@ -126,8 +126,6 @@ def test_what_steps_at_once(facts: dict[str, Any], disk: Paging, unit: str, all_
         ({}, True),
         ({"on_cpu": True}, False),  # plain Lightning steps on the CPU, too
         ({"on_cpu": True, "overlap": "forward"}, True),
-        ({"on_cpu": True, "overlap": "off", "fused_optimizer": True}, True),
-        ({"fused_optimizer": False}, False),
         ({"place": "gpu"}, False),
     ],
 )
@@ -185,7 +183,7 @@ def test_the_limit_of_single_elements() -> None:
 
 
 def test_a_policy_is_printed_in_one_line() -> None:
-    assert str(policy(**OFF, fused_optimizer=False)) == "all layers at once on the CPU; overlap: off"
+    assert str(policy(**OFF, on_cpu=True)) == "all layers at once on the CPU; overlap: off"
     assert str(policy(**OFF)) == "all layers at once on the CPU, fused if the optimizer leaves that open; overlap: off"
     found = policy(place="gpu", batch=NORM)
     assert str(found).startswith("layer by layer on the GPU; overlap: forward (gradient_clip_val=1.0 needs all")

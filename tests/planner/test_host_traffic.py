@@ -17,7 +17,7 @@ from sp_lightning.tools.planner.host import HostStep, host_traffic
 from tests.support.mixed import scaled
 from tests.support.models import Module
 from tests.support.overlapping import at_once
-from tests.support.runs import loader, trainer_for
+from tests.support.runs import as_on_a_gpu, loader, trainer_for
 from tests.support.tiers import first
 
 WIDTH, DEPTH = 64, 6
@@ -106,7 +106,7 @@ def _compare_traffic(
     monkeypatch.setattr(Device, "later", at_once)  # where this thread's operators are counted
     # The engine's own operators are to be counted.
     monkeypatch.setattr("sp_lightning.core.engine.calls.held", lambda lock, **_: lock)
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap, gpu_layers=stay)
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap, gpu_layers=stay)
     options: dict[str, Any] = {
         **(scaled() if precision == "16-mixed" else {"precision": precision}),
         "gradient_clip_val": clip, "accumulate_grad_batches": accumulate,
@@ -126,7 +126,7 @@ def _compare_traffic(
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
-    with traffic:
+    with traffic, as_on_a_gpu():
         trainer_for(strategy, **options).fit(Steps(wide()), loader([torch.ones(2, WIDTH)] * 4 * accumulate))
     question: Any = SimpleNamespace(
         accumulate_grad_batches=accumulate, gradient_clip=clip and "norm", precision=precision, frees=True

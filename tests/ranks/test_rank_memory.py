@@ -50,7 +50,7 @@ def train(
     batches = [torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(6 * total(ranks))]
     batches = [batch.to(torch.bfloat16) if precision == "bf16-true" else batch for batch in batches]
     with simulated(capacity=2**40) as made:
-        strategy = SuperpipelineStrategy(fused_optimizer=False, gpu_memory=budget, **options)
+        strategy = SuperpipelineStrategy(gpu_memory=budget, **options)
         make = lambda: Module(Tower(shuffles=shuffles))  # noqa: E731
         fit(make, batches, strategy, recorded="losses", precision=precision, **devices(ranks))
     return made[0].peak, strategy.plan.peak_device_bytes

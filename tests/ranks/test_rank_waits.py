@@ -52,7 +52,7 @@ def accumulate(simulate: bool, omit: str | None = None) -> tuple[dict[str, Any],
     case = CASES["vit"]
 
     def run() -> dict[str, Any]:
-        strategy = SuperpipelineStrategy(k=1, fused_optimizer=False)
+        strategy = SuperpipelineStrategy(k=1)
         return seen(fit(case.make, list(case.batches()) * RANKS, strategy, devices=RANKS, accumulate_grad_batches=2))
 
     if not simulate:
@@ -209,7 +209,7 @@ def train(why: str, omit: bool, late: bool) -> dict[str, Any]:
     wait = Wait[why]
     looks = Looks(late and wait is Wait.STEP_AFTER_ARRIVAL)
     options: dict[str, Any] = {"callbacks": [looks]}
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=False)
+    strategy = SuperpipelineStrategy(k=1)
     make: Make = Net
     if wait in IN_THE_BACKGROUND:
         options, make = {}, fused(make)

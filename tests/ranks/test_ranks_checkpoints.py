@@ -29,7 +29,7 @@ class Net(Module):
 
 def train(ranks: Number, plain: bool, epochs: int, resume: str | None, save: str) -> dict[str, Any]:
     """Trains up to so many epochs, each of the same number of batches on all devices together."""
-    strategy: Any = InOrder() if plain else SuperpipelineStrategy(k=1, fused_optimizer=False)
+    strategy: Any = InOrder() if plain else SuperpipelineStrategy(k=1)
     if plain and ranks == 1:
         strategy = "auto"
     outcome = fit(
@@ -118,7 +118,7 @@ SECONDS = 0.4
 
 def train_and_load(plain: bool) -> Any:
     loads = Loads()
-    strategy: Any = InOrder() if plain else SuperpipelineStrategy(k=1, fused_optimizer=False)
+    strategy: Any = InOrder() if plain else SuperpipelineStrategy(k=1)
     fit(Net, vectors(8), strategy, devices=2, callbacks=[loads])
     return loads.seen
 

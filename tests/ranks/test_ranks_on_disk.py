@@ -131,7 +131,7 @@ class Looks(pl.Callback):
 def write_state(disk: str | None) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         without_room(patch)
-        strategy: Any = SuperpipelineStrategy(k=1, fused_optimizer=False) if disk is None else on_disk(Path(disk))
+        strategy: Any = SuperpipelineStrategy(k=1) if disk is None else on_disk(Path(disk))
         return seen(fit(Net, vectors(8), strategy, devices=2, callbacks=[Looks()]))
 
 

@@ -65,7 +65,7 @@ def ours(make: Make, precision: Any, **options: Any) -> tuple[dict[str, Any], in
         sent.append(memory.nbytes)
         exchange(self, received, memory, what)
 
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=False)
+    strategy = SuperpipelineStrategy(k=1)
     with mock.patch.object(Ranks, "exchange", noted):
         found = seen(fit(make, vectors(8), strategy, devices=RANKS, precision=precision, **options))
     return found, sum(sent)

@@ -298,7 +298,6 @@ def test_the_options_are_frozen() -> None:
         "layers": None,
         "keep_on_gpu": (),
         "pin_memory": True,
-        "fused_optimizer": "auto",
         "optimizer_overlap": "auto",
         "optimizer_on": "cpu",
         "save_frozen": True,

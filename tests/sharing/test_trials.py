@@ -43,7 +43,7 @@ def assert_each_is_itself(count: int, run: Callable[[float], Outcome] = learn) -
 def test_trials_are_what_they_are_alone(count: int) -> None:
     base = assert_each_is_itself(count)
     assert_same(learn(RATES[0]), learn(RATES[0], plain=True))
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=False)
+    strategy = SuperpipelineStrategy(k=1)
     fit(lambda: Learner(RATES[0]), batches(RATES[0]), strategy)
     fetches = sum(strategy.fetches().values())
     layer = sum(p.nbytes for p in Learner(RATES[0], depth=1).parameters() if not p.requires_grad)
@@ -478,7 +478,7 @@ def test_a_trial_has_several_runs_and_may_unfreeze_all_between_them() -> None:
     def run(rate: float) -> Any:
         torch.manual_seed(int(1e5 * rate))
         module, other = Learner(rate), Learner(rate)
-        strategy = {"fused_optimizer": False, "k": 1}
+        strategy = {"k": 1}
         trainer_for(SuperpipelineStrategy(**strategy)).fit(module, loader(batches(rate)))
         trainer_for(SuperpipelineStrategy(**strategy)).fit(other, loader(batches(rate)))
         module.requires_grad_(True)

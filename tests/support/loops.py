@@ -107,7 +107,7 @@ def trained(make: Callable[[], Any], batches: Any, loop: Loop, options: dict[str
 
 def assert_streams(make: Callable[[], Any], batches: Any, loop: Loop, **options: Any) -> None:
     """Asserts that a loop with a stream has the bits of the same loop without one."""
-    ours = trained(make, batches, loop, {"fused_optimizer": False, **options})
+    ours = trained(make, batches, loop, options)
     assert_equal(ours, trained(make, batches, loop, None), "loop")
 
 

@@ -57,10 +57,8 @@ def everything_below(monkeypatch: pytest.MonkeyPatch, *, window: int) -> None:
 
 
 def on_disk(folder: Path, **options: Any) -> SuperpipelineStrategy:
-    """A strategy with a disk; the optimizer is left as it is unless a mode is asked for that needs it fused."""
-    overlap = options.get("optimizer_overlap", "off")
-    fused = {} if overlap in ("forward", "backward") else {"fused_optimizer": False}
-    return SuperpipelineStrategy(**{"k": 1, "disk": folder, "optimizer_overlap": overlap, **fused, **options})
+    """A strategy with a disk."""
+    return SuperpipelineStrategy(**{"k": 1, "disk": folder, "optimizer_overlap": "off", **options})
 
 
 MODELS = [

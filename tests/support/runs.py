@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -182,8 +184,16 @@ def assert_equal(ours: Any, plain: Any, where: str) -> None:
 
 
 def superpipeline(**options: Any) -> SuperpipelineStrategy:
-    """Returns the strategy under test. By default it does not make optimizers fused, because plain Lightning does not."""
-    return SuperpipelineStrategy(**{"fused_optimizer": False, **options})
+    """Returns the strategy under test."""
+    return SuperpipelineStrategy(**options)
+
+
+def as_on_a_gpu() -> AbstractContextManager[Any]:
+    """Updates are decided as on a GPU: optimizers run fused if their users leave that open, and ``"auto"`` may overlap updates.
+
+    Without, also on a simulated device, optimizers run as plain Lightning's, which step on the CPU, too.
+    """
+    return mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False)
 
 
 def fused(make: Make) -> Make:

@@ -78,5 +78,5 @@ def learn(
     ours = {
         name: options.pop(name) for name in ("k", "activations", "optimizer_overlap", "optimizer_on") if name in options
     }
-    strategy: Any = "auto" if plain else SuperpipelineStrategy(fused_optimizer=False, **{"k": 1, **ours})
+    strategy: Any = "auto" if plain else SuperpipelineStrategy(**{"k": 1, **ours})
     return fit(lambda: make(rate), batches(rate), strategy, **options)

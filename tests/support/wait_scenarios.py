@@ -138,7 +138,7 @@ class Looks(Callback):
 
 def in_the_background(strategy: Any, **options: Any) -> Outcome:
     if isinstance(strategy, SuperpipelineStrategy):
-        choose(strategy, optimizer_overlap="forward", fused_optimizer=True)
+        choose(strategy, optimizer_overlap="forward")
     make = fused(lambda: Module(Stack()))
     return fit(make, vectors(), strategy, gradient_clip_val=0.05, recorded="losses", **options)
 

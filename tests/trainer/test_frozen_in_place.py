@@ -58,8 +58,7 @@ def adapters(file: Path, *, checkpointing: bool = False) -> Callable[[], pl.Ligh
 
 
 def in_place(folder: Path, **options: Any) -> SuperpipelineStrategy:
-    fused = {} if options.get("optimizer_overlap") in ("forward", "backward") else {"fused_optimizer": False}
-    return SuperpipelineStrategy(**{"k": 1, "disk": folder, **fused, **options})
+    return SuperpipelineStrategy(**{"k": 1, "disk": folder, **options})
 
 
 class Kinds(Callback):

@@ -26,7 +26,7 @@ from tests.support.tiers import first
 
 WAYS: dict[str, Any] = {
     "moving layers": lambda: superpipeline(k=2, optimizer_overlap="off"),
-    "updates in forward": lambda: superpipeline(k=1, optimizer_overlap="forward", fused_optimizer="auto"),
+    "updates in forward": lambda: superpipeline(k=1, optimizer_overlap="forward"),
     "layers that stay": lambda: on_device(gpu_layers=0.5, optimizer_overlap="off"),
     "steps on the GPU": lambda: on_device(optimizer_overlap="forward"),
 }

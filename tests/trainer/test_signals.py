@@ -34,7 +34,7 @@ from tests.support.tiers import first
 OPTIONS: dict[str, dict[str, Any]] = {
     "backward": {"optimizer_overlap": "backward"},
     "forward": {"optimizer_overlap": "forward"},
-    "off": {"optimizer_overlap": "off", "fused_optimizer": True},
+    "off": {"optimizer_overlap": "off"},
     "device": {"optimizer_overlap": "backward", "optimizer_on": "gpu"},
     "recompute": {"optimizer_overlap": "backward", "activations": "recompute"},
     "offload": {"optimizer_overlap": "forward", "activations": "offload"},

@@ -32,7 +32,7 @@ class RemovesHooks(Callback):
 @pytest.mark.parametrize("overlap", first(["backward", "forward", "off"], "backward", why="the other modes"))
 def test_other_code_removes_the_hooks_of_all_optimizers(overlap: Any, tmp_path: Path) -> None:
     make = fused(of_a_stack)
-    strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap, fused_optimizer=True)
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
     ours = fit(make, vectors(5), strategy, callbacks=[RemovesHooks()], recorded="losses")
     assert_same(ours, fit(make, vectors(5), callbacks=[RemovesHooks()], recorded="losses"))
     ours.trainer.save_checkpoint(tmp_path / "whole.ckpt")

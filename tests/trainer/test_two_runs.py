@@ -78,7 +78,6 @@ def weights(module: torch.nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 def test_each_of_two_runs_is_what_it_is_alone(way: str, threaded: bool) -> None:
     """The first is under way when the second begins, and when it ends."""
-    options = {"fused_optimizer": way != "off", **WAYS[way]}
 
     def make(_: int) -> Any:
         return (fused(Watched) if way != "off" else Watched)()
@@ -86,7 +85,7 @@ def test_each_of_two_runs_is_what_it_is_alone(way: str, threaded: bool) -> None:
     plain, errors = both(make, ["auto", "auto"], (12, 4))
     assert errors == [None, None]
     with backward_elsewhere() if threaded else nullcontext():
-        ours, errors = both(make, [superpipeline(**options) for _ in range(2)], (12, 4))
+        ours, errors = both(make, [superpipeline(**WAYS[way]) for _ in range(2)], (12, 4))
     assert errors == [None, None]
     assert_equal(list(map(weights, ours)), list(map(weights, plain)), "weights")
     assert not torch_optimizer._global_optimizer_pre_hooks

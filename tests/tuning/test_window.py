@@ -288,7 +288,7 @@ def test_out_of_memory_in_backward_says_what_would_help(overlap: Any) -> None:
             return super().loss(SwellsBackward.apply(batch.requires_grad_()) if batch[0, 0] > 100 else batch)
 
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        train(20 * LAYER, swelling_rows(), lambda: Backward(Tower()), optimizer_overlap=overlap, fused_optimizer=True)
+        train(20 * LAYER, swelling_rows(), lambda: Backward(Tower()), optimizer_overlap=overlap)
     note = "\n".join(raised.value.__notes__)
     assert re.search(r"streamed with k=\d+ and k_prime=1\. With SuperpipelineStrategy\(k=1, k_prime=1\)", note), note
 

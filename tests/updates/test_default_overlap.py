@@ -388,7 +388,7 @@ class WithAFlag(Module):
 def test_a_parameter_of_integers_does_not_keep_the_others_from_running_fused() -> None:
     """The mode was "off", and the reason named settings that nobody had made."""
     watch = Watches()
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True)
+    strategy = SuperpipelineStrategy(k=1)
     ours = fit(WithAFlag, vectors() * 2, strategy, callbacks=[watch], recorded="losses")
     assert_equal(ours.state, fit(fused(WithAFlag), vectors() * 2, recorded="losses").state, "the module")
     assert watch.modes[-1] == "backward"

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.updates import fused
 from sp_lightning.core.updates.fused import has_fused_step, runs_fused
-from tests.support.runs import Outcome, assert_same, fit
-from tests.support.simdevice import simulated
+from tests.support.runs import Outcome, as_on_a_gpu, assert_same, fit
 from tests.support.tiers import first
 
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -56,6 +55,12 @@ class Net(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.make(self.net.parameters())
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def fit_fused(make: Callable[[], Any], batches: Any = BATCHES, **options: Any) -> Outcome:
+    """A run as on a GPU, where optimizers run fused that leave it open, at once in their steps."""
+    with as_on_a_gpu():
+        return fit(make, batches, SuperpipelineStrategy(k=1, optimizer_overlap="off"), **options)
 
 
 def in_groups(make: Make) -> Make:
@@ -97,7 +102,7 @@ def test_fused_is_bitwise_what_fused_gives(name: str, accumulate: int, clip: dic
         OPTIMIZERS[name] if (name, precision) == ("SGD", "bf16-true") and LOSES_UPDATES else in_groups(OPTIMIZERS[name])
     )
     plain = fit(lambda: Net(as_ours), BATCHES, **options)
-    ours = fit(lambda: Net(OPTIMIZERS[name]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True), **options)
+    ours = fit_fused(lambda: Net(OPTIMIZERS[name]), **options)
     assert_same(ours, open_again(plain))
 
 
@@ -118,14 +123,14 @@ def test_a_fused_step_that_loses_updates_is_not_used(
     monkeypatch.setattr(torch, "_fused_sgd_", skips_vectors)
     request.addfinalizer(fused._sgd_updates.cache_clear)
     fused._sgd_updates.cache_clear()
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
     if overlap == "forward":
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
         with pytest.raises(
             ValueError, match=r"SGD does not run fused \(torch .* would leave its 16-bit weights as they are\)"
         ):
             fit(make, BATCHES, strategy, precision="bf16-true")
         return
-    assert_same(fit(make, BATCHES, strategy, precision="bf16-true"), fit(make, BATCHES, precision="bf16-true"))
+    assert_same(fit_fused(make, precision="bf16-true"), fit(make, BATCHES, precision="bf16-true"))
     assert not fused.loses_updates(torch.optim.SGD(nn.Linear(8, 8).parameters()), {"params": [torch.zeros(3)]})
 
 
@@ -139,34 +144,31 @@ def test_fused_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         then(*args, **kwargs)
 
     monkeypatch.setattr(module, "_fused_sgd", counted)
-    fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True))
+    fit_fused(lambda: Net(OPTIMIZERS["SGD"]))
     assert len(ran) == len(BATCHES)
-    fit(lambda: Net(OPTIMIZERS["SGD"]), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=False))
+    fit_fused(lambda: Net(lambda p: torch.optim.SGD(p, lr=1e-2, fused=False)))
     assert len(ran) == len(BATCHES)
 
 
 @pytest.mark.rest("takes tenths of a second")
 def test_what_is_saved_is_the_users_and_resumes_in_mid_epoch(tmp_path: Path) -> None:
-    def run(make: Make, strategy: Any, resume: Path | None = None) -> Outcome:
+    def run(make: Make, plain: bool, resume: Path | None = None) -> Outcome:
         saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        return fit(
-            lambda: Net(make), BATCHES[:1] * 4, strategy, ckpt_path=resume, callbacks=[saver], enable_checkpointing=True
+        return (fit if plain else fit_fused)(
+            lambda: Net(make), BATCHES[:1] * 4, ckpt_path=resume, callbacks=[saver], enable_checkpointing=True
         )
-
-    def ours() -> SuperpipelineStrategy:
-        return SuperpipelineStrategy(k=1, fused_optimizer=True)
 
     path = tmp_path / "step=2.ckpt"
     default = OPTIMIZERS["AdamW"]
-    for make, strategy, saved in ((default, ours(), None), (constructed, "auto", True)):
-        whole = run(make, strategy)
+    for make, plain, saved in ((default, False, None), (constructed, True, True)):
+        whole = run(make, plain)
         groups = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"]
         assert [group["fused"] for group in groups] == [saved]
-        assert_same(run(make, ours(), path), replace(whole, losses=whole.losses[2:], gradients=whole.gradients[2:]))
+        assert_same(run(make, False, path), replace(whole, losses=whole.losses[2:], gradients=whole.gradients[2:]))
         path.unlink()
     # A file of ours is an ordinary one: plain Lightning goes on as the user's optimizer does there.
-    run(default, ours())
-    assert run(default, "auto", path).trainer.global_step == 4
+    run(default, False)
+    assert run(default, True, path).trainer.global_step == 4
 
 
 def test_what_the_user_decided_is_left_alone() -> None:
@@ -223,7 +225,7 @@ def test_groups_that_are_added_are_fused_and_all_are_the_users_at_all_times(monk
         then(weights, *args, **kwargs)
 
     monkeypatch.setattr(module, "_fused_sgd", counted)
-    done = fit(Manual, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True))
+    done = fit_fused(Manual)
     assert ran == [2] + 3 * [2, 4]
     assert done.module.seen == 2 * [[None]] + 6 * [[None, None]]
     assert [group["fused"] for group in done.trainer.optimizers[0].param_groups] == [None, None]
@@ -257,7 +259,7 @@ class SparseByHand(Sparse):
 @pytest.mark.parametrize("make", [Sparse, SparseByHand])
 def test_sparse_gradients_are_stepped_as_plain_does(make: Callable[[], Net]) -> None:
     plain = fit(make, BATCHES)
-    assert_same(fit(make, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True)), plain)
+    assert_same(fit_fused(make), plain)
 
 
 class Conditional(Net):
@@ -272,7 +274,7 @@ class Conditional(Net):
 
 
 def test_parameters_may_get_their_first_gradient_later() -> None:
-    ours, plain = fit(Conditional, BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True)), fit(Conditional, BATCHES)
+    ours, plain = fit_fused(Conditional), fit(Conditional, BATCHES)
     assert all(torch.allclose(ours.state[name], value) for name, value in plain.state.items())
 
 
@@ -294,10 +296,7 @@ def test_what_only_behaves_like_an_optimizer_is_left_alone() -> None:
             return self.inner.state_dict()
 
     make = lambda p: Wrapped(torch.optim.SGD(p, lr=0.1))  # noqa: E731
-    assert_same(
-        fit(lambda: Net(make), BATCHES, SuperpipelineStrategy(k=1, fused_optimizer=True)),
-        fit(lambda: Net(make), BATCHES),
-    )
+    assert_same(fit_fused(lambda: Net(make)), fit(lambda: Net(make), BATCHES))
 
 
 class Normed(pl.LightningModule):
@@ -335,8 +334,6 @@ def test_a_run_on_the_cpu_is_plains_with_no_option_at_all(precision: str) -> Non
         ({"optimizer_overlap": "off"}, False),
         ({"optimizer_overlap": "forward"}, True),
         ({"optimizer_overlap": "backward"}, True),
-        ({"fused_optimizer": True}, True),
-        ({"fused_optimizer": True, "optimizer_overlap": "off"}, True),
     ],
 )
 @pytest.mark.parametrize("accelerated", [False, True])
@@ -345,7 +342,7 @@ def test_fused_is_for_accelerators_and_for_who_asks(
 ) -> None:
     """The log says so in one sentence, and what it is to be compared with."""
     caplog.set_level("INFO", "lightning.pytorch")
-    with simulated() if accelerated else nullcontext(), mock.patch("sp_lightning.core.observe.messages._SAID", set()):
+    with as_on_a_gpu() if accelerated else nullcontext(), mock.patch("sp_lightning.core.observe.messages._SAID", set()):
         ours = fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, SuperpipelineStrategy(k=1, **options), recorded="losses")
     runs_fused = runs_fused or accelerated
     make = in_groups(OPTIMIZERS["AdamW"]) if runs_fused else OPTIMIZERS["AdamW"]
@@ -381,8 +378,9 @@ def looks(seen: set[Any]) -> Callback:
 def test_between_steps_the_groups_are_the_users(overlap: Any) -> None:
     """``BaseFinetuning`` keeps copies of them, which its checkpoints hold."""
     seen: set[Any] = set()
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True, optimizer_overlap=overlap)
-    fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses", callbacks=[looks(seen)])
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
+    with as_on_a_gpu():
+        fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses", callbacks=[looks(seen)])
     assert seen == {None}
 
 
@@ -392,7 +390,6 @@ def test_after_a_step_that_failed_the_groups_are_the_users() -> None:
             raise ArithmeticError
 
     seen: set[Any] = set()
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=True)
     with pytest.raises(ArithmeticError):
-        fit(lambda: Fails(OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses", callbacks=[looks(seen)])
+        fit_fused(lambda: Fails(OPTIMIZERS["AdamW"]), recorded="losses", callbacks=[looks(seen)])
     assert seen == {None}

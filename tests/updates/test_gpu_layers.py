@@ -30,7 +30,7 @@ from tests.support.on_device import Stepped, on_device
 from tests.support.plain_bits import BATCHES, OPTIMIZERS, RUNS
 from tests.support.plain_bits import Stepped as OfKind
 from tests.support.quantised import CASES as QUANTISED
-from tests.support.runs import Outcome, assert_equal, assert_same, fit, superpipeline
+from tests.support.runs import Outcome, as_on_a_gpu, assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import Mixed, simulated
 from tests.support.staying import by_place
 from tests.support.tiers import some
@@ -60,9 +60,9 @@ OF_EACH = [("AdamW", "clipped", "off"), ("AdamW", "clipped", "forward")]
 def test_steps_are_divided_by_place(name: str, how: str, overlap: Any) -> None:
     """The CPU steps some layers, fused; the others are stepped where they are, as the user's optimizer was made."""
     make = partial(OfKind, OPTIMIZERS[name])
-    ours = run(
-        make, SuperpipelineStrategy(k=1, optimizer_overlap=overlap, gpu_layers=3), recorded="nothing", **RUNS[how]
-    )
+    strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap, gpu_layers=3)
+    with as_on_a_gpu():
+        ours = run(make, strategy, recorded="nothing", **RUNS[how])
     assert_same(ours, fit(make, BATCHES, by_place(3), recorded="nothing", **RUNS[how]))
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -22,7 +21,7 @@ from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.overlapping import overlapping, taken_apart
-from tests.support.runs import Make, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.runs import Make, as_on_a_gpu, assert_same, fit, loader, superpipeline, trainer_for
 
 
 class Hook(Callback):
@@ -33,11 +32,17 @@ class Hook(Callback):
 # ---------------------------------------------------------------------- what is chosen
 
 
+def unfused() -> Module:
+    module = Module(Stack())
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), fused=False)  # type: ignore[method-assign]
+    return module
+
+
 def chosen(caplog: pytest.LogCaptureFixture, module: pl.LightningModule, **options: Any) -> str:
     caplog.set_level(logging.DEBUG, logger="lightning.pytorch.superpipeline")
     caplog.clear()
-    strategy = SuperpipelineStrategy(k=1, fused_optimizer=options.pop("fused_optimizer", True))
-    with mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False):  # as on an accelerator
+    strategy = SuperpipelineStrategy(k=1)
+    with as_on_a_gpu():
         trainer_for(strategy, **options).fit(module, loader(vectors()))
     found = [record.getMessage() for record in caplog.records if "background" in record.getMessage()]
     return found[-1] if found else ""
@@ -52,7 +57,7 @@ def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
     monitor = [LearningRateMonitor()]
     assert "background: backward" in chosen(caplog, plain, callbacks=monitor, logger=CSVLogger(tmp_path))
     assert "forward (Hook.on_after_backward" in chosen(caplog, plain, callbacks=[Hook()])
-    assert "does not run fused" in chosen(caplog, plain, fused_optimizer=False)
+    assert "does not run fused" in chosen(caplog, unfused())
     assert "LBFGS is not one of" in chosen(caplog, CASES["lbfgs"].make())
     assert "forward (optimization is manual" in chosen(caplog, CASES["gan"].make())
     hooked = Module(Stack())
@@ -62,7 +67,7 @@ def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
 
 def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
     with taken_apart() as layers:
-        fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(k=1, fused_optimizer=True), recorded="losses")
+        fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(k=1), recorded="losses")
     assert not layers
 
 
@@ -70,7 +75,7 @@ def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
     ("mode", "make", "options", "message"),
     [
         ("forward", CASES["lbfgs"].make, {}, r"LBFGS is not one of torch's Adam.*\. Use Sup"),
-        ("forward", None, {"fused_optimizer": False}, r"AdamW does not run fused \(.*\)\. Leave that"),
+        ("forward", unfused, {}, r"AdamW does not run fused \(fused=False\)\. Leave that"),
         ("backward", CASES["gan"].make, {}, "manual"),
         ("backward", None, {"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
         ("backward", None, {"plugins": MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))}, "scaler"),
@@ -80,10 +85,8 @@ def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
 def test_what_cannot_be_is_refused_before_the_first_step(
     mode: str, make: Make | None, options: dict[str, Any], message: str
 ) -> None:
-    options = dict(options)
-    extra = {key: options.pop(key) for key in list(options) if key == "fused_optimizer"}
     with pytest.raises(ValueError, match=message):
-        fit(make or (lambda: Module(Stack())), vectors(), overlapping(mode, **extra), recorded="losses", **options)
+        fit(make or (lambda: Module(Stack())), vectors(), overlapping(mode), recorded="losses", **options)
 
 
 @pytest.mark.rest("takes tenths of a second")

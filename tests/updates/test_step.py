@@ -15,7 +15,7 @@ from sp_lightning.core.layers.narrow_gradient import NarrowGradient, keep_narrow
 from sp_lightning.core.updates.scaler import HostGradScaler
 from tests.support.models import Module, Stack, vectors
 from tests.support.planted import is_streamed
-from tests.support.runs import assert_equal, fit
+from tests.support.runs import as_on_a_gpu, assert_equal, fit
 
 
 def train(scaler: torch.amp.GradScaler, gradients: list[float]) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -101,8 +101,9 @@ def test_the_cpu_does_not_read_a_learning_rate_that_is_on_its_way(
             self.rate = rate.as_subclass(OnTheWay) if is_streamed(self) else rate
             return torch.optim.AdamW(self.parameters(), lr=self.rate, fused=fused if is_streamed(self) else True)
 
-    strategy = SuperpipelineStrategy(k=1, k_prime=1, fused_optimizer=True, optimizer_overlap=overlap)  # type: ignore[arg-type]
-    ours = fit(lambda: Learns(Stack()), vectors(), strategy, recorded="nothing")
+    strategy = SuperpipelineStrategy(k=1, k_prime=1, optimizer_overlap=overlap)  # type: ignore[arg-type]
+    with as_on_a_gpu():
+        ours = fit(lambda: Learns(Stack()), vectors(), strategy, recorded="nothing")
     plain = fit(lambda: Learns(Stack()), vectors(), recorded="nothing")
     assert_equal(ours.state, plain.state, "weights")
     (group,) = ours.trainer.optimizers[0].param_groups

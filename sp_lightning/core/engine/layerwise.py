@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.narrow_gradient import Change, change, stored, unwidened
 from sp_lightning.core.observe.messages import LOG
 from sp_lightning.core.plan.update_policy import EarlyUpdates, OptimizerPolicy, UpdatePolicy
-from sp_lightning.core.torch_compat.patched import OWN_ATTRIBUTES, attributes_of, state_of
+from sp_lightning.core.torch_compat.patched import OWN_ATTRIBUTES, attributes_of, order_new_state, state_of
 from sp_lightning.core.torch_compat.private import tree_map
 from sp_lightning.core.updates.fused import (
     OF_EACH,
@@ -174,7 +174,7 @@ class LayerwiseStep:
         self.needed: list[str] = []
         self._stepped: set[int] = set()  # ids of the parameters that had a step, so that their state exists
         self._told = False  # True if it was logged that other code holds the state
-        self._empty: dict[int, int] = {}  # by a parameter's id, the id of its empty state that was made here
+        self._known: set[nn.Parameter] | None = None  # the parameters with state before the updates that may make some
 
         # Of the running step.
         self.begun: set[StreamedLayer] = set()
@@ -183,7 +183,7 @@ class LayerwiseStep:
         self._closure: Callable[[], Any] | None = None
         self._context: StepContext
         self._groups = self._none = Groups()  # `_groups` are the user's while the optimizer has the empty `_none`
-        self._ordered = False  # True if `_make_empty_state` was called
+        self._noted = False  # True if `_note_state` was called
         self._state_held: bool | None = None  # see `_is_state_held`; None until it is known
 
     @contextmanager
@@ -202,7 +202,7 @@ class LayerwiseStep:
         finally:
             self._engine.backward.layer_done = self._engine.backward.may_update = None
             self._engine.gradients.keep_narrow = False
-            self._ordered, self._state_held = False, None
+            self._noted, self._state_held = False, None
             self.give_back_groups()
             self.clipping.end()
 
@@ -297,7 +297,7 @@ class LayerwiseStep:
             self._submit_layers(by_layer)
         self.begun.clear()
         if type(self._optimizer) is self._class:  # no update is under way, so `_updated` will not be called
-            self._drop_empty_state()
+            self._order_state()
         self._updates.torn = None  # the background has all updates now; if one fails, `torn` is set again
         if self._traits.waits or self._state_held:
             self._updates.wait_for_all()
@@ -338,8 +338,7 @@ class LayerwiseStep:
         """
         groups = [divide(group, self._engine.stay)[1] for group in self._optimizer.param_groups]
         if groups := [group for group in groups if group["params"]]:
-            self._make_empty_state_once()
-            self._drop_state_of_unused(_parameters(groups))
+            self._note_state()
             part = self._part(groups)
             step = self._step_of(part)
             with torch.no_grad():
@@ -464,7 +463,7 @@ class LayerwiseStep:
             held: True if user code holds tensors that the update writes. Then this waits for the update.
         """
         parameters = _parameters(groups)
-        self._make_empty_state_once()
+        self._note_state()
         if type(self._optimizer) is self._class:
             # See "Note: class that waits" in updates/__init__.
             self._optimizer.__class__ = _waiting(self._class, self._finish)
@@ -476,7 +475,6 @@ class LayerwiseStep:
         def update() -> None:
             self._state.load((layer, self._optimizer), part)
             trained = [parameter for parameter in parameters if parameter.grad is not None]
-            self._drop_state_of_unused(parameters)
             self._step_layer(layer, part, trained, clips, context)
             if self._traits.ends_on_host:
                 engine.device.synchronize(layer.downloaded, Wait.READ_AFTER_TAKE)
@@ -514,34 +512,22 @@ class LayerwiseStep:
         closures = (self._closure,) if self._traits.checked and self._closure is not None else ()
         return partial(_own_step(self._class), part, *closures)
 
-    def _drop_state_of_unused(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Removes our empty entry of the state of each parameter without a gradient, before the layer's step.
-
-        Such a parameter gets its state in a later step, after the others, as with torch's own step.
-        """
-        if not self._traits.checked:  # a user's class may step parameters without a gradient
-            self._drop_empty_state([p for p in parameters if p.grad is None])
-
-    def _make_empty_state_once(self) -> None:
-        """Calls :meth:`_make_empty_state` in the first call of a step."""
-        if not self._ordered:
-            self._ordered = True
-            self._make_empty_state()
-
-    def _make_empty_state(self) -> None:
-        """Makes an empty entry of the state for each parameter without state, before the first update of a step.
-
-        torch's step makes new state in the order of the parameters, which user code can see. Updates would make the state
-        in the order of the layers. Empty entries that user code has made, and may hold, keep their places.
-        """
+    def _note_state(self) -> None:
+        """Notes which parameters have state, before the first update of a step that may make some."""
+        if self._noted:
+            return
+        self._noted = True
         state = state_of(self._optimizer)
-        everything = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if not all(dict.get(state, parameter) for parameter in everything):
+        if not all(dict.get(state, p) for p in _parameters(self._optimizer.param_groups)):
             self._updates.wait_for_all()  # updates of the last step may still make state
-            self._drop_empty_state(everything)
-            for parameter in everything:
-                if dict.get(state, parameter) is None:
-                    self._empty[id(parameter)] = id(dict.setdefault(state, parameter, {}))
+            self._known = set(dict.keys(state))
+
+    def _order_state(self) -> None:
+        """Puts new state in the order of the parameters, as torch's step makes it. No update is under way."""
+        known, self._known = self._known, None
+        if known is not None:
+            groups = self._groups if self.submitted else self._optimizer.param_groups
+            order_new_state(state_of(self._optimizer), _parameters(groups), known)
 
     def _is_held(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> bool:
         """Returns True if user code holds tensors that the update writes: a kept ``state_dict()``, a view, optimizer state.
@@ -638,20 +624,8 @@ class LayerwiseStep:
     def _updated(self) -> None:
         """Gives the optimizer its own class again. Called after all updates."""
         self._optimizer.__class__ = self._class
-        if not self.begun:  # else the step continues, and other layers' state needs its entry
-            self._drop_empty_state()
-
-    def _drop_empty_state(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Removes our empty entries of the state, as after torch's own step.
-
-        Args:
-            parameters: the parameters of the entries; None for all, because no update makes new state any more.
-        """
-        state = state_of(self._optimizer)
-        for parameter in list(state) if parameters is None else parameters:
-            entry = dict.get(state, parameter)
-            if entry == {} and id(entry) == self._empty.pop(id(parameter), None):
-                dict.pop(state, parameter)
+        if not self.begun:  # else the step continues, and other layers may make state
+            self._order_state()
 
 
 def _own_step(kind: type[Optimizer]) -> Callable[..., Any]:

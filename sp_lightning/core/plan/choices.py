@@ -12,7 +12,6 @@ Modes = Mapping[str, Mode]
 ActivationChoice = Mode | Literal["auto"] | Modes
 Overlap = Literal["auto", "off", "forward", "backward"]
 Place = Literal["cpu", "gpu"]
-Fused = bool | Literal["auto"]
 Packing = Literal["nvfp4", "mxfp4"]
 """The format of stacked experts in 4 bits."""
 
@@ -26,6 +25,10 @@ _STAY = (
 )
 _CHECKPOINTING = 'Use activations="recompute", which is activation checkpointing.'
 _HOST_STEPS = 'Optimizers step on the CPU by default. Leave it out, or use optimizer_on="gpu" for steps on the GPU.'
+_FUSED = (
+    "Write it in the optimizer: torch.optim.AdamW(…, fused=True), or fused=False. One that leaves it open runs fused if the "
+    'model is on a GPU, or with optimizer_overlap="forward" or "backward".'
+)
 _QUANTISED = "Quantise the frozen model itself (torchao, bitsandbytes); the strategy moves it as it is. Leave it out."
 _TRAINER = "It is an option of the Trainer: {}."
 HABITS = {
@@ -41,6 +44,7 @@ HABITS = {
     "fp8": _QUANTISED, "fp8_base": _QUANTISED, "load_in_8bit": _QUANTISED, "load_in_4bit": _QUANTISED, "quantization": _QUANTISED,
     "lowvram": _GPU_MEMORY, "layer_offload_fraction": _STAY,
     "offload_fraction": _STAY, "optimizer_offload_fraction": _STAY, "stage": _OFFLOADED, "zero_stage": _OFFLOADED,
+    "fused_optimizer": _FUSED,
     "optimizer_in_backward": 'Use optimizer_overlap="backward".', "resident": 'Use keep_on_gpu=["lm_head"].',
     "exclude_frozen_parameters": "Use save_frozen=False.", "weights": 'Use load_weights_from="model.safetensors".',
     "precision": _TRAINER.format('Trainer(precision="bf16-mixed")'), "devices": _TRAINER.format("Trainer(devices=1)"),

@@ -168,7 +168,8 @@ def state_bytes(optimizers: Iterable[torch.optim.Optimizer], on_gpu: Container[t
             for group, trained in groups:
                 total += state_tensors(optimizer, group) * sum(p.numel() * p.element_size() for p in trained)
         else:
-            leaves = tree_leaves({p: values for p, values in state_of(optimizer).items() if p not in on_gpu})
+            now = dict(state_of(optimizer))  # an update in the background may add a parameter's
+            leaves = tree_leaves({p: values for p, values in now.items() if p not in on_gpu})
             state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
             if not state:
                 return None

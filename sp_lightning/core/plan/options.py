@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, cast, get_args
 from torch import nn
 
 from sp_lightning.core.model.patterns import LayerChoice
-from sp_lightning.core.plan.choices import HABITS, ActivationChoice, Count, Fused, Mode, Share
+from sp_lightning.core.plan.choices import HABITS, ActivationChoice, Count, Mode, Share
 from sp_lightning.core.plan.units import parse_bytes
 
 P = ParamSpec("P")
@@ -117,13 +117,6 @@ def checked_path(option: str, what: str, example: str, value: Any) -> Path | Non
     if value is not None and (not isinstance(value, (str, PathLike)) or value == ""):
         raise TypeError(f'{option} must be the path of {what}, found {value!r}. For example {option}="{example}".')
     return None if value is None else Path(value).expanduser()  # no shell has expanded "~/scratch" in a config
-
-
-def checked_fused(value: Any) -> Fused:
-    """Returns True, False or ``"auto"``."""
-    if not isinstance(value, bool) and value != "auto":
-        raise TypeError(f'fused_optimizer must be "auto", True or False, found {value!r}.')
-    return cast(Fused, value)
 
 
 def checked_choice(option: str, choices: tuple[str, ...], value: Any) -> Any:

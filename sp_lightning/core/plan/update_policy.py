@@ -13,7 +13,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sp_lightning.core.plan.choices import Fused, Overlap, Place, Share
+from sp_lightning.core.plan.choices import Overlap, Place, Share
 
 Unit = Literal["whole", "primary", "layers"]
 Clip = Literal["whole", "at once", "in update"]
@@ -94,7 +94,7 @@ class UpdateFacts:
     """The facts for :func:`decide` and :func:`complete`. Each reason is a clause of a sentence; empty if there is no reason.
 
     Attributes:
-        overlap, place, gpu_layers, fused_optimizer: the options. ``place`` is ``optimizer_on``.
+        overlap, place, gpu_layers: the options. ``place`` is ``optimizer_on``.
         disk: True if ``disk=`` is given.
         against_both: why an optimizer cannot step parameters in both places, if it has trained ones on the GPU (``gpu_layers``)
             and others.
@@ -122,7 +122,6 @@ class UpdateFacts:
     overlap: Overlap = "auto"
     place: Place = "cpu"
     gpu_layers: Share = 0
-    fused_optimizer: Fused = "auto"
     disk: bool = False
     against_both: str = ""
     on_cpu: bool = False
@@ -148,11 +147,9 @@ class UpdateFacts:
     def fuses_on_cpu(self) -> bool:
         """True if steps on the CPU run fused when the user's optimizer does not specify it.
 
-        With ``fused_optimizer="auto"`` it is False if the model computes on the CPU: plain Lightning then steps on the CPU, too,
-        and results must equal its results. It is True with the modes ``"forward"`` and ``"backward"``, which need fused steps.
+        It is False if the model computes on the CPU: plain Lightning then steps on the CPU, too, and results must equal its
+        results. It is True with the modes ``"forward"`` and ``"backward"``, which need fused steps.
         """
-        if self.fused_optimizer != "auto":
-            return self.fused_optimizer
         return not self.on_cpu or self.overlap in ("forward", "backward")
 
 

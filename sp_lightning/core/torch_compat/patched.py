@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -54,6 +54,19 @@ def state_of(optimizer: Any) -> Any:
     """
     own = attributes_of(optimizer).get("state")
     return optimizer.state if own is None else own
+
+
+def order_new_state(state: dict[Any, Any], parameters: Iterable[Any], known: Container[Any]) -> None:
+    """Puts new state in the order of the parameters, in which torch's step makes it.
+
+    Args:
+        state: an optimizer's state by parameter.
+        parameters: the parameters, in their order.
+        known: those that had state before.
+    """
+    for parameter in parameters:
+        if parameter not in known and dict.get(state, parameter) is not None:
+            dict.__setitem__(state, parameter, dict.pop(state, parameter))
 
 
 def is_patched(optimizer: Any, step: Any) -> bool:

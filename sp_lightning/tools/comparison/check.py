@@ -44,9 +44,10 @@ def check(
 ) -> Report:
     """Trains, validates and predicts some batches with plain Lightning and with this strategy, and compares them bitwise.
 
-    Plain Lightning runs twice, and the strategy once in each mode. Then both train one more batch from plain Lightning's
-    checkpoint. Module and data are made anew for each run, from the same seed. Files are in a temporary folder, about fifteen
-    times as large as the weights, which is removed afterwards. Random states are restored.
+    Plain Lightning runs twice (once more if only some modes run optimizers fused), and the strategy once in each mode. Then both
+    train one more batch from plain Lightning's checkpoint. Module and data are made anew for each run, from the same seed. Files
+    are in a temporary folder, about fifteen times as large as the weights, which is removed afterwards. Random states are
+    restored.
 
     Args:
         factory: makes the LightningModule when it is called: a callable, or ``"package.module:Name"``.
@@ -124,13 +125,13 @@ class _Checking:
         self._device = root_device(settings)
         self.found.counted = self._device.type == "cpu"
         variants = {name: {**options, **mode} for name, mode in (self._modes or _asked(options)).items()}
-        self._plain = self._plain_steps(options, [*variants.values()])
         for variant in variants.values():
             SuperpipelineStrategy(**variant)  # invalid options raise an error before the first run
-            # Both sides step fused, or both do not: otherwise their last bits differ.
-            variant["fused_optimizer"] = self._plain["fuse"]
+        # Both sides step fused, or both do not: otherwise their last bits differ.
+        fuses = list(dict.fromkeys(is_fused(variant, self._device) for variant in variants.values()))
+        steps = _plain_steps(options)
         try:
-            plain, again = (self._run(RunVariant(name, **self._plain)) for name in ("plain", "plain again"))
+            plain, again = (self._run(RunVariant(name, fuse=fuses[0], **steps)) for name in ("plain", "plain again"))
         except torch.OutOfMemoryError as error:
             raise NotRunError(_too_large(self._device)) from error
         if not plain.trained:
@@ -146,24 +147,22 @@ class _Checking:
             self.found.notes.append(
                 f"Not compared, because plain Lightning logs others when run twice: {', '.join(names)}."
             )
-        fused = ", with optimizers fused on the CPU" if self._plain["fuse"] and self._steps_on_host(plain) else ""
+        plains = {fuses[0]: plain}
+        for fuse in fuses[1:]:
+            plains[fuse] = self._run(RunVariant("plain, fused" if fuse else "plain, not fused", fuse=fuse, **steps))
+        fused = ""
+        if any(fuses) and (plain.moved or self._device.type == "cpu"):
+            where = " where the strategy fuses them" if len(fuses) > 1 else ""
+            fused = f", with optimizers fused on the CPU{where},"
         self.found.reference = f"Plain Lightning{fused} and the strategy, from the same start on {self._device}:"
-        self._compare_with_plain(variants, plain)
+        self._compare_with_plain(variants, plains)
         return self.found
 
-    def _plain_steps(self, options: dict[str, Any], variants: list[dict[str, Any]]) -> dict[str, Any]:
-        """Returns where and how plain Lightning's optimizers step, as arguments of :class:`RunVariant`."""
-        on_device = options.get("optimizer_on") == "gpu"
-        chosen = {name: given for name in ("gpu_layers", "layers", "keep_on_gpu") if (given := options.get(name))}
-        stay = chosen if "gpu_layers" in chosen else {}
-        return {"fuse": is_fused(options, variants, self._device), "on_device": on_device, "stay": stay}
-
-    def _steps_on_host(self, plain: RunResult) -> bool:
-        return plain.moved or self._device.type == "cpu"
-
-    def _compare_with_plain(self, variants: dict[str, dict[str, Any]], plain: RunResult) -> None:
+    def _compare_with_plain(self, variants: dict[str, dict[str, Any]], plains: dict[bool, RunResult]) -> None:
+        """Runs the variants. ``plains`` has the runs of plain Lightning by whether their optimizers step fused."""
         first = None
         for name, options in variants.items():
+            plain = plains[is_fused(options, self._device)]
             ours = self._attempt(RunVariant(f"superpipeline, {name}" if name else "superpipeline", options), plain)
             if ours is None:
                 continue
@@ -175,6 +174,7 @@ class _Checking:
             if self.found.rows:
                 return  # every variant ended with an error, and plain Lightning did not
             raise NotRunError(" ".join(self.found.notes))
+        plain = plains[is_fused(first.way.options or {}, self._device)]
         self._continue(first.way, plain)
         predicted = [entry.values().get("") for entry in plain.record.entries if entry.kind == "predictions"]
         self.found.notes += [f"Plain Lightning, too: {each}" for each in predicted if str(each).startswith(STOPPED)]
@@ -237,7 +237,7 @@ class _Checking:
         """Trains one more batch from plain Lightning's checkpoint with both. The strategy's file was compared with this one."""
         begins = plain.checkpoint
         try:
-            expected = self._run(RunVariant("plain, from its own checkpoint", **self._plain, begins=begins))
+            expected = self._run(replace(plain.way, name="plain, from its own checkpoint", begins=begins))
         except _STOPS as error:
             self.found.notes.append(f"Nothing went on from a checkpoint. {error}")
             return
@@ -263,13 +263,17 @@ def _asked(options: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {", ".join(str({**options, **mode}[name]) for name in named): mode for mode in modes}
 
 
-def is_fused(options: dict[str, Any], variants: list[dict[str, Any]], device: torch.device) -> bool:
-    """Returns True if optimizers run fused on the CPU in any run of the strategy. All runs then use fused optimizers."""
-    given = options.get("fused_optimizer", "auto")
+def _plain_steps(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns where plain Lightning's optimizers step, as arguments of :class:`RunVariant`."""
+    chosen = {name: given for name in ("gpu_layers", "layers", "keep_on_gpu") if (given := options.get(name))}
+    return {"on_device": options.get("optimizer_on") == "gpu", "stay": chosen if "gpu_layers" in chosen else {}}
+
+
+def is_fused(options: dict[str, Any], device: torch.device) -> bool:
+    """Returns True if the strategy runs optimizers fused on the CPU whose users have not set ``fused``."""
     if options.get("optimizer_on") == "gpu":  # optimizers run unchanged on the GPU
         return False
-    early = any(variant.get("optimizer_overlap") in ("forward", "backward") for variant in variants)
-    return bool(given) if given != "auto" else early or device.type != "cpu"
+    return device.type != "cpu" or options.get("optimizer_overlap") in ("forward", "backward")
 
 
 def _figures(done: RunResult, counted: int | None = None) -> RunFigures:

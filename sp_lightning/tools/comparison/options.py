@@ -13,7 +13,7 @@ MODES: dict[str, dict[str, str]] = {
 """The modes of ``check`` without a model, by name."""
 
 STRATEGY_OPTIONS = (
-    "k", "k_prime", "gpu_memory", "activations", "layers", "keep_on_gpu", "pin_memory", "fused_optimizer",
+    "k", "k_prime", "gpu_memory", "activations", "layers", "keep_on_gpu", "pin_memory",
     "optimizer_overlap", "optimizer_on", "gpu_layers", "load_weights_from", "disk", "host_memory",
 )  # fmt: skip
 """The strategy's options that ``check`` takes. The others are for several devices, or ``check`` sets them itself."""
