@@ -94,7 +94,7 @@ def _nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _layers_change_as_the_table_says(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test in which a layer's state changes in a way that ``layers/states.py`` does not list.
+    """Fail a test in which a layer's state changes in a way that ``tests/support/states.py`` does not list.
 
     Only tests with the mark ``states`` are compared, and those of a part of the third tier.
     """

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from sp_lightning.any_loop.words import LOG, in_loop, reword
 from sp_lightning.core.device.accelerator import present_device
 from sp_lightning.core.device.closing import close_all
+from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.model.checks import refuse_computed_weights
-from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.around_calls import release, surround

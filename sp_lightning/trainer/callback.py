@@ -14,19 +14,19 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.device.timeline import Interval, Timeline
 from sp_lightning.core.observe.messages import say_once
-from sp_lightning.core.observe.plot import draw_timeline, supported_formats
-from sp_lightning.core.observe.stats import (
+from sp_lightning.core.observe.metrics import (
     DEFAULT_METRICS,
     METRICS,
-    Stats,
     bottleneck,
     counters_line,
     metrics_of,
     over_plan,
     state_line,
 )
+from sp_lightning.core.observe.plot import draw_timeline, supported_formats
 from sp_lightning.core.plan.host_memory import host_memory
 from sp_lightning.core.plan.ledger import state_bytes
 from sp_lightning.trainer.compat import accumulates, logged_step

@@ -40,7 +40,7 @@ def note_trained(module: nn.Module) -> None:
             _acquired[_remembered(parameter)] = True
 
 
-def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collection[str] = ()) -> None:
+def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collection[str]) -> None:
     """Marks the weights that a checkpoint changes, so that they are never left out. Called before the checkpoint is loaded.
 
     Args:

@@ -17,8 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from sp_lightning.core.device.device import Device
+from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.observe.messages import BEING_UPDATED, not_whole
-from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.ledger import Ledger
 from sp_lightning.core.plan.plan import Plan
@@ -119,7 +119,7 @@ class ReadableStrategy(HostStrategy):
         Raises:
             RuntimeError: before set-up.
         """
-        return self._results("counters").fetches
+        return self.stats().fetches
 
     def _results(self, what: str) -> Results:
         """Returns the results of the present or the last run.

@@ -76,7 +76,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def cause_of(error: BaseException, handled: BaseException | None = None) -> BaseException:
+def cause_of(error: BaseException, handled: BaseException | None) -> BaseException:
     """Returns the cause of an error of ``torch.save``: after a failed write, it raises a second error, about the file's length.
 
     Args:

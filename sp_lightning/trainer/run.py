@@ -24,6 +24,7 @@ from sp_lightning.core.device.accelerator import device_for
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.own_threads import OwnThreads
+from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.engine.activations import ActivationPlan
 from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.core.engine.streamer import Streamer
@@ -42,7 +43,6 @@ from sp_lightning.core.observe.messages import (
     note,
     say_once,
 )
-from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.host_memory import HostBudget, check_host
 from sp_lightning.core.plan.plan import Plan, cap_remarks
@@ -65,14 +65,12 @@ class Results:
         plan: the plan, with how layers are updated.
         activations: the mode of activations of each unit, by name.
         stats: the counters.
-        fetches: the number of fetches of each layer, by name.
         partially_updated: the reason if only some weights have the values of the last step; None if all have them.
     """
 
     plan: Plan
     activations: dict[str, Mode]
     stats: Stats
-    fetches: dict[str, int]
     partially_updated: str | None
 
 
@@ -252,7 +250,6 @@ class Run:
                 plan=replace(plan, updates=self.steps.policy),
                 activations=dict(streamer.activations.modes),
                 stats=streamer.stats(),
-                fetches=streamer.fetches(),
                 partially_updated=streamer.updates.partially_updated,
             )
         return self._results

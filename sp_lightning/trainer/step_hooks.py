@@ -325,7 +325,7 @@ class StepHooks:
         streamer = self._engine
         now = perf_counter()
         if not streamer.device.computes_on_host:
-            streamer.updating.step_seconds += now - self._begun
+            streamer.device.stats.step_seconds += now - self._begun
         self._begun = now  # this step may run inside another step, whose time is measured from here
         while self._stepping and self._stepping.pop() is not optimizer:
             pass  # a step inside this step has raised an error, and torch calls no hook after an error

@@ -147,8 +147,8 @@ def test_views_and_duplicates_of_one_storage_travel_once(
     x, y = 4 * 16 * 4, 4 * 16 * 4
     of_blocks = [call.saved for call in seen[0].calls if "blocks" in call.unit]
     assert all(saved <= x + 2 * y + y for saved in of_blocks)  # x, y, and the product's two factors
-    assert seen[0].offload.offloaded_bytes == sum(call.saved for call in seen[0].calls[:-2])
-    assert seen[0].offload.uploaded_bytes == seen[0].offload.offloaded_bytes
+    assert seen[0].offload.stats.offloaded_activation_bytes == sum(call.saved for call in seen[0].calls[:-2])
+    assert seen[0].offload.stats.uploaded_activation_bytes == seen[0].offload.stats.offloaded_activation_bytes
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -167,7 +167,7 @@ def test_small_tensors_buffers_and_residents_stay(seen: list[UnitModes], monkeyp
     assert {call.saved for call in seen[0].calls if "blocks" in call.unit} == {4 * 16 * 4}, "x, and not the table"
     monkeypatch.setattr(offload, "WORTH_MOVING", 4 * 16 * 4 + 1)
     fit(twice(Buffered), vectors(1), superpipeline(activations="offload"))
-    assert seen[1].offload.offloaded_bytes == 0
+    assert seen[1].offload.stats.offloaded_activation_bytes == 0
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -175,7 +175,7 @@ def test_the_last_units_of_a_forward_are_exempt(seen: list[UnitModes]) -> None:
     fit(lambda: Module(Stack()), vectors(), superpipeline(activations="offload"))
     calls = seen[0].calls
     assert [call.unit for call in calls][-2:] == ["net.blocks.4", "net.head"]
-    assert seen[0].offload.offloaded_bytes == 3 * sum(call.saved for call in calls[:-2])
+    assert seen[0].offload.stats.offloaded_activation_bytes == 3 * sum(call.saved for call in calls[:-2])
 
 
 @pytest.mark.long("takes a second or more")

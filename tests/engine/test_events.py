@@ -197,7 +197,7 @@ def test_an_engine_of_another_size_is_like_one_made_so(before: tuple[int, int], 
             if then:
                 streamer.resize(make_plan(streamer.found, k=then[0], k_prime=then[1]))
             happened.clear()
-            streamer._peak_bytes = 0
+            streamer.device.stats.peak_device_bytes = 0
             train(streamer, net, x)
             seen, most = list(happened), streamer.stats().peak_device_bytes
             assert most == streamer.plan.peak_device_bytes

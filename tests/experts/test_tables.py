@@ -48,6 +48,8 @@ def test_only_rows_travel() -> None:
     rows = 64 * sum(len(batch.unique()) for batch in batches)
     stats, blocks = strategy.stats(), [layer.nbytes for layer in strategy.plan.layers]
     assert stats.fetched_bytes == 2 * rows + stats.fetched_layers * blocks[0]
+    by_block = {name: count * blocks[0] for name, count in strategy.fetches().items()}
+    assert stats.fetched_bytes_by_layer == {**by_block, "net.table": 2 * rows}
     gradients = 64 * sum(p.numel() // 16 for p in Text().blocks.parameters() if p.dim() == 2) + 4 * sum(
         p.numel() for p in Text().blocks.parameters() if p.dim() == 1
     )

@@ -14,10 +14,10 @@ from sp_lightning.core import engine
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
-from sp_lightning.core.layers.states import FETCHED, HELD, HOST, IN_USE, RESTING, TRANSITIONS, UNPACKED, LayerState
+from sp_lightning.core.layers.states import FETCHED, HELD, HOST, IN_USE, RESTING, UNPACKED, LayerState
 from tests.support.engine import step, streamed, update
 from tests.support.simdevice import SimDevice
-from tests.support.states import Change, checked_states
+from tests.support.states import TRANSITIONS, Change, checked_states
 
 pytestmark = pytest.mark.states
 

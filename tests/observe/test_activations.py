@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -122,4 +121,4 @@ def test_on_an_accelerator_activations_are_the_rest_of_allocated_memory(monkeypa
     with simulated():
         stats = stats_of()
     assert stats.peak_activation_bytes + stats.peak_device_bytes == stats.peak_allocated_bytes == 2**20
-    assert all(value >= 0 for value in astuple(stats))
+    assert all(value >= 0 for value in vars(stats).values() if not isinstance(value, dict))

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ import torch
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.device.timeline import Interval, Timeline, name_of
 from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.observe.stats import Stats, bottleneck, counters_line
+from sp_lightning.core.observe.metrics import bottleneck, counters_line
 from sp_lightning.core.plan.plan import make_plan
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for
@@ -190,7 +190,7 @@ def test_metrics_and_progress_bar(tmp_path: Path) -> None:
 
 
 def stats(**seconds: float) -> Stats:
-    return Stats(**{**{each.name: 0 for each in fields(Stats)}, **seconds})  # type: ignore[arg-type]
+    return Stats(**seconds)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,52 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.states import TRANSITIONS, LayerState
+from sp_lightning.core.layers.states import FETCHED, HELD, HOST, IN_USE, RESTING, UNPACKED, LayerState
+
+
+class Transition(NamedTuple):
+    """A change of a layer's state.
+
+    Attributes:
+        methods: the names of the methods that make the transition. No other method does.
+        pairs: pairs of the layer's states before and after the transition.
+    """
+
+    methods: frozenset[str]
+    pairs: frozenset[tuple[LayerState, LayerState]]
+
+
+def _transition(methods: str, *pairs: tuple[LayerState, LayerState]) -> Transition:
+    return Transition(frozenset(methods.split()), frozenset(pairs))
+
+
+TRANSITIONS: Mapping[str, Transition] = {
+    # A transfer to a slot was issued: before the call that needs the layer, or because a call needs the layer now. If the slot is
+    # viewed and the host's weights were written, the layer is fetched again into the same slot, because views must show
+    # the writes.
+    "fetch": _transition("Slots._send Slots.forget_dropped", (HOST, FETCHED), (HELD, FETCHED)),
+    # The slot is given to another layer, or is freed, or its values are out of date.
+    "evict": _transition("StreamedLayer.evict", (FETCHED, HOST), (HELD, HOST)),
+    # Compute waits for the transfer. Until `release` no other layer may overwrite the slot.
+    "lock": _transition("Slots.lock", (FETCHED, UNPACKED), (HELD, UNPACKED)),
+    # A module call begins: its modules compute with the slot's memory.
+    "attach": _transition("Residency.begin_call", (UNPACKED, IN_USE), (RESTING, IN_USE)),
+    # The last module call has returned, in inference, and every layer of the ring has a slot of its own.
+    "rest": _transition("Residency._leave", (IN_USE, RESTING)),
+    # No module call and no backward uses the layer any more. If the layer has left its slot during the use, because the slot's
+    # values are out of date, the layer is HOST afterwards.
+    "release": _transition(
+        "Slots.release", *((used, after) for used in (UNPACKED, IN_USE, RESTING) for after in (FETCHED, HELD, HOST))
+    ),
+    # The last tensor that viewed the slot is dropped, and writes through that tensor were copied back to the host.
+    "drop views": _transition("Slots.forget_dropped", (HELD, FETCHED)),
+}
+"""All transitions, by their names in the diagram."""
 
 Change = tuple[str, LayerState, LayerState]
 """The name of the method that has made it, and the states before and after."""

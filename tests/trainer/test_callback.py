@@ -18,7 +18,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.core.observe.stats import METRICS, counters_line
+from sp_lightning.core.observe.metrics import METRICS, counters_line
 from sp_lightning.core.plan.units import human_bytes
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.needs import needs

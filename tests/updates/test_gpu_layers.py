@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from sp_lightning import SuperpipelineStrategy, dial, stream
 from sp_lightning.capabilities.activations.recompute import Unrepeatable
 from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.model.found import tensor_bytes
 from sp_lightning.core.model.wrapped import move, parts
+from sp_lightning.core.torch_compat.private import current_graph_task
 from sp_lightning.core.updates.fused import divide
 from tests.support.models import CASES, Block, Module, SparseEmbedding, Stack, vectors
 from tests.support.nets import Does
@@ -244,6 +246,26 @@ def test_what_stays_moves_nothing_and_takes_no_host_memory() -> None:
     assert plan.staying == (trained, trained)
     assert stats.peak_device_bytes <= plan.peak_device_bytes == 5 * trained
     assert plan.nothing == "nothing is streamed: gpu_layers keeps all layers on the GPU"
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_gradients_of_layers_that_stay_are_counted_when_a_backward_begins_and_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They were counted at each gradient that arrived, but not at the end, when the last ones are still in flight."""
+    counted: list[Tensor] = []
+
+    def count(gradient: Tensor) -> int:
+        counted.extend([gradient] if current_graph_task() != -1 else [])  # not those of `stats()`
+        return tensor_bytes(gradient)
+
+    monkeypatch.setattr("sp_lightning.core.engine.streamer.tensor_bytes", count)
+    strategy = superpipeline(k=1, gpu_layers=6)
+    ours = run(partial(Stepped, FUSED), strategy, batches=BATCHES[:2], accumulate_grad_batches=2)
+    assert strategy.stats().peak_gradient_bytes == sum(p.nbytes for p in ours.module.parameters())
+    names = tuple(f"{name}." for name, _, _ in strategy.plan.stay)
+    stay = sum(name.startswith(names) for name, _ in ours.module.named_parameters())
+    assert len(counted) == 3 * stay, "the first backward begins without gradients"
 
 
 @pytest.mark.rest("takes tenths of a second")

@@ -138,11 +138,6 @@ class UnitModes:
         """Offloads activations if device memory may be too small for the next call; None if it is known to suffice."""
         return None if self.headroom is None else self._make_room
 
-    @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """Bytes that were copied to the host, and back."""
-        return self.offload.offloaded_bytes, self.offload.uploaded_bytes
-
     def limit_host_memory(self, nbytes: int | None) -> None:
         """Sets how many bytes of host memory activations may take; None for no limit."""
         self.ring.limit = nbytes

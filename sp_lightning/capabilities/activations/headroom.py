@@ -191,14 +191,14 @@ class Headroom:
             kept = self._kept.popleft()()
             if kept is None or kept.tensor is None or not self._offload.can_be_offloaded(kept.tensor):
                 continue  # freed, or a leaf whose ``.data`` user code has replaced
-            before = self._offload.offloaded_bytes
+            before = self._offload.stats.offloaded_activation_bytes
             kept.reference = self._offload.evict(kept.tensor, kept.call)
             if kept.reference is None:
                 room = False
             else:
                 kept.tensor = kept.held = None
                 self._evicted.add(kept.call.unit)
-                moved += self._offload.offloaded_bytes - before
+                moved += self._offload.stats.offloaded_activation_bytes - before
         self._offload.retire(keep=0)  # frees the device memory now
         self.evicted_bytes += moved
         return room

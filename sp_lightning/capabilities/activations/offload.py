@@ -163,7 +163,7 @@ class Offload:
         ring: as given.
         lock: guards the tables of storages.
         active: True after the first unit's call has begun. Before, :meth:`store` offloads nothing.
-        offloaded_bytes, uploaded_bytes: bytes copied to the host, and back.
+        stats: the device's counters.
         buffers: the addresses of the storages of the module's buffers. These storages stay on the device.
     """
 
@@ -178,6 +178,7 @@ class Offload:
         self._held = held
         self._log = log or logging.getLogger("lightning.pytorch.superpipeline")
         self._device = device
+        self.stats = device.stats
         self.ring = ring
         self._device_storages = device_storages
         self.lock = threading.RLock()
@@ -199,8 +200,6 @@ class Offload:
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
         self.active = False
         self.buffers: Set[int] = frozenset()
-        self.offloaded_bytes = 0
-        self.uploaded_bytes = 0
         self._warned = False
 
     # ------------------------------------------------------------------ forward
@@ -325,7 +324,7 @@ class Offload:
         if not self._in_flight:  # a backward inside this call has ended and flushed
             self._in_flight.append([])
         self._in_flight[-1].append(storage)
-        self.offloaded_bytes += source.nbytes
+        self.stats.offloaded_activation_bytes += source.nbytes
         return storage
 
     def warn(self, unit: str) -> None:
@@ -434,7 +433,7 @@ class Offload:
             with device.timed("return", storage.row, Stream.UPLOAD, storage.nbytes):
                 device.copy([memory], [storage.on_host], Stream.UPLOAD, why=Wait.USE_AFTER_RETURN)
             storage.arrived = storage.buffer.last = device.record(Stream.UPLOAD)
-            self.uploaded_bytes += storage.nbytes
+            self.stats.uploaded_activation_bytes += storage.nbytes
         self._returned += missing
 
     def _drop(self, storages: Sequence[OffloadedStorage]) -> None:

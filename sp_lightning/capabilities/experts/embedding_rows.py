@@ -90,7 +90,7 @@ class EmbeddingRows(AllRows):
         with self.layer.parameters.engine.reading_rows(self.layer) as staged:
             if staged is None:
                 return NotImplemented
-            self.host_waits += 1
+            self._device.stats.host_waits += 1
             with no_dispatch_modes(), no_inference_mode():
                 numbers, renumbered = torch.unique(indices.detach().to("cpu", torch.int64), return_inverse=True)
                 renumbered = renumbered.to(indices.device)
@@ -145,7 +145,8 @@ class EmbeddingRows(AllRows):
                 listed.view(numbers.dtype).copy_(numbers)
                 numbers_on_device = device.send(listed).view(numbers.dtype)
             self._sent = device.record(Stream.UPLOAD)
-            self.looked_up_bytes += nbytes
+            device.stats.fetched_bytes += nbytes
+            device.stats.fetched_bytes_by_layer[self.layer.name] += nbytes
             return strided(uploaded, 0, span.dtype, (len(numbers), width), (width, 1)), numbers_on_device
 
     def unpin(self) -> None:

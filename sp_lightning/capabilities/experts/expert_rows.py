@@ -160,7 +160,7 @@ class ExpertRows(AllRows):
         tensors = [each for each in arguments if isinstance(each, Tensor) and each.dtype in (torch.int32, torch.int64)]
         if len(tensors) != 1 or tensors[0].numel() >= _MANY * self.count:
             return None
-        self.host_waits += 1
+        self._device.stats.host_waits += 1
         with no_dispatch_modes(), no_inference_mode():
             rows = frozenset(tensors[0].detach().to("cpu", torch.int64).unique().tolist())
         outside = [row for row in sorted(rows) if not 0 <= row < self.count]
@@ -214,13 +214,13 @@ class ExpertRows(AllRows):
         if before is None:
             return 0
         if wanted is None and not before:
-            self.sent_bytes += self.layer.planned.nbytes
+            self._device.stats.expert_bytes += self.layer.planned.nbytes
             return None
         missing = sorted(set(range(self.count) if wanted is None else wanted) - before)
         pieces = self._pieces(missing, beside_stacks=fresh)
         self._device.copy([slot.memory[each] for each in pieces], [source[each] for each in pieces], Stream.UPLOAD)
         nbytes = sum(piece.stop - piece.start for piece in pieces)
-        self.sent_bytes += nbytes
+        self._device.stats.expert_bytes += nbytes
         return nbytes
 
     def _pieces(self, rows: Sequence[int], *, beside_stacks: bool) -> list[slice]:
@@ -248,8 +248,8 @@ class ExpertRows(AllRows):
         present = NOTHING if self.layer.slot is None else self.present
         wanted = frozenset(range(self.count)) if self.needed is None else self.needed
         found = wanted if present is None else wanted & present
-        self.hits += len(found)
-        self.misses += len(wanted) - len(found)
+        self._device.stats.expert_hits += len(found)
+        self._device.stats.expert_misses += len(wanted) - len(found)
 
     # ------------------------------------------------------------------ operations
 

@@ -143,10 +143,6 @@ class StepsOnDevice(LayerStepper):
         """Frees GPU memory. State stays on the host."""
         self._slots.free()
 
-    @property
-    def moved_bytes(self) -> tuple[int, int]:  # type: ignore[override]
-        return self._state.moved_bytes
-
     # ------------------------------------------------------------------ before the step
 
     def _bring(

@@ -20,7 +20,7 @@ from sp_lightning.core.updates.layer_stepper import Key
 
 
 class StateExchange:
-    """The host memory of optimizer state, and the counters of the bytes that are copied for steps on the GPU.
+    """The host memory of optimizer state, and the copies for steps on the GPU.
 
     Args:
         device: the GPU.
@@ -35,12 +35,6 @@ class StateExchange:
         self._device = device
         self._pin = pin
         self._states: dict[Key, SeparateState] = {}
-        self._moved = {Stream.UPLOAD: 0, Stream.DOWNLOAD: 0}
-
-    @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """See :attr:`LayerStepper.moved_bytes`."""
-        return self._moved[Stream.UPLOAD], self._moved[Stream.DOWNLOAD]
 
     def copy(
         self, kind: Kind, layer: int, targets: Sequence[Tensor], sources: Sequence[Tensor], stream: Stream
@@ -53,7 +47,10 @@ class StateExchange:
             targets, sources, stream: as in :meth:`Device.copy`.
         """
         nbytes = sum(each.nbytes for each in sources)
-        self._moved[stream] += nbytes
+        if stream is Stream.UPLOAD:
+            self._device.stats.step_upload_bytes += nbytes
+        else:
+            self._device.stats.step_download_bytes += nbytes
         with self._device.timed(kind, layer, stream, nbytes):
             self._device.copy(targets, sources, stream)
 

@@ -30,6 +30,7 @@ from torch.profiler import record_function
 
 from sp_lightning.core.device.background_thread import BackgroundThread
 from sp_lightning.core.device.layout import PAGE, whole_pages
+from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.device.timeline import LABELS, Kind, Timeline, name_of
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.private import copy_each, profiler_runs
@@ -143,6 +144,7 @@ class Device:
     """A device whose copies are synchronous: the CPU.
 
     Attributes:
+        stats: the counters, to which all parts of the engine add.
         timelines: the timelines to which :meth:`note` adds intervals.
         layer_names: the layers' names, by their index.
         background_threads: threads of an operator in the background. None: all threads of this process; with an accelerator,
@@ -163,6 +165,7 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stalled: dict[Wait, float] = dict.fromkeys(Wait, 0.0)
+        self.stats = Stats()
         self.timelines: list[Timeline] = []
         self.layer_names: Sequence[str] = ()
         self.background_threads: int | None = None

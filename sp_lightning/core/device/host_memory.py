@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import mmap
 import os
 import weakref
 from contextlib import suppress
@@ -70,14 +69,6 @@ def return_large_blocks() -> None:
     """
     with suppress(*_ANOTHER_LIBRARY):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE)
-
-
-def return_pages(memory: Tensor) -> None:
-    """Returns whole pages of unpinned memory to the system. They read as zeros afterwards."""
-    with suppress(*_ANOTHER_LIBRARY):
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), mmap.MADV_DONTNEED
-        )
 
 
 def free_garbage() -> None:

@@ -168,7 +168,7 @@ _UNHELD = _references(torch.empty(0))
 """The reference count of a storage object in :func:`shared` if no other code refers to the object."""
 
 
-def held_elsewhere(named: Iterable[Mapping[Any, Any]], known: Container[int] = ()) -> bool:
+def held_elsewhere(named: Iterable[Mapping[Any, Any]], known: Container[int]) -> bool:
     """Returns True if a tensor in these dictionaries, or its memory, has another reference.
 
     Args:

@@ -15,8 +15,8 @@ parameter*). A device parameter without memory is a *stand-in*.
 - The option ``optimizer_on`` decides *where* they step. ``Window`` raises an error if the GPU has no room for steps, and
   ``decide`` if it cannot step these optimizers.
 
-- An automatic choice that fails does not end a run: ``observe.messages.degrading`` logs one line, and the next mode with the same
-  results follows. A table in ``examples/guide/limits.md`` has each case. ``tests/endurance/test_automatic_choices.py`` tests it.
+- An automatic choice that fails does not end a run: the log has one line, and the next mode with the same results follows. A
+  table in ``examples/guide/limits.md`` has each case. ``tests/endurance/test_automatic_choices.py`` tests it.
 
 **One layer, forward and backward.** Each number stands as a comment beside the code line that does it::
 
@@ -44,8 +44,8 @@ parameter*). A device parameter without memory is a *stand-in*.
 ==  =========================  =======================================================================================
 
 **States.** A layer always has memory on the host. Its :class:`~sp_lightning.core.layers.states.LayerState` tells which copy
-exists on the device, and who may use the copy. ``layers/states.py`` has this diagram as a table, with the methods that make each
-transition. Every test checks the table::
+exists on the device, and who may use the copy. ``tests/support/states.py`` has this diagram as a table, with the methods that
+make each transition::
 
         ┌──────────────────────────── release, if it has left its slot ──────────────────────────────────┐
         ▼                                                                                                │

@@ -101,10 +101,6 @@ class Activations(Protocol):
         None: no activations are offloaded at this moment.
         """
 
-    @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """Bytes that were copied to the host, and back."""
-
     def limit_host_memory(self, nbytes: int | None) -> None:
         """Sets how many bytes of host memory activations may take; None for no limit."""
 
@@ -146,7 +142,6 @@ class KeepAll:
     packs = False
     make_room = None
     check = None
-    moved_bytes = (0, 0)
 
     def __init__(self, setup: ActivationSetup) -> None:
         self.modes: dict[str, Mode] = dict.fromkeys(setup.found.units, "keep")

@@ -86,7 +86,7 @@ class Backward(WatchesEngine):
     Attributes:
         lock: the engine's lock.
         layers: all layers.
-        note_memory: called when device memory may be at its peak.
+        note_memory: called when device memory may be at its peak; with ``staying=True`` when a backward begins and ends.
         tasks: the identifiers of the running graph tasks, outermost first.
         layer_done: called in the announced backward for each layer whose gradients are all in ``param.grad``.
         may_update: returns True if a step waits for a layer, to update it in the announced backward; None if no step waits.
@@ -100,7 +100,7 @@ class Backward(WatchesEngine):
     gradients: GradientSink
     activations: Activations
     updates: BackgroundUpdates
-    note_memory: Callable[[], None]
+    note_memory: Callable[..., None]
     step: Step
 
     def __post_init__(self) -> None:
@@ -197,6 +197,7 @@ class Backward(WatchesEngine):
                 )
             if not self.tasks:
                 self.step.compute_on_host(True)
+                self.note_memory(staying=True)
             self.tasks.append(task)
             self._nested = self._nested or len(self.tasks) > 1
         queue_callback(partial(self._ends, task))
@@ -350,6 +351,8 @@ class Backward(WatchesEngine):
             self.residency.release_unpinned()
         try:
             with self._arrivals:
+                if not self.tasks:
+                    self.note_memory(staying=True)  # before the last transfers free the gradients in flight
                 self.gradients.end(last=not self.tasks)
             if well and (check := self.activations.check) is not None:  # otherwise an error is being raised already
                 check(everything=True)

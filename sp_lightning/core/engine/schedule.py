@@ -329,7 +329,6 @@ class Residency:
         resting: the resting layers with their slots. Resting saves the host's time in inference. Code that marks copies as out of
             date first releases the resting layers (:meth:`let_rest`).
         rests: True if layers may rest. A layer rests only if its ring has a slot for each of the ring's layers.
-        demand_fetches: how often a layer was fetched because a call or autograd needed it at once.
     """
 
     def __init__(
@@ -348,7 +347,6 @@ class Residency:
         self.used: dict[StreamedLayer, Slot] = {}
         self.resting: dict[StreamedLayer, Slot] = {}
         self.rests = False
-        self.demand_fetches = 0
 
     # ------------------------------------------------------------------ module calls and autograd
 
@@ -451,7 +449,7 @@ class Residency:
             absent = absent or not layer.rows.complete
         if absent:
             layer.refuse_updated()
-            self.demand_fetches += 1
+            self.slots.stats.demand_fetches += 1
             # A stale slot, or one with other rows, is still the layer's: tensors may view it, so it is filled again.
             self._fetch([(layer, layer.slot or self.slots.find(layer, self.prefetch.trace.next_use))])
             self._note_memory()
@@ -464,7 +462,7 @@ class Residency:
         layer.refuse_updated()
         if layer.outdated:
             layer.invalidate()
-        self.demand_fetches += 1
+        self.slots.stats.demand_fetches += 1
         self._fetch([(layer, slot)])
         self.slots.wait_for_upload(slot)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.device.device import Device, Wait
 from sp_lightning.core.device.own_threads import OwnThreads
+from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.engine.activations import ActivationSetup, KeepAll, MakeActivations
 from sp_lightning.core.engine.assembly import make_layers, stand_ins_for_wrapped
 from sp_lightning.core.engine.calls import Calls, ModuleCall, listen
@@ -34,7 +35,6 @@ from sp_lightning.core.layers.writes import WriteBack
 from sp_lightning.core.model.found import Found, tensor_bytes
 from sp_lightning.core.model.rows import row_finder
 from sp_lightning.core.observe.activations import HeldActivations
-from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.store.block_memory import Staging
 from sp_lightning.core.torch_compat.patched import unwatch, watch
@@ -131,9 +131,8 @@ class Streamer:
         if make_stepper is not None and plan.steps_on_device:
             self.updates.stepper = make_stepper(device, plan, pin)
         self._gradients.keep_for_step = plan.steps_on_device
-        self._peak_bytes = 0
-        self._peak_parts = 0, 0, 0  # bytes of weights, gradients and steps at this peak
         self._staying = self.found.staying[0]
+        self._staying_gradients = 0
         prefetch = Prefetch(plan, self._slots, self._layers, self._source.ready)
         self._residency = Residency(self._slots, prefetch, self._source, self._bound_weights, self._note_memory)
 
@@ -437,59 +436,37 @@ class Streamer:
         """Bytes of device memory that weights, buffers and optimizer steps take now."""
         return self._slots.device_bytes + self._residents.nbytes + self._staying + self.updates.stepper.nbytes
 
-    def _note_memory(self) -> None:
-        """Updates the peak of device memory: weights, and gradients. Called whenever memory use may have grown."""
-        weights, gradients = self.weight_bytes, self._gradients.transfers.device_bytes
-        # The engine is not notified of gradients of weights that stay on the device. Nearly always there are none, and this is
-        # called several times per layer.
-        for parameter in self.found.on_gpu:
-            if parameter.grad is not None:
-                gradients += tensor_bytes(parameter.grad)
-        if weights + gradients > self._peak_bytes:
-            steps = self.updates.stepper.nbytes
-            self._peak_bytes, self._peak_parts = weights + gradients, (weights - steps, gradients, steps)
+    def _note_memory(self, *, staying: bool = False) -> None:
+        """Updates the peak of device memory: weights, and gradients. Called whenever memory use may have grown.
+
+        Args:
+            staying: True to count the gradients of weights that stay on the device. The engine is not notified of them, and there
+                may be hundreds. So they are counted when a backward begins and ends, and not at each gradient.
+        """
+        if staying:
+            self._staying_gradients = sum(tensor_bytes(p.grad) for p in self.found.on_gpu if p.grad is not None)
+        weights, stats = self.weight_bytes, self.device.stats
+        gradients = self._gradients.transfers.device_bytes + self._staying_gradients
+        if weights + gradients > stats.peak_device_bytes:
+            stats.peak_device_bytes, stats.peak_gradient_bytes = weights + gradients, gradients
+            stats.peak_optimizer_bytes = steps = self.updates.stepper.nbytes
+            stats.peak_weight_bytes = weights - steps
 
     def stats(self) -> Stats:
         """Returns the present counters."""
-        self._note_memory()
-        stalled = self.device.stall_seconds
-        offloaded, uploaded_again = self.activations.moved_bytes
-        rows = [layer.rows for layer in self._moving]
-        uploaded, downloaded = self.updates.stepper.moved_bytes
-        weights, gradients, steps = self._peak_parts
-        allocated = self.device.most_bytes()
-        return Stats(
-            fetched_layers=sum(layer.fetches for layer in self._moving),
-            fetched_bytes=self._slots.fetched_bytes + sum(each.looked_up_bytes for each in rows),
-            offloaded_gradient_bytes=self._gradients.transfers.offloaded_bytes,
-            transfers=self._slots.transfers,
-            demand_fetches=self._residency.demand_fetches,
-            host_waits=self._writes.write_backs + self._gradients.host_waits + sum(each.host_waits for each in rows),
-            extra_slots=self._slots.extra_slots,
-            step_upload_bytes=uploaded,
-            step_download_bytes=downloaded,
-            peak_device_bytes=self._peak_bytes,
-            peak_weight_bytes=weights,
-            peak_gradient_bytes=gradients,
-            peak_optimizer_bytes=steps,
-            peak_activation_bytes=max(allocated - self._peak_bytes, 0) if self._held is None else self._held.peak,
+        self._note_memory(staying=True)
+        counted, stalled, allocated = self.device.stats, self.device.stall_seconds, self.device.most_bytes()
+        activations = max(allocated - counted.peak_device_bytes, 0) if self._held is None else self._held.peak
+        return counted.copy(
+            peak_activation_bytes=activations,
             peak_allocated_bytes=allocated,
-            offloaded_activation_bytes=offloaded,
-            uploaded_activation_bytes=uploaded_again,
             stall_seconds=stalled(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),
             gradient_stall_seconds=stalled(Wait.REUSE_AFTER_DRAIN),
             update_stall_seconds=stalled(Wait.FETCH_AFTER_UPDATE, Wait.READ_AFTER_UPDATE),
             activation_stall_seconds=stalled(Wait.REUSE_AFTER_STORE, Wait.USE_AFTER_RETURN),
-            step_seconds=self.updating.step_seconds,
-            expert_hits=sum(each.hits for each in rows),
-            expert_misses=sum(each.misses for each in rows),
-            expert_bytes=sum(each.sent_bytes for each in rows),
             compiled_graphs=compiled_graphs() - self._graphs_before,
+            fetches={layer.name: layer.fetches for layer in self._layers if layer.kind is Kind.BLOCK},
         )
-
-    def fetches(self) -> dict[str, int]:
-        """Returns how often each block was fetched since set-up, by the name of the block."""
-        return {layer.name: layer.fetches for layer in self._layers if layer.kind is Kind.BLOCK}
 
     # ------------------------------------------------------------------ the end
 

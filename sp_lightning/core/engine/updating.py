@@ -42,7 +42,6 @@ class Updating:
             devices, all ranks agree on the result.
         several: True if there are several devices.
         norms: computes norms of gradients on the host.
-        step_seconds: seconds of optimizers' steps on the CPU while the GPU had nothing to do.
         stay: the parameters that are on the GPU between steps, too, where the optimizer steps them.
     """
 
@@ -60,7 +59,6 @@ class Updating:
     stay: frozenset[nn.Parameter]
 
     def __post_init__(self) -> None:
-        self.step_seconds = 0.0
         self.norms = Norms()
         self.several = self.turns.several
         self._place_of = {

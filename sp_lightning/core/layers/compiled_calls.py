@@ -182,7 +182,7 @@ class CompiledCalls:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, weights: Mapping[DeviceParameter, str], wrapped: Sequence[Place] = ()
+        self, name: str, module: nn.Module, weights: Mapping[DeviceParameter, str], wrapped: Sequence[Place]
     ) -> None:
         self.name = name
         self.names = weights

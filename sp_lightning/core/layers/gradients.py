@@ -63,7 +63,6 @@ class Transfers(Generic[W]):
         retired: transfers that compute has waited for, and whose gradients are not applied yet: the value, and the copy's event
             (None: nothing was copied).
         device_bytes: bytes of gradients that are on the device now.
-        offloaded_bytes: bytes that were copied to the host.
     """
 
     def __init__(self, device: Device, in_flight: int, apply: Callable[[W], None]) -> None:
@@ -71,7 +70,7 @@ class Transfers(Generic[W]):
         self.in_flight = in_flight
         self._apply = apply
         self.check: Callable[[], None] | None = None
-        self.device_bytes = self.offloaded_bytes = 0
+        self.device_bytes = 0
         # Transfers in flight: the value, the device tensors to keep until compute has waited for the copy, the copy's event.
         self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
         self.retired: deque[tuple[W, Any]] = deque()
@@ -89,7 +88,7 @@ class Transfers(Generic[W]):
         nbytes = sum(map(_nbytes, sources))
         with self.device.timed("drain", layer, Stream.DOWNLOAD, nbytes):
             self.device.copy(targets, sources, Stream.DOWNLOAD)  # (8)
-        self.offloaded_bytes += nbytes
+        self.device.stats.offloaded_gradient_bytes += nbytes
         self._flying.append((what, alive, self.device.record(Stream.DOWNLOAD)))
         self.retire(self.in_flight - 1)
 
@@ -147,7 +146,6 @@ class GradientSink:
             to the host.
         arriving: the layers with gradients that have arrived, and whose transfer is not issued yet. With several devices, their
             families.
-        host_waits: how often the host has waited for a gradient whose size depends on computed values.
     """
 
     def __init__(self, device: Device, transfers: Transfers[Any]) -> None:
@@ -155,7 +153,6 @@ class GradientSink:
         self.transfers = transfers
         self.keep_narrow = self.keep_for_step = False
         self.arriving: dict[Any, None] = {}
-        self.host_waits = 0
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
         """Takes one gradient of a layer. Returns True if all gradients of the layer have arrived."""

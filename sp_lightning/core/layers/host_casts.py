@@ -54,19 +54,18 @@ class Casts(NoCasts):
         """Marks the casts as current, because an update or another process has cast the present masters."""
         self._made_of = self._state()
 
-    def places(self, by: Stream, *, values_change: bool = True) -> Mapping[int, Tensor]:
+    def places(self, by: Stream) -> Mapping[int, Tensor]:
         """Returns the memory to which the stream ``by`` may write casts together with masters, by the id of the master.
 
         Marks the casts as out of date. The caller writes the masters next, and then calls :meth:`refresh` or
-        :meth:`mark_current`. If a graph has saved casts and the values change, returns no places: :meth:`refresh` then keeps the
-        old values for the graph.
+        :meth:`mark_current`. If a graph has saved casts, returns no places: :meth:`refresh` then keeps the old values for the
+        graph.
 
         Args:
             by: the stream that writes.
-            values_change: False if the written values are the present ones.
         """
         self.invalidate()
-        self._written_by_update = not (values_change and are_saved(self._present, 0))
+        self._written_by_update = not are_saved(self._present, 0)
         if not self._written_by_update:
             return {}
         self._device.access(self._block.weights, by, write=True)

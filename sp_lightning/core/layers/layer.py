@@ -41,10 +41,6 @@ class AllRows:
         ahead: the rows to prefetch.
         complete: True if the rows that the present use may read are in the layer's slot.
         sparse_on_device: True if the gradient is sparse on the device in this backward, although ``param.grad`` is dense.
-        looked_up_bytes: bytes of rows uploaded for look-ups.
-        host_waits: how often the host has waited for the numbers of rows.
-        hits, misses: how many needed rows were on the device, and how many were not.
-        sent_bytes: bytes of rows uploaded to slots, whole layers included.
         watches_calls: True if :meth:`begin_call` and :meth:`end_call` are to be called.
     """
 
@@ -52,7 +48,6 @@ class AllRows:
     complete = True
     sparse_on_device = False
     watches_calls = False
-    looked_up_bytes = host_waits = hits = misses = sent_bytes = 0
 
     def begin_step(self, *, training: bool) -> None:
         """Called when a step begins."""
@@ -136,7 +131,7 @@ class NoCasts:
     def mark_current(self) -> None:
         """Records that an update or another process has cast the current masters."""
 
-    def places(self, by: Stream, *, values_change: bool = True) -> Mapping[int, Tensor]:
+    def places(self, by: Stream) -> Mapping[int, Tensor]:
         """Returns the memory into which the stream ``by`` may write casts together with masters, by the id of the master."""
         return {}
 

@@ -95,6 +95,8 @@ class Slots:
         self._plan = plan
         self._layers = layers
         self._device = device
+        self.stats = device.stats
+        self.stats.fetched_bytes_by_layer = dict.fromkeys((layer.name for layer in layers), 0)
         self._uploads = uploads
         layouts: dict[Hashable, int] = {}
         for layer in layers:  # layers of one layout share their views of a slot
@@ -107,9 +109,6 @@ class Slots:
         self.by_address: dict[int, Slot] = {}
         """Every slot that has memory, by its address."""
         self._make_planned()
-        self.fetched_bytes = 0
-        self.transfers = 0
-        self.extra_slots = 0
         self.idle_since: Any = None
         """The mark of the last release in the timeline, until the next layer is locked; otherwise None."""
         # For timelines: the kind and the beginning of the present use of each locked slot.
@@ -158,7 +157,7 @@ class Slots:
             return max(
                 candidates, key=lambda slot: (slot.layer is None, slot.layer is not None and next_use(slot.layer))
             )
-        self.extra_slots += 1
+        self.stats.extra_slots += 1
         return self._make(ring, extra=True)
 
     def fetch(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
@@ -181,7 +180,7 @@ class Slots:
             filled = self._latest = self._device.record(Stream.UPLOAD)
             for layer, slot, _ in transfer:
                 slot.filled = layer.transfer = filled
-        self.transfers += 1
+        self.stats.transfers += 1
 
     def _send(self, transfer: Sequence[tuple[StreamedLayer, Slot, Staged]]) -> None:
         """Issues the copies of one transfer, and records which layer is in each slot now."""
@@ -197,7 +196,9 @@ class Slots:
             elif not layer.state.locked:  # a locked layer is in use, and the use continues with the new values
                 layer.state = FETCHED
             layer.fetches += 1
-            self.fetched_bytes += nbytes
+            self.stats.fetched_layers += 1
+            self.stats.fetched_bytes += nbytes
+            self.stats.fetched_bytes_by_layer[layer.name] += nbytes
 
     def _empty_slot(self, slot: Slot, layer: StreamedLayer) -> None:
         """Drops the sources of the last upload into a slot, and evicts the slot's layer. ``layer`` is copied to the slot next."""

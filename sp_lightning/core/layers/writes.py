@@ -72,7 +72,6 @@ class WriteBack:
         replaced: released layers with weights in other memory, which user code holds.
         left: memory that weights have left, as long as user code views it.
         await_update: waits until a layer's update is done and its results are on the host.
-        write_backs: how often the host has waited to copy back a weight.
         refuses: True if it is an error that host and device have both written a weight. Otherwise the host's write is kept,
             because an error is being raised already.
     """
@@ -85,7 +84,6 @@ class WriteBack:
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         self.left = LeftMemory(self._wait_for_kernels)
         self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
-        self.write_backs = 0
         self.refuses = True
 
     # ------------------------------------------------------------------ weights are copied to the host
@@ -109,7 +107,7 @@ class WriteBack:
             value = layer.rows.completed(index, value, self._slots.by_address)
             # On a GPU the copy in write() blocks, and so implies this wait. On other devices the wait is needed.
             self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
-            self.write_backs += 1
+            self.device.stats.host_waits += 1
             if group.version_once_fetched(index) != group.version(index):  # the host's weight was written, too
                 if self.refuses:
                     raise RuntimeError(
@@ -244,7 +242,7 @@ class WriteBack:
             with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
                 differ = torch.stack([_differ(given[i], places[i]) for i in compared])
                 self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
-                self.write_backs += 1
+                self.device.stats.host_waits += 1
                 written = {i for i, differs in zip(compared, differ.tolist(), strict=True) if differs}
         return set(unwritten) - written
 

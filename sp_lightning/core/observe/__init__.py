@@ -1,7 +1,7 @@
 """Reports of a run: counters, messages and pictures.
 
 - ``activations``: counts the activations that autograd holds on a CPU.
-- ``stats``: the counters of a run, its metrics, and the lines in the log that explain them.
+- ``metrics``: the metrics of a run, and the lines in the log that explain its counters.
 - ``messages``: notes that are added to errors, and errors that replace unclear ones of torch's.
 - ``machine``: the properties of a machine that its speed depends on.
 - ``plot``: draws one batch or a range of windows with matplotlib, if that is installed.

@@ -1,10 +1,8 @@
-"""The log, notes on errors that other code raises, and the context in which a choice that fails gives way to another one."""
+"""The log, and notes on errors that other code raises."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -182,23 +180,3 @@ def say_once(log: logging.Logger, line: str, said: set[str] | None = None) -> No
     if line not in said and log.isEnabledFor(logging.INFO):
         said.add(line)
         log.info(line)
-
-
-@contextmanager
-def degrading(log: logging.Logger, what: str, instead: str) -> Iterator[None]:
-    """A context for work of an automatic choice. If the work fails, one line is logged, and the code after the context goes on.
-
-    Plain Lightning would train, and the user has asked for nothing, so a lack of memory, a refused page lock, a compiler or a
-    kernel that fails must not end the run. The caller goes on with the next mode that has the same results. The work must not
-    have written weights, state, or anything else that results depend on. Only errors of Python's class Exception are caught.
-
-    Args:
-        log: the logger.
-        what: the choice, as the subject of the sentence that is logged.
-        instead: what the run does instead, as a sentence without a period.
-    """
-    try:
-        yield
-    except Exception as error:
-        first = next(iter(str(error).splitlines()), "")
-        log.warning("Superpipeline: %s failed (%s: %s). %s.", what, type(error).__name__, first, instead)

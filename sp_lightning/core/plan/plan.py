@@ -411,12 +411,12 @@ def plan_contents(found: Found) -> dict[str, Any]:
     masters_of = {layer: len(found.layers) + index for index, layer in enumerate(with_casts)}
     return {
         "layers": [
-            _planned(layer, ring=-1, autocast=found.autocast, masters=masters_of.get(index))
+            _planned(layer, autocast=found.autocast, masters=masters_of.get(index))
             for index, layer in enumerate(found.layers)
         ],
-        "masters": [_planned(layer, ring=-1) for layer in found.masters],
-        "tables": [_planned(layer, ring=-1) for layer in found.tables],
-        "residents": _planned(found.residents, ring=-1),
+        "masters": [_planned(layer) for layer in found.masters],
+        "tables": [_planned(layer) for layer in found.tables],
+        "residents": _planned(found.residents),
         "order": _order(found), "notes": (*found.notes, *_wire_notes(found)), "experts": found.experts,
         "plain": found.plain_bytes, "staying": found.staying, "stay": found.stay_bytes,
         "nothing": found.nothing,
@@ -461,14 +461,11 @@ def _order(found: Found) -> tuple[int, ...]:
     return (*without_module, *used)
 
 
-def _planned(
-    layer: Layer, *, ring: int, autocast: torch.dtype | None = None, masters: int | None = None
-) -> PlannedLayer:
-    """Lays out one layer's weights, and behind them its casts, if there are any.
+def _planned(layer: Layer, *, autocast: torch.dtype | None = None, masters: int | None = None) -> PlannedLayer:
+    """Lays out one layer's weights, and behind them its casts, if there are any. The layer has no ring yet.
 
     Args:
         layer: the layer.
-        ring: the index of its ring.
         autocast: the dtype of its casts.
         masters: the index of its master weights; None if it has none.
     """
@@ -479,7 +476,7 @@ def _planned(
     lowered = zip(casts, (p for _, p in layer.lowered), strict=True)
     narrow = sum(cast.nbytes for cast, p in lowered if p.requires_grad and not gradient_hooks(p))
     nbytes = total_bytes(casts or spans)
-    return PlannedLayer(layer.name, nbytes, gradients, ring, spans, casts, masters, narrow, layer.rows)
+    return PlannedLayer(layer.name, nbytes, gradients, -1, spans, casts, masters, narrow, layer.rows)
 
 
 def _wire_notes(found: Found) -> tuple[str, ...]:

@@ -24,12 +24,10 @@ class LayerStepper:
     Attributes:
         steps_all: True if layers step on the GPU.
         nbytes: bytes of GPU memory that steps take in addition to the slots of layers.
-        moved_bytes: bytes of weights, gradients and state that were uploaded for steps, and that were downloaded after them.
     """
 
     steps_all = False
     nbytes: int = 0
-    moved_bytes: tuple[int, int] = (0, 0)
 
     # ------------------------------------------------------------------ steps
 

@@ -112,7 +112,7 @@ class ReducedGradients(GradientSink):
                 f"The gradient of {name!r} is sparse, and those of several devices are not summed. Use sparse=False, or "
                 "Trainer(devices=1)."
             )
-        self.host_waits += 1
+        self.device.stats.host_waits += 1
         return each_row_once(gradient.to("cpu")).to_dense().to(self.device.device)
 
     def drain(self, layer: StreamedLayer) -> None:
@@ -159,7 +159,7 @@ class ReducedGradients(GradientSink):
                     there = family.stashed[place].to(family.places[place].dtype).add_(there)
                 family.stashed[place] = there
             self.transfers.device_bytes -= gradient.nbytes
-            self.host_waits += 1
+            self.device.stats.host_waits += 1
         self._gone(family)
 
     def _gone(self, family: Family) -> None:

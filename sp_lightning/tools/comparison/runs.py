@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from sp_lightning.core.device.accelerator import device_for
+from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.observe.activations import HeldActivations
-from sp_lightning.core.observe.stats import Stats
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.tools.comparison.record import Entry, Record, flatten, held
 from sp_lightning.tools.comparison.reference import StepsOnHost

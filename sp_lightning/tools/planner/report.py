@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sp_lightning.capabilities.activations.policy import summary
-from sp_lightning.core.observe.stats import WAITED, remedy
+from sp_lightning.core.observe.metrics import WAITED, remedy
 from sp_lightning.core.plan.units import in_gib, number
 from sp_lightning.tools.planner.answer import Answer, Row
 from sp_lightning.tools.planner.arguments import MODES, Question

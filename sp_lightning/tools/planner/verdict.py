@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from sp_lightning.capabilities.activations.policy import summary
-from sp_lightning.core.observe.stats import WAITED
+from sp_lightning.core.observe.metrics import WAITED
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import enough_gib, exact_bytes, in_gib
 from sp_lightning.tools.planner.answer import Answer, Row

@@ -1,9 +1,10 @@
-"""The counters of a run, its metrics, and the lines in the log that explain them."""
+"""The metrics of a run, and the lines in the log that explain its counters."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, fields
 
+from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import human_bytes
 
@@ -12,80 +13,11 @@ _SHORT = 1.0
 """:func:`bottleneck` reports no wait below this share of the time, or below these seconds."""
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Counters since set-up.
-
-    Attributes:
-        fetched_layers: the number of layer uploads.
-        fetched_bytes: bytes of layers' weights uploaded to the device, rows of embeddings included. Uploads of residents do not
-            count, although residents are uploaded again after each optimizer step.
-        offloaded_gradient_bytes: bytes of gradients offloaded to the host.
-        transfers: the number of transfers; each uploads a group of layers.
-        demand_fetches: how often a layer was fetched because it was needed at once, without a prefetch. Compute stalls on each.
-        host_waits: how often the host waited for compute and so could not run ahead: for the indices of rows, for gradients
-            whose size depends on computed values, and for weights that were written on the device.
-        extra_slots: the number of slots beyond the plan, allocated because all slots of a ring were in use or viewed.
-        peak_device_bytes: the peak of bytes that weights, gradients and optimizer steps took on the device.
-        peak_weight_bytes, peak_gradient_bytes, peak_optimizer_bytes: the parts of ``peak_device_bytes``: weights and buffers;
-            gradients; and optimizer state with the memory of optimizer steps, which is 0 if all steps run on the CPU.
-        peak_activation_bytes: the peak of bytes that activations took on the device. On the CPU: storages that autograd holds,
-            without weights and without memory that operators allocate and free; 0 if nothing is streamed. On a GPU: all of
-            ``peak_allocated_bytes`` that is not in ``peak_device_bytes``.
-        peak_allocated_bytes: the peak of bytes that torch had allocated on the device. ``torch.cuda.max_memory_allocated()``
-            may be less, because the choice of a window or of activation modes resets it. 0 on the CPU.
-        offloaded_activation_bytes, uploaded_activation_bytes: bytes of activations offloaded to the host, and uploaded again.
-        stall_seconds: seconds that compute stalled on uploads.
-        gradient_stall_seconds: seconds that compute stalled on gradient offloading.
-        update_stall_seconds: seconds that the host waited for updates in the background.
-        activation_stall_seconds: seconds that compute stalled on activations that were offloaded or uploaded.
-        step_seconds: seconds of optimizer steps on the host during which the device waited; 0 if the model computes on the host.
-        expert_hits: the number of requested stacked experts that were on the device when the call of their layer began. They
-            were prefetched, or were still in the layer's slot.
-        expert_misses: the number of requested stacked experts that had to be uploaded when the call of their layer began.
-        expert_bytes: bytes of stacked experts uploaded to the device, prefetched or not. ``fetched_bytes`` includes them.
-        compiled_graphs: the number of graphs that ``torch.compile`` made in the process.
-        step_upload_bytes, step_download_bytes: bytes of weights, gradients and state that were uploaded for steps on the GPU, and
-            downloaded after them.
-    """
-
-    fetched_layers: int
-    fetched_bytes: int
-    offloaded_gradient_bytes: int
-    transfers: int
-    demand_fetches: int
-    host_waits: int
-    extra_slots: int
-    peak_device_bytes: int
-    offloaded_activation_bytes: int
-    uploaded_activation_bytes: int
-    stall_seconds: float
-    gradient_stall_seconds: float
-    update_stall_seconds: float
-    activation_stall_seconds: float
-    step_seconds: float
-    expert_hits: int = 0
-    expert_misses: int = 0
-    expert_bytes: int = 0
-    compiled_graphs: int = 0
-    peak_allocated_bytes: int = 0
-    peak_weight_bytes: int = 0
-    peak_gradient_bytes: int = 0
-    peak_optimizer_bytes: int = 0
-    peak_activation_bytes: int = 0
-    step_upload_bytes: int = 0
-    step_download_bytes: int = 0
-
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds of all stalls and waits together."""
-        return sum(_waits(self).values())
-
-
 DEFAULT_METRICS = ("waited", "window")
 """The metrics that are logged by default."""
 
-METRICS = (*DEFAULT_METRICS, "tokens_per_second", "fetch_gbps", "device_bytes", *(each.name for each in fields(Stats)))
+_NUMBERS = tuple(each.name for each in fields(Stats) if each.default_factory is MISSING)  # not the counters by layer
+METRICS = (*DEFAULT_METRICS, "tokens_per_second", "fetch_gbps", "device_bytes", *_NUMBERS)
 """The names of all metrics."""
 
 
@@ -111,7 +43,7 @@ def metrics_of(stats: Stats, before: Stats | None, seconds: float, tokens: int |
     seconds = max(seconds, 1e-9)
     waited = stats.waited_seconds - (before.waited_seconds if before else 0.0)
     fetched = stats.fetched_bytes - (before.fetched_bytes if before else 0)
-    found = {name: float(value) for name, value in vars(stats).items()}
+    found = {name: float(getattr(stats, name)) for name in _NUMBERS}
     found |= {
         "waited": min(waited / seconds, 1.0),
         "window": float(plan.k),
@@ -149,7 +81,7 @@ def counters_line(stats: Stats) -> str:
         up, down = human_bytes(stats.step_upload_bytes), human_bytes(stats.step_download_bytes)
         steps = f"{up} uploaded for steps on the GPU, {down} downloaded; "
     host_waits = f"; the CPU waited for the GPU {stats.host_waits} times" if stats.host_waits else ""
-    parts = ", ".join(f"{seconds:.2f} s for {WAITED[what]}" for what, seconds in _waits(stats).items() if seconds)
+    parts = ", ".join(f"{seconds:.2f} s for {WAITED[what]}" for what, seconds in stats.waits.items() if seconds)
     causes = f" ({parts})" if parts else ""
     return (
         f"Superpipeline: {stats.fetched_layers} layers uploaded ({human_bytes(stats.fetched_bytes)}) in {stats.transfers} "
@@ -177,17 +109,6 @@ def over_plan(stats: Stats, plan: Plan) -> str:
     )
 
 
-def _waits(stats: Stats) -> dict[str, float]:
-    """Returns the parts of :attr:`Stats.waited_seconds`, by cause."""
-    return {
-        "fetches": stats.stall_seconds,
-        "gradient offloading": stats.gradient_stall_seconds,
-        "updates": stats.update_stall_seconds,
-        "activations": stats.activation_stall_seconds,
-        "optimizers' steps": stats.step_seconds,
-    }
-
-
 def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
     """Returns a sentence about the longest wait of a run and an option against it; empty if the run waited little.
 
@@ -196,7 +117,7 @@ def bottleneck(stats: Stats, seconds: float, plan: Plan) -> str:
         seconds: the duration of the run.
         plan: the plan of the run.
     """
-    what, most = max(_waits(stats).items(), key=lambda each: each[1])
+    what, most = max(stats.waits.items(), key=lambda each: each[1])
     share = min(most / max(seconds, 1e-9), 1.0)
     if share < _SMALL_SHARE or most < _SHORT:
         return ""
