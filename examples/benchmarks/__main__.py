@@ -25,7 +25,7 @@ from examples.benchmarks.workloads import PRECISIONS, SIZES
 from sp_lightning.core.observe.messages import about_gpu
 from sp_lightning.core.plan.window import about_others
 
-RESULTS = Path(__file__).with_name("results")
+RESULTS = Path(__file__).parents[1] / "results"
 """Rows that were measured before, by date and machine."""
 # Tests keep what has passed when their time is over, so they are begun with at least so many seconds.
 LEAST_FOR_TESTS = 45.0

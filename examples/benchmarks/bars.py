@@ -14,7 +14,7 @@ from matplotlib import pyplot
 from examples.benchmarks.pictures import GIB, OURS, PLAIN
 
 ROOT = Path(__file__).parents[2]
-ROWS = ROOT / "examples/benchmarks/results/2026-11-26-h100"
+ROWS = ROOT / "examples/results/2026-11-26-h100"
 PICTURE = ROOT / "examples/results/2026-11-26-h100.png"
 RIVAL = "#c4632b"
 TITLE = (

@@ -13,7 +13,7 @@ from matplotlib import pyplot
 from examples.benchmarks.pictures import OURS, PLAIN
 
 ROOT = Path(__file__).parents[2]
-ROWS = ROOT / "examples/benchmarks/results/2026-11-27-loss-curve"
+ROWS = ROOT / "examples/results/2026-11-27-loss-curve"
 PICTURE = ROOT / "examples/results/2026-11-27-loss-curve.svg"
 CURVES = {"loss": ("training loss", "-"), "val_loss": ("validation loss", "--")}
 

@@ -35,7 +35,7 @@ def delink(shared: nn.Module, real: nn.Module, optimizer: torch.optim.Optimizer)
     then is a guess. The shared gradient was the sum of n, and a block's own is n times smaller if all n agree, and √n times
     if they have nothing in common. m forgets the sums in 10 steps, v in 50 (with β = 0.9 and 0.98), and meanwhile steps are
     shorter by about that factor. That is one more warm-up, which errs on the safe side, and costs a short run more than
-    beginning without moments would (measured in examples/results/2026-11-26-cram.md).
+    beginning without moments would (measured: examples/results/README.md, Recipes and demos).
 
     Args:
         shared: made by :func:`share_block`.

@@ -1,8 +1,8 @@
 """Defers signal handlers to the time between two batches: Python runs them in the main thread, between any two instructions.
 
-A handler is user code. It saves a checkpoint (SLURM's requeue signal), or raises (Ctrl-C), wherever the main thread is. In a
-batch, some weights may have the values of a new step and others not, and the package's own code may be at work, whose state is
-inconsistent and whose locks the main thread may hold.
+A handler is user code. It saves a checkpoint (SLURM's requeue signal; Lightning #21406), or raises (Ctrl-C), wherever the main
+thread is. In a batch, some weights may have the values of a new step and others not, and the package's own code may be at work,
+whose state is inconsistent and whose locks the main thread may hold.
 
 Therefore each Python handler is replaced by a :class:`_Deferrable`, which only notes the signal. The strategy runs the noted
 handlers before each batch, before each loop, at the end of training, and when it gives the handlers back. Without a signal, this

@@ -1,20 +1,17 @@
 """Those who import ``pytorch_lightning`` get the same.
 
 ``python -m tests.conformance.test_pytorch_lightning`` installs the project and ``pytorch_lightning`` into a venv of their
-own, and runs the tests there that use Lightning most, with its imports rewritten. It writes what it found to
-``tests/results``.
+own, and runs the tests there that use Lightning most, with its imports rewritten. It prints a row of
+``examples/results/README.md``.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +36,7 @@ from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCal
 from sp_lightning.trainer.compat import base_of, is_a, path
 from sp_lightning.trainer.update_facts import batch_facts
 from sp_lightning.trainer.user_hooks import hooks_of_users
+from tests.support.results import result_row
 from tests.support.runs import assert_equal
 
 ROOT = Path(__file__).parents[2]
@@ -195,7 +193,7 @@ def test_the_strategy_of_the_other_package_is_refused_by_name() -> None:
 
 def rewritten(folder: Path) -> None:
     """The tests, as they would be had they been written for ``pytorch_lightning``."""
-    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     names = {
         r"\blightning\.pytorch\b": "pytorch_lightning",
@@ -213,7 +211,7 @@ def rewritten(folder: Path) -> None:
 @pytest.mark.hours("a virtual environment of its own")
 @pytest.mark.timeout(1800)
 def test_in_a_venv_of_its_own() -> None:
-    """The tests that use Lightning most, and a file about them."""
+    """The tests that use Lightning most."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rewritten(folder)
@@ -228,15 +226,9 @@ def test_in_a_venv_of_its_own() -> None:
                "tests/trainer/test_checkpoint_files.py::test_files_elsewhere_go_lightnings_way"]  # fmt: skip
         found = subprocess.run(run, cwd=folder, stdout=subprocess.PIPE, text=True, check=False)
     last = found.stdout.strip().splitlines()[-1].strip("= ")
-    text = f"""# With `pytorch_lightning` in place of `lightning.pytorch`
-
-`python -m tests.conformance.test_pytorch_lightning`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, Python
-{platform.python_version()}, torch {torch.__version__}, pytorch_lightning {ptl.__version__}, on the CPU, in a venv of its own.
-
-{", ".join(f"`{each}`" for each in files)}, with imports rewritten: {last}.
-"""
     print(found.stdout[-3000:])
-    (ROOT / f"tests/results/{date.today()}-pytorch-lightning-cpu.md").write_text(text)
+    claim = f"With pytorch_lightning {ptl.__version__} in a venv of its own"
+    print(result_row(claim, last, "python -m tests.conformance.test_pytorch_lightning"))
     assert found.returncode == 0
 
 

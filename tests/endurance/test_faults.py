@@ -1,7 +1,7 @@
 """Faults end in a clear error with the host's weights whole, and what goes on from there ends as if nothing had happened.
 
-``python -m tests.endurance.test_faults`` has each fault strike at many random moments and writes what came
-of it to ``tests/results``.
+``python -m tests.endurance.test_faults`` has each fault strike at many random moments and prints a row of
+``examples/results/README.md``.
 ``kill -9`` is in ``test_kills``, what each error says and what becomes of a run that is repeated with less memory elsewhere.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import platform
 import random
 import re
 import shutil
@@ -22,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import date
 from functools import cache, partial
 from itertools import count, product
 from pathlib import Path
@@ -46,6 +44,7 @@ from sp_lightning.core.device.device import Device
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack
+from tests.support.results import result_row
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first
@@ -514,12 +513,12 @@ def held(check: Callable[[], None], name: str) -> bool:
 @pytest.mark.hours("each fault at many random moments")
 @pytest.mark.timeout(3600)
 def test_faults_at_random_moments() -> None:
-    """Each at ten moments in each way, and a file about them."""
+    """Each at ten moments in each way."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     gc.freeze()
-    rows, failures = [], 0
+    faults, failures = [], 0
     for name, fault in FAULTS.items():
         found = []
         for way, seed in product(OVERLAPS, range(1, 11)):
@@ -531,25 +530,11 @@ def test_faults_at_random_moments() -> None:
                 found.append([held(check, where) for check in checks] + [trial.torn])
         ended, whole, resumed, torn = (sum(each) for each in zip(*found, strict=True))
         failures += 3 * len(found) - ended - whole - resumed
-        rows.append(f"| {name} | {len(found)} | {ended} | {whole} | {torn} | {resumed} |")
-        print(rows[-1], flush=True)
-    text = f"""# Faults at random moments
-
-`python -m tests.endurance.test_faults`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, Python
-{platform.python_version()}, torch {torch.__version__}, lightning {pl.__version__}, on the CPU and on
-the simulated asynchronous device (k = 1, k' = 1).
-
-Ten times with updates in the step, ten under the next forward, ten under backward. Whole: finite, on the host, of the user's own
-class, bitwise those of plain Lightning after as many steps (or not to be saved, where some layers had been updated); nothing left
-on the device, no thread, no hook, no handler of signals. Resumed: from the last checkpoint in a new trainer, and in the same
-one with the same module; weights, optimizer state and random state at the end are those of plain Lightning, undisturbed.
-
-| fault | tried | ended in its error | host weights whole | of these not to be saved | resumed bitwise |
-|---|---|---|---|---|---|
-"""
-    results = Path(__file__).parents[1] / "results"
-    results.mkdir(exist_ok=True)
-    (results / f"{date.today()}-faults-cpu.md").write_text(text + "\n".join(rows) + "\n")
+        faults.append(
+            f"{name}: of {len(found)}, {ended} ended in its error, {whole} whole ({torn} torn), {resumed} equal"
+        )
+        print(faults[-1], flush=True)
+    print(result_row("Faults at random moments", "; ".join(faults), "python -m tests.endurance.test_faults"))
     assert not failures
 
 

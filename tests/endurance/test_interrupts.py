@@ -10,8 +10,6 @@ import gc
 import itertools
 import linecache
 import logging
-import os
-import platform
 import random
 import signal
 import sys
@@ -20,7 +18,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +35,7 @@ from sp_lightning.core.torch_compat.private import ENGINE_CALL
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.strategy import StreamingStrategy
 from tests.support.models import Module, Stack, vectors
+from tests.support.results import result_row
 from tests.support.runs import loader, trainer_for
 
 WAYS: list[dict[str, Any]] = [
@@ -295,7 +293,6 @@ def test_ctrl_c_at_a_random_moment() -> None:
 @pytest.mark.hours("a thousand runs")
 @pytest.mark.timeout(3600)
 def test_ctrl_c_at_a_thousand_random_moments() -> None:
-    """And a file about them."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -307,21 +304,11 @@ def test_ctrl_c_at_a_thousand_random_moments() -> None:
             print(left[-1], flush=True)
     struck = [each for each in runs if each.stack]
     lightnings = sum(any(said in each.ended for said in LIGHTNINGS) for each in runs)
-    text = f"""# Ctrl-C at random moments
-
-`python -m tests.endurance.test_interrupts`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores, Python
-{platform.python_version()}, torch {torch.__version__}, lightning {pl.__version__}, on the CPU.
-
-A KeyboardInterrupt after 10 to 160 ms, from the handler of a timer, in a run of five batches: in seven modes of updates and
-activations, in float32 and bf16-mixed, one of four in a trial of a SharedBase. Afterwards the module has its own parameters,
-finite, without hooks, and trains with plain Lightning; hooks of optimizers and modules, autograd's engine, threads, handlers of
-signals and torch's modes are as before.
-
-| runs | interrupted | something left | Lightning's own teardown failed (it does without this package, too) |
-|---|---|---|---|
-| {len(runs)} | {len(struck)} | {len(left)} | {lightnings} |
-"""
-    (Path(__file__).parents[1] / "results" / f"{date.today()}-interrupts-cpu.md").write_text(text)
+    figure = (
+        f"{len(struck)} of {len(runs)} runs interrupted; something left in {len(left)}; "
+        f"Lightning's own teardown failed in {lightnings}"
+    )
+    print(result_row("A KeyboardInterrupt after 10 to 160 ms", figure, "python -m tests.endurance.test_interrupts"))
     assert not left
 
 

@@ -1,20 +1,18 @@
 """A training that is killed at random moments resumes from its last checkpoint and ends as if nothing had happened.
 
-``python -m tests.endurance.test_kills`` kills fifty times and writes what came of it to ``tests/results``.
+``python -m tests.endurance.test_kills`` kills fifty times and prints a row of ``examples/results/README.md``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import platform
 import random
 import shutil
 import signal
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from torch.optim import AdamW
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack
 from tests.support.ranks import fresh_processes
+from tests.support.results import result_row
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.tiers import first
 
@@ -137,35 +136,17 @@ def test_a_training_that_is_killed_ends_as_if_nothing_had_happened(way: str, tmp
 
 @pytest.mark.hours("fifty kills")
 def test_fifty_kills() -> None:
-    """And a file about them."""
     logging.disable(logging.INFO)
     folder = Path(tempfile.mkdtemp())
     reference = undisturbed(folder / "plain")
-    rows = []
+    ways = []
     for number, (way, options) in enumerate(WAYS.items()):
         (folder / "killed").mkdir(exist_ok=True)
         outcome = kill(10, folder / "killed", options, reference, random.Random(number))
-        rows.append(f"| {way} | {outcome.kills} | {outcome.resumed} | {outcome.ends} |")
-        print(rows[-1], flush=True)
+        ways.append(f"{way}: {outcome.kills} killed, {outcome.resumed} resumed, {outcome.ends} ended, equal")
+        print(ways[-1], flush=True)
     shutil.rmtree(folder)
-    text = (
-        f"""# Killed at random moments
-
-`python -m tests.endurance.test_kills`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores,
-Python {platform.python_version()}, torch {torch.__version__}, lightning {pl.__version__}, on the CPU (k = 1, k' = 1).
-
-A training of {STEPS} steps writes a checkpoint every two steps; SIGKILL strikes 0.05 to 0.5 s after each start, and the next
-process goes on from `last.ckpt`. Weights and optimizer state at the end are compared with those of plain Lightning, undisturbed.
-
-| | killed | processes that resumed | trainings that ended, all bitwise equal |
-|---|---|---|---|
-"""
-        + "\n".join(rows)
-        + "\n"
-    )
-    results = Path(__file__).parents[1] / "results"
-    results.mkdir(exist_ok=True)
-    (results / f"{date.today()}-kills-cpu.md").write_text(text)
+    print(result_row("Fifty kills", "; ".join(ways), "python -m tests.endurance.test_kills"))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
 """A long training with validation and checkpoints leaves nothing behind, step after step.
 
-``python -m tests.endurance.test_soak`` (or ``pytest -m long``) runs two thousand steps and writes what it found
-to ``tests/results``.
+``python -m tests.endurance.test_soak`` (or ``pytest -m long``) runs two thousand steps and prints a row of
+``examples/results/README.md``.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
-import platform
 import tempfile
 import threading
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import psutil
 import pytest
 import torch
@@ -24,6 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack, vectors
+from tests.support.results import result_row
 from tests.support.runs import loader, trainer_for
 
 Counts = dict[str, int]
@@ -94,32 +91,18 @@ def test_nothing_grows(tmp_path: Path) -> None:
 @pytest.mark.hours("two thousand steps, in four ways")
 @pytest.mark.timeout(3600)
 def test_two_thousand_steps() -> None:
-    """In each way, and a file about them."""
+    """Printed: what the process holds at the end of each way, and by how much that has grown since step 600."""
     logging.disable(logging.INFO)
     torch.set_num_threads(1)
-    rows = []
+    ways = []
     for way, options in WAYS.items():
         with tempfile.TemporaryDirectory() as folder:
             counts = soak(2000, Path(folder), **options)
         grown = growth(counts)
         assert grown["threads"] == grown["open files"] == grown["device bytes"] == 0
         assert grown["resident bytes"] < 2**20
-        cells = [f"{counts[-1][name]:,} ({grown[name]:+,})" for name in counts[0]]
-        rows.append(f"| {way} | {' | '.join(cells)} |")
-    names = " | ".join(counts[0])
-    text = f"""# Two thousand steps
-
-`python -m tests.endurance.test_soak`, {date.today()}: {platform.machine()}, {os.cpu_count()} cores,
-Python {platform.python_version()}, torch {torch.__version__}, lightning {pl.__version__}, on the CPU (k = 1, k' = 1).
-
-Validation and a checkpoint every 200 steps. What the process holds at the end, and by how much that has grown since step 600.
-
-| | {names} |
-|---|{"---|" * len(counts[0])}
-"""
-    results = Path(__file__).parents[1] / "results"
-    results.mkdir(exist_ok=True)
-    (results / f"{date.today()}-soak-cpu.md").write_text(text + "\n".join(rows) + "\n")
+        ways.append(f"{way}: " + ", ".join(f"{name} {counts[-1][name]:,} ({grown[name]:+,})" for name in counts[0]))
+    print(result_row("Two thousand steps", "; ".join(ways), "python -m tests.endurance.test_soak"))
 
 
 if __name__ == "__main__":

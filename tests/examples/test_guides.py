@@ -23,6 +23,9 @@ from tests.support.pages import ROOT, blocks
 from tests.support.runs import loader
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("[dg]*/*.md"))]
+LINKED = [*PAGES, *(ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md")),
+          *sorted((ROOT / "examples").glob("[br]*/**/*.md")), *sorted((ROOT / "tests").glob("*.md"))]  # fmt: skip
+"""All pages of the repository."""
 ELLIPSIS = "…"
 LINK = re.compile(r"\]\((?!https?://)([^)]+)\)")
 
@@ -186,7 +189,7 @@ def test_pages_have_one_name_of_the_command(page: Path) -> None:
     assert "python -m sp_lightning" not in page.read_text()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", LINKED, ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(page.read_text()):
         path, _, anchor = link.partition("#")

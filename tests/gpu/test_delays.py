@@ -1,7 +1,7 @@
 """Each wait, left out on a GPU where everything comes late: the results must show it.
 
 What the simulated device reasons about (``tests/device/test_waits.py``) the hardware does here, but for some
-(``tests/results/2026-11-26-gpu.md``).
+(``examples/results/README.md``, On an H100).
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ import argparse
 import ast
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from datetime import date
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.support.results import result_row
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(
@@ -46,7 +47,7 @@ class Found(NamedTuple):
 
 
 def main() -> None:
-    """Writes ``tests/results/…-packages-cpu.md``. The exit status is 1 if anything differs."""
+    """Prints what differs, and a row of ``examples/results/README.md``. The exit status is 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (all)")
     parser.add_argument("--venv", type=Path, help="where to install the packages, or where they are (a new folder)")
@@ -59,9 +60,10 @@ def main() -> None:
     for name in names:
         found[name] = _compare(python, name)
         print(f"{name}: {len(found[name].trained)} models; {'; '.join(_counts(found[name]))}", flush=True)
-    file = ROOT / f"tests/results/{date.today()}-packages-cpu.md"
-    file.write_text(_report(python, found))
-    print(file.read_text())
+    print("\n".join(_report(found)))
+    models = sum(len(each.trained) for each in found.values())
+    totals = (f"{way}: {sum(len(each.differ[way]) for each in found.values())} differ" for way in WAYS)
+    print(result_row(f"{models} models of packages", "; ".join(totals), f"python -m tests.packages {' '.join(names)}"))
     sys.exit(any(any(each.differ.values()) for each in found.values()))
 
 
@@ -143,29 +145,15 @@ def _counts(found: Found) -> list[str]:
     return [f"{way}: {len(said)} differ{refused[way]}" for way, said in found.differ.items()]
 
 
-def _report(python: Path, found: dict[str, Found]) -> str:
-    libraries = ", ".join(f"{each} {_version(python, each)}" for each in ("torch", "lightning"))
-    where = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {libraries}, on the CPU"
-    models = sum(len(each.trained) for each in found.values())
-    lines = [
-        "# Packages that ship LightningModules\n",
-        f"`python -m tests.packages`, {date.today()}: {where}.\n",
-        f"{models} models, each the way its package trains it, small and on made-up data: twice by plain Lightning and "
-        f"in {len(WAYS)} ways by the strategy. State, optimizers, metrics, predictions and random state after each loop are "
-        "compared bitwise.\n",
-        f"| package | models | layers | {' | '.join(WAYS)} |",
-        f"|---|---|---|{'---|' * len(WAYS)}",
-    ]
-    for each in found.values():
-        layers = f"{min(each.trained.values())} to {max(each.trained.values())}" if each.trained else ""
-        counts = " | ".join(said.partition(": ")[2] for said in _counts(each))
-        lines.append(f"| {each.versions} | {len(each.trained)} | {layers} | {counts} |")
+def _report(found: dict[str, Found]) -> Iterator[str]:
+    """The models of each package, and everything that differs, was refused, or was left out."""
     for name, each in found.items():
-        lines.append(f"\n**{name}**: {'; '.join(each.trained)}.")
-        lines += [f"\nDiffers, {way}: {said}" for way in WAYS for said in each.differ[way]]
-        lines += [f"\nRefused, {way}: {said}" for way in WAYS for said in each.refused[way]]
-        lines += [f"\nLeft out: {model} ({said[:150]})" for model, said in each.left.items()]
-    return "\n".join(lines) + "\n"
+        layers = f"{min(each.trained.values())} to {max(each.trained.values())} layers" if each.trained else "none"
+        yield f"{name} ({each.versions}; {layers}): {', '.join(each.trained)}"
+        for way in WAYS:
+            yield from (f"  differs, {way}: {said}" for said in each.differ[way])
+            yield from (f"  refused, {way}: {said}" for said in each.refused[way])
+        yield from (f"  left out: {model} ({said[:150]})" for model, said in each.left.items())
 
 
 if __name__ == "__main__":

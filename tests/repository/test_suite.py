@@ -20,7 +20,6 @@ BESIDE_THE_PACKAGE = {
     "gpu",
     "packages",
     "repository",
-    "results",
     "support",
 }
 

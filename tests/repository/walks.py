@@ -7,7 +7,7 @@ From the root of the repository::
 
     python -m tests.repository.walks
 
-It prints Markdown: the walks, the size of each folder and import cycles (see :mod:`tests.repository.shape`).
+It prints the walks, the size of each folder and import cycles (see :mod:`tests.repository.shape`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 from tests.repository import shape
+from tests.support.results import result_row
 
 PACKAGE = f"{Path(sp_lightning.__file__).parent}/"
 BLOCKS, WIDTH, K = 8, 16, 2
@@ -240,30 +241,30 @@ def figure(times: list[Calls]) -> Figure:
     return Figure(middle.total(), min(total), max(total), len(middle), len(middle.files))
 
 
-def walks() -> Iterator[str]:
-    """The rows of the table of walks."""
-    yield "| walk | overlap | calls | functions | files |"
-    yield "|---|---|---|---|---|"
-    for overlap in ("off", "backward"):
-        found = trace(overlap)
-        yield f"| {FIT} | {overlap} | {figure(found[FIT])} |"
-        for walk in (FORWARD, ENTER, COMPUTE, LEAVE, BACKWARD_OF_LAYER, BACKWARD, UPDATES, BATCH):
-            yield f"| {walk} | {overlap} | {figure(found[walk][WARM_UP:])} |"
+def walks(overlap: str, found: dict[str, list[Calls]]) -> Iterator[str]:
+    """The rows of the table of walks, for one training."""
+    yield f"| {FIT} | {overlap} | {figure(found[FIT])} |"
+    for walk in (FORWARD, ENTER, COMPUTE, LEAVE, BACKWARD_OF_LAYER, BACKWARD, UPDATES, BATCH):
+        yield f"| {walk} | {overlap} | {figure(found[walk][WARM_UP:])} |"
 
 
 def main() -> None:
-    """Prints all tables."""
+    """Prints all tables, and a row of ``examples/results/README.md``."""
     for name in ("lightning", "lightning.pytorch", "sp_lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    print(
-        f"## Walks\n\n{BLOCKS} blocks of two linear layers, AdamW, CPU, k={K}; batches after {WARM_UP} warm-up batches.\n"
-    )
-    for row in walks():
-        print(row, flush=True)
+    found = {overlap: trace(overlap) for overlap in ("off", "backward")}
+    print(f"{BLOCKS} blocks of two linear layers, AdamW, CPU, k={K}; batches after {WARM_UP} warm-up batches.\n")
+    print("| walk | overlap | calls | functions | files |\n|---|---|---|---|---|")
+    for overlap, times in found.items():
+        for row in walks(overlap, times):
+            print(row)
     for line in shape.report():
         print(line)
+    forward, backward = (figure(found["off"][walk][WARM_UP:]) for walk in (FORWARD, BACKWARD_OF_LAYER))
+    figures = f"{forward.calls}, {forward.files}; {backward.calls}, {backward.files}"
+    print(result_row("Calls, files of a layer's forward; backward", figures, "python -m tests.repository.walks"))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ An operation on a packed stack gets the dequantised weight, computes, and frees 
 device, on plain Lightning as well. torchao quantises. But its own tensors of these formats support few functions on stacks: no
 grouped products, and not the function that adds PEFT's adapters. Its dequantisation has the same results, but reads and writes
 about 105 bytes for each value, because it computes step by step in float32. :meth:`PackedStack.dequantize` reads and writes about
-9 (``tests/results/2026-11-28-experts-4bit-cpu.md``).
+9 (``examples/results/README.md``, Models and experts).
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
 
 - The *main thread* called ``trainer.fit``. It begins and ends each step.
 - An *autograd thread* belongs to the run while it runs a backward, including a forward that is recomputed in it.
-- Every other thread is *foreign*: a notebook, a dashboard, a background checkpoint, a pool. It reads the host's parameters, whose
-  memory never moves, and changes no state of the engine. It waits only for optimizer steps of the weights that it reads. It gets
-  an error if it calls a module or writes a weight. What it computes with trained weights raises an error in backward.
+- Every other thread is *foreign*: a notebook, a dashboard, a background checkpoint, NeMo's ``EMAOptimizer``, a pool. It reads the
+  host's parameters, whose memory never moves, and changes no state of the engine. It waits only for optimizer steps of the
+  weights that it reads. It gets an error if it calls a module or writes a weight. What it computes with trained weights raises an
+  error in backward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,34 @@
 """The engine: it streams the layers of one module while steps run. **Start reading here.**
 
-The glossary in ``CONTRIBUTING.md`` explains the words: *layer*, *slot*, *ring*, *window*, *master*, *cast*, *trace*. The
-user's Parameter is on the host (*host parameter*). While a step runs, modules hold another Parameter in its place (*device
-parameter*). A device parameter without memory is a *stand-in*.
+**Words.** One meaning each, in code, messages and guides:
+
+================  =====================================================================================================
+layer             the weights that move together: a *block* (a repeated module), an embedding, a head
+slot, ring        GPU memory for one layer, which is reused and never freed during a run; all slots of one size
+window, k, k'     k layers are usable on the GPU at once, k' more may be uploaded meanwhile: k + k' slots
+host store        the weights in CPU memory, one flat buffer per layer, pinned (page-locked) for asynchronous copies
+upload, download  a copy from CPU to GPU memory, and back
+offload           keep in CPU memory, or copy there: weights, gradients, optimizer state, activations
+fetch, prefetch   upload a layer to a slot; the same before the layer is needed
+evict             drop a layer from its slot, so that another layer can be uploaded there
+in flight         said of a copy that has begun and has not ended
+stall             time in which compute waits for a copy or an optimizer step
+master, cast      a float32 weight in the host store, and its 16-bit copy that is uploaded in its place
+owner             the layer that masters belong to. It is updated together with them. Each other layer is its own owner
+resident          a weight outside all layers, which is on the GPU during a step
+host parameter    the user's Parameter, a view of the host store
+device parameter  the Parameter that modules hold in its place while a step runs
+stand-in          a device parameter without memory, because its layer is not attached; any use of it fetches the layer
+role              a class that a host parameter has for some time: code that uses the parameter runs it first
+narrow gradient   a gradient that keeps the 16-bit dtype of backward until user code reads ``param.grad``
+update            the optimizer's step of one layer, perhaps in a background thread
+stays on the GPU  said of a layer (``gpu_layers``) that is an ordinary module there, with gradients and optimizer state.
+                  Its parameters are in no ``StreamedLayer``
+expert            a layer inside a block that is uploaded only if a batch is routed to it
+rank              one of several processes that train together
+trace             the recorded order of layer calls, which drives prefetching
+plan              the decisions before a run: layers, window, memory, frozen
+================  =====================================================================================================
 
 **Who decides what.**
 

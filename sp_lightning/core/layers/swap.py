@@ -1,9 +1,10 @@
 """Swaps the parameters of modules: host parameters between steps, device parameters while a step runs.
 
-User code may have captured host parameters: in a list in ``__init__``, in another object, in an optimizer's groups. The graph of
-a step has device parameters as its leaves. A captured host parameter would be another leaf: ``torch.autograd.grad`` would not
-find it in the graph, and its gradients would be added in another order. So host parameters have a role while a step runs
-(:class:`_HostParameterInStep`). An operation that is given a host parameter computes
+User code may have captured host parameters: in a list in ``__init__`` (gradnorm-pytorch), in another object, in an optimizer's
+groups (schedule-free optimizers write theirs). The graph of a step has device parameters as its leaves. A captured host parameter
+would be another leaf: ``torch.autograd.grad`` would not find it in the graph, and its gradients would be added in another order.
+So host parameters have a role while a step runs (:class:`_HostParameterInStep`). An operation that is given a host parameter
+computes
 
 - with the device parameter, if the operation builds a graph, if another argument is on the device, or if the parameter's layer is
   in use on the device;

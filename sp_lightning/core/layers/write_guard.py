@@ -19,6 +19,14 @@ a weight of another dtype  ``retyped``     The slot has no place for the weight.
                                            each use copies the host's values.
 =========================  ==============  ==================================================================================
 
+Programs that need them:
+
+- ``exposed``: torchgeo's ``BYOLTask``; teachers as in fairscale #805 (``p.data = p * 0.999 + …``).
+- ``digests``: WGAN's clipping through views that were taken in the first step. An error at the end of a step would also refuse
+  programs that only read a kept view, such as a log of a weight.
+- ``replaced``: bitsandbytes' 8-bit layer gives its weight the same copy in each forward; BYOL writes in place to new memory.
+- ``retyped``: diffusers' layerwise casting (#10347); transformers' SwitchTransformers casts its router in each forward.
+
 ``viewed`` has the weights for which the slot may have other values than the host. For a weight outside ``viewed``, new memory
 with the slot's values need not be copied.
 

@@ -218,7 +218,8 @@ class WriteBack:
         """Returns the indices of weights that were given other memory with the same values, so that nothing must be copied.
 
         Some libraries give a weight its own values in each forward (bitsandbytes in 8 bits), or cast weights up and down
-        (diffusers' layerwise casting). The comparison runs on the device, where the slot has the host's values, with one wait.
+        (diffusers' layerwise casting). Without the comparison, each weight in 8 bits would be downloaded after each use. It runs
+        on the device, where the slot has the host's values, with one wait.
 
         Args:
             slot: the slot of the layer.
@@ -304,6 +305,8 @@ class WriteBack:
 
     def replace(self, layer: StreamedLayer, index: int, value: Tensor, run: object = None) -> None:
         """Prepares ``param.data = value`` of a layer in use: graphs that saved views of the weight keep its old values.
+
+        BYOL and MoCo set ``param.data`` so, between forward and backward.
 
         Activations in the new memory are not offloaded in this step. If user code views the old memory, later writes to it are
         detected (:class:`LeftMemory`).
@@ -503,6 +506,8 @@ class LeftMemory:
       slots, the graph has a copy of the old values.
     - A layer has left its slot because one of its weights got other memory. A write to another weight of the layer through an old
       view of the slot would be lost.
+
+    No published program writes so. Such a write is an error, because without it the results would differ silently.
 
     Args:
         wait: waits for all kernels that write a slot's memory.

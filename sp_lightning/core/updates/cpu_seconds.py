@@ -9,14 +9,14 @@ from torch import Tensor
 EIGHT_BITS_SECONDS = 21e-9
 """Seconds per parameter of a step of an optimizer whose state has few bits (``plan.ledger.FEW_BITS``).
 
-Measured on two cores: tests/results/2026-11-22-updates-cpu.md."""
+Measured on two cores: ``examples/results/README.md``, Optimizer steps."""
 
 
 PIECES_SECONDS = 2.3e-9
 """Seconds per parameter, with one thread, of an update that widens a 16-bit gradient and casts the weight (``updates.pieces``).
 
 More threads divide it, until the bandwidth of host memory bounds the update. Measured on two cores, as the next one:
-tests/results/2026-11-26-updates-cpu.md."""
+``examples/results/README.md``, Optimizer steps."""
 NORM_SECONDS = 1.1e-9
 """The same for the norm of a 16-bit gradient, and its multiplication in the update."""
 

@@ -18,7 +18,7 @@ _LAYERS, _WIDTH, _FEW, _MANY, _ROUNDS = 12, 8, 1, 8, 30
 
 HOST_SECONDS = {"training": (6e-5, 3.5e-5), "inference": (6e-5, 1.2e-5)}
 """Seconds of Python for each layer call, and for each weight of the layer, if the model computes on a GPU. Measured on the CPU
-with layers of 2 to 9 weights: tests/results/2026-11-22-host-time-cpu.md. k and k' changed them little."""
+with layers of 2 to 9 weights (``examples/results/README.md``, Host time and structure). k and k' changed them little."""
 
 
 def measure_host_seconds(*, training: bool) -> tuple[float, float]:
