@@ -48,6 +48,19 @@ def test_round_and_round_where_copies_stay_valid() -> None:
     assert upcoming(trace) == [1, 2, 0]
 
 
+def test_uses_are_counted_by_ring_from_the_first_batch() -> None:
+    """A round uses layer 1 twice. Both uses have one number."""
+    trace = Trace([0, 1, 2, 10, 1, 11], lambda layer: layer // 10)
+    trace.visit(0)
+    trace.cyclic = True
+    coming = trace.coming(lambda layer: False, lambda layer: True, 99)
+    assert {layer: trace.ordinal(layer, uses) for layer, uses in coming} == {1: 1, 2: 2, 10: 0, 11: 1, 0: 3}
+    for layer in (1, 2, 10, 1, 11):
+        trace.visit(layer)
+    trace.start()
+    assert (trace.ordinal(2, 2), trace.ordinal(11, 5)) == (5, 3)
+
+
 def test_an_empty_batch_keeps_the_order() -> None:
     trace = Trace([0, 1])
     trace.start()

@@ -200,7 +200,7 @@ def stats(**seconds: float) -> Stats:
             {"stall_seconds": 4.0, "update_stall_seconds": 1.0},
             "waited 40% of 10.0 s for uploads. Use a larger k or gpu_memory",
         ),
-        ({"gradient_stall_seconds": 2.0}, "20% of 10.0 s for gradient offloading. Use a larger k_prime"),
+        ({"gradient_stall_seconds": 2.0}, "20% of 10.0 s for gradient offloading. Use more tokens or images"),
         ({"update_stall_seconds": 3.0}, "30% of 10.0 s for optimizer steps. Use a larger batch"),
         ({"step_seconds": 5.0, "stall_seconds": 1.0}, "50% of 10.0 s for optimizer steps. Use a larger batch"),
     ],

@@ -17,6 +17,7 @@ from examples.benchmarks.clocked_steps import LAYERS, WIDTH, Clocked
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Stream
 from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.observe.stats import remedy
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.tools.planner.prediction.simulator import Walk
 from sp_lightning.tools.planner.prediction.visits import Rates
@@ -27,15 +28,33 @@ WINDOWS = [(k, k_prime) for k_prime in (1, 2, 4) for k in (1, 2, 4, 8, 16)]
 FOUND = find_layers(nn.Sequential(*(nn.Linear(8, 8) for _ in range(COUNT))))
 
 
+RATIOS = [0.5, 1.0, 1.5, 2.0, 3.0, 6.0, 24.0]
+
+
 @cache
-def batch(k: int, k_prime: int, ratio: float, *, training: bool) -> tuple[float, float]:
-    """The seconds and the uploads of a later batch, if a layer's forward takes a second and its upload ``ratio`` seconds."""
+def batch(k: int, k_prime: int, ratio: float, *, training: bool, download: float = math.inf) -> tuple[float, float]:
+    """The seconds and the uploads of a batch, if a layer's forward takes a second and its upload ``ratio`` seconds.
+
+    If the uploaded layers change from batch to batch, the mean of as many batches as it takes until they are the same again.
+    """
     plan = make_plan(FOUND, k=k, k_prime=k_prime)
     nbytes = plan.layers[0].nbytes
-    rates = Rates(nbytes / ratio, math.inf, math.inf, math.inf, visit_seconds=0.0)
+    rates = Rates(
+        nbytes / ratio, nbytes / download if download < math.inf else math.inf, math.inf, math.inf, visit_seconds=0.0
+    )
     walk = Walk(plan, schedule_visits(plan, [1.0] * COUNT, training=training), rates)
-    seconds = walk.predict(batches=4).seconds
-    return seconds, sum(each.kind == "fetch" and each.nbytes == nbytes for each in walk.device.intervals)
+    for _ in range(3):
+        walk.batch()
+    begun, uploads, batches = walk.ended, 0, COUNT - 1 if _moves(k + k_prime) and not training else 1
+    for _ in range(batches):
+        walk.batch()
+        uploads += sum(each.kind == "fetch" and each.nbytes == nbytes for each in walk.device.intervals)
+    return (walk.ended - begun) / batches, uploads / batches
+
+
+def _moves(slots: int) -> bool:
+    """Whether at most half of the layers are uploaded for each batch of inference. Then others are in the next batch."""
+    return 2 * (COUNT - slots + 1) < COUNT
 
 
 def fewest_uploads(slots: int, *, training: bool) -> float:
@@ -45,13 +64,27 @@ def fewest_uploads(slots: int, *, training: bool) -> float:
     return (COUNT - slots) * COUNT / (COUNT - 1)  # round and round; each miss evicts the layer that was used last
 
 
-@pytest.mark.parametrize("ratio", [0.5, 1.0, 1.5, 2.0, 3.0])
+@pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(("k", "k_prime"), WINDOWS)
 def test_inference_computes_or_uploads(k: int, k_prime: int, ratio: float) -> None:
     seconds, uploads = batch(k, k_prime, ratio, training=False)
     assert seconds <= 1.001 * max(COUNT, uploads * ratio)
-    # Two layers more than replacement on demand needs: a layer is uploaded while another one computes.
-    assert uploads <= fewest_uploads(k + k_prime, training=False) + 2
+    # Optimal replacement in all slots but one, which is being filled while another layer computes.
+    slots = k + k_prime
+    assert uploads <= fewest_uploads(slots - 1, training=False) + (0.05 if _moves(slots) else 1)
+
+
+def test_compute_waits_a_little_where_gaps_are_uneven() -> None:
+    """With 16 slots, two or three layers compute between two uploads, which take as long as two and a half."""
+    assert COUNT < batch(12, 4, 2.5, training=False)[0] < 1.1 * COUNT
+
+
+def test_no_other_window_helps_where_downloads_bind() -> None:
+    """The advice on waits for gradients was a larger k', which makes a step longer: its first transfer has more layers."""
+    seconds = [batch(8, k_prime, 1.0, training=True, download=8.0)[0] for k_prime in (1, 2, 4)]
+    assert seconds == sorted(seconds)
+    for k_prime in (1, 2, 4):
+        assert "k_prime" not in remedy("gradient offloading", make_plan(FOUND, k=8, k_prime=k_prime))
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0, 3.0])
@@ -72,7 +105,7 @@ def test_training_computes_or_uploads(k: int, k_prime: int, ratio: float) -> Non
 def test_more_layers_are_never_slower(k_prime: int, ratio: float, training: bool) -> None:
     """Training has 3 % to spare: with k ≥ k', transfers have k' layers, and then nothing computes during a larger first one."""
     seconds = [batch(k, each, ratio, training=training)[0] for k, each in WINDOWS if each == k_prime]
-    spare = 1.03 if training else 1.0
+    spare = 1.03 if training else 1.0001
     assert all(more <= spare * less for less, more in pairwise(seconds))
 
 

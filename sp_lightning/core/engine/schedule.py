@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, filterfalse, islice
@@ -46,14 +47,21 @@ class Trace(Generic[L]):
 
     Args:
         order: the order that is expected of the first batch.
+        ring: returns the ring of a layer. Uses are counted by ring (:meth:`ordinal`).
 
     Attributes:
+        distinct: by ring, the number of layers in the order.
         cyclic: True if the order repeats: copies stay valid for the next batch, or the running batch has begun the order again.
         may_go_on: True if a batch may begin the order again at its end, as generation does for each token.
         unexpected: the layer that was used last, if no further use of it was expected; else None.
     """
 
-    def __init__(self, order: Iterable[L]) -> None:
+    def __init__(self, order: Iterable[L], ring: Callable[[L], int] = lambda layer: 0) -> None:
+        self._ring = ring
+        self.distinct = dict[int, int]()
+        self._ordinals: list[int] = []  # for each index of the order, the ordinal number of that use (see `ordinal`)
+        self._length: dict[int, int] = {}  # by ring, the layers of all rounds of the order
+        self._before = Counter[int]()  # the same of all orders before this one
         self._expected: list[L] = []
         self._uses: dict[L, list[float]] = {}  # the indices of each layer's uses in the order, and twice inf
         self._uses_in_cycle: dict[L, list[float]] = {}  # the same for two rounds of the order
@@ -69,6 +77,8 @@ class Trace(Generic[L]):
 
         Called for a new batch, or for fetches before it.
         """
+        if self._recorded:
+            self._before.update(self._length)
         if self._recorded and self._recorded != self._expected:
             self._expected = self._recorded
             self._uses = {layer: [] for layer in self._expected}
@@ -78,11 +88,28 @@ class Trace(Generic[L]):
             self._uses_in_cycle = {
                 layer: [*uses, *(index + length for index in uses), *_NEVER] for layer, uses in self._uses.items()
             }
+            self._number()
             for uses in self._uses.values():
                 uses += _NEVER
         self._recorded = []
         self._at = 0
         self.unexpected = None
+
+    def _number(self) -> None:
+        """Numbers the uses of the order: see :meth:`ordinal`."""
+        members: dict[int, list[L]] = {}
+        for layer in self._uses:
+            members.setdefault(self._ring(layer), []).append(layer)
+        self.distinct = {ring: len(layers) for ring, layers in members.items()}
+        self._length = {}
+        self._ordinals = [0] * len(self._expected)
+        for ring, layers in members.items():
+            often = [len(self._uses[layer]) for layer in layers]
+            rounds = max({*often}, key=often.count)  # generation uses most layers once for each token
+            self._length[ring] = rounds * len(layers)
+            for rank, layer in enumerate(layers):
+                for at, index in enumerate(self._uses[layer]):
+                    self._ordinals[int(index)] = at * rounds // len(self._uses[layer]) * len(layers) + rank
 
     def order(self) -> list[L]:
         """Returns the order of the running batch so far; if it has used no layer, the order of the batch before."""
@@ -99,6 +126,7 @@ class Trace(Generic[L]):
         # At the end of the order, a layer that is in the order begins it again.
         if self.may_go_on and uses[0] < self._at == len(self._expected):
             index, self.cyclic = uses[0], True
+            self._before.update(self._length)
         self.unexpected = layer if index == math.inf else None
         if index != math.inf:
             self._at = int(index) + 1
@@ -112,6 +140,19 @@ class Trace(Generic[L]):
         uses = (self._uses_in_cycle if self.cyclic else self._uses).get(layer, _NEVER)
         index = bisect_left(uses, self._at)
         return uses[index] - self._at, uses[index + 1] - self._at
+
+    def ordinal(self, layer: L, uses: int) -> int:
+        """Returns the ordinal number of a layer's use, counted from the first batch: each round uses each layer of a ring once.
+
+        If a round uses a layer several times (a tied weight), all these uses have the number of the first one.
+
+        Args:
+            layer: the layer.
+            uses: the number of uses of other layers before the use, as :meth:`next_use` returns it.
+        """
+        orders, index = divmod(self._at + uses, len(self._expected))
+        ring = self._ring(layer)
+        return self._before[ring] + orders * self._length[ring] + self._ordinals[index]
 
     def coming(self, there: Callable[[L], object], wanted: Callable[[L], bool], most: int) -> list[tuple[L, int]]:
         """Returns the next wanted layers, each once, with the number of uses of other layers before each.
@@ -146,8 +187,7 @@ class Prefetch:
     - Up to k' layers are one transfer. It waits for slots for all of them only if its first layer is used so late that k' uses
       still overlap with it then.
     - In inference, copies stay valid. Belady's choice then keeps neighbouring layers: nothing is copied while they compute, and
-      later layers are awaited. So layers that are spread over the forward keep their slots instead
-      (:attr:`~sp_lightning.core.plan.plan.Plan.kept_between_batches`).
+      later layers are awaited. So the uses that find their layer absent are spread over the forward instead (:meth:`_stays`).
 
     Args:
         plan: the rings.
@@ -175,14 +215,15 @@ class Prefetch:
         """Replaces the plan by another plan of the same layers. Later transfers are chosen for the new plan."""
         self._plan = plan
         self.rings = [index for index, ring in enumerate(plan.rings) if ring.slots]
-        self._kept = plan.kept_between_batches
-        self._rings_with_kept = {plan.layers[index].ring for index in self._kept}
+        # Not of experts and of layers that are uploaded by rows, because the batch decides which of them are used.
+        routed = {layer.ring for index, layer in enumerate(plan.layers) if index in plan.experts or layer.rows}
+        self._spread = {*self.rings} - routed
 
     def start(self, phase: str, *, training: bool) -> None:
         """Begins a batch, with the trace of its phase. The first batch is expected to run forward and, in training, backward."""
         self._training = training
         if phase not in self._traces:
-            self._traces[phase] = Trace(self._schedule(training))
+            self._traces[phase] = Trace(self._schedule(training), attrgetter("planned.ring"))
         self.trace = self._traces[phase]
         self.trace.start()
         self.trace.cyclic = False
@@ -278,8 +319,8 @@ class Prefetch:
             - The number of uses, with the present one, after which that slot may be overwritten; 0 if it may be overwritten now.
             - True if another slot may be overwritten now, with a gain larger than ``needed``.
         """
-        if self.trace.cyclic and slots and slots[0].ring in self._rings_with_kept:
-            return self._choose_beside_kept(slots, needed)
+        if self.trace.cyclic and slots and slots[0].ring in self._spread:
+            return self._choose_spread(slots, needed)
         first_empty = None
         for slot in slots:
             if slot.layer is None and not slot.locked:
@@ -304,14 +345,34 @@ class Prefetch:
                 best, most, waits = slot, gain, wait
         return best, waits, free > 1
 
-    def _choose_beside_kept(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, int, bool]:
-        """Does the same as :meth:`_choose`, among the slots whose layers do not keep them. Never chooses a slot to wait for."""
+    def _choose_spread(self, slots: Sequence[Slot], needed: float) -> tuple[Slot | None, int, bool]:
+        """Does the same as :meth:`_choose`, among the slots whose layers do not stay. Never chooses a slot to wait for."""
         free = []
         for slot in slots:
             gain = math.inf if slot.layer is None else self.trace.next_use(slot.layer)
-            if gain > needed and not slot.locked and (slot.layer is None or slot.layer.index not in self._kept):
+            if gain > needed and not slot.locked and not self._stays(slot.layer, gain):
                 free.append((gain, slot))
         return max(free, key=_gain)[1] if free else None, 0, len(free) > 1
+
+    def _stays(self, layer: StreamedLayer | None, next_use: float) -> bool:
+        """Returns True if a layer keeps its slot until its next use, where batches of inference go round and round.
+
+        While one layer computes, one slot is being filled. So of ``of`` uses, ``absent`` have to be uploaded for. A layer is
+        overwritten after its use if the next use is of the layer that was fetched last: its slot is filled while that layer
+        computes. If the uses to upload for are spread evenly, the uploads never pause, and no layer is uploaded earlier than
+        necessary. From batch to batch these uses move by one layer, because a use comes again after ``of + 1`` uses.
+
+        If more than half of the uses have to be uploaded for, some of them are neighbours, and others are not. Compute would wait
+        between neighbours although the link has time. So two slots are filled in turn, and the same layers stay in each batch.
+        """
+        if layer is None or next_use == math.inf:
+            return False
+        ring = layer.planned.ring
+        count = self.trace.distinct[ring]
+        absent, of = count - self._plan.rings[ring].slots + 1, count - 1
+        if 2 * absent > of:
+            absent, of = absent + 1, count
+        return absent < 1 or self.trace.ordinal(layer, int(next_use)) * absent % of >= absent
 
 
 class Residency:

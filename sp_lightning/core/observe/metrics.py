@@ -139,7 +139,7 @@ def remedy(what: str, plan: Plan) -> str:
     fewer_steps = "Use a larger batch or accumulate_grad_batches"
     return {
         "fetches": f"Use {more}more tokens or images per batch",
-        "gradient offloading": "Use a larger k_prime",
+        "gradient offloading": "Use more tokens or images per batch",
         "updates": fewer_steps,
         "the host": "Use larger layers (layers=), or more tokens or images per batch",
         "several things at once": "Use more tokens or images per batch",

@@ -139,27 +139,6 @@ class Plan:
         return frozenset(i for i, layer in enumerate(self.layers) if layer.ring in fits and not layer.rows)
 
     @property
-    def kept_between_batches(self) -> frozenset[int]:
-        """The indices of the layers that keep their slots between batches of inference, in rings with fewer slots than layers.
-
-        They are spread evenly over the order of a forward. So some of them compute between two layers that are uploaded, and the
-        uploads never pause. Each ring has two slots for its other layers: one layer is uploaded while another one is used. One
-        slot suffices if at least three of four layers keep theirs. Rings with experts and with layers that are uploaded by rows
-        keep no layers, because the batch decides which of them are used.
-        """
-        kept = set[int]()
-        order = dict.fromkeys(self.order)
-        for index, ring in enumerate(self.rings):
-            layers = [layer for layer in order if self.layers[layer].ring == index]
-            count = len(layers)
-            if ring.slots >= count or any(layer in self.experts or self.layers[layer].rows for layer in layers):
-                continue
-            moving = count - ring.slots + 1
-            moving = min(moving + (4 * moving > count), count)
-            kept |= {*layers} - {layers[at * count // moving] for at in range(moving)}
-        return frozenset(kept)
-
-    @property
     def trained(self) -> tuple[PlannedLayer, ...]:
         """The layers that can be trained: layers, tables and residents. Masters are left out: they are updated with a layer."""
         return (*self.layers, *self.tables, self.residents)

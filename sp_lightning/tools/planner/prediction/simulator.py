@@ -186,16 +186,19 @@ class Walk:
         self._back = dict[int, float]()  # by the index of a visit, the time at which its activations are uploaded
         self._last_backward = {layer: at for at, visit in enumerate(visits) if visit.backward for layer in visit.layers}
 
-    def predict(self, *, host_traffic: float = 0.0, batches: int = 3) -> Prediction:
+    def predict(self, *, host_traffic: float = 0.0, batches: int | None = None) -> Prediction:
         """Simulates some batches and returns the prediction of the last one, whose trace is known.
+
+        In inference, a batch may upload a layer more than the next one. So its seconds are the mean of several batches.
 
         Args:
             host_traffic: bytes that the updates of a batch read and write on the host. Together with the copied bytes they bound
                 the time of a batch from below, by the rate of host memory.
-            batches: the number of simulated batches.
+            batches: the number of simulated batches; None for 3 in training, and for 9 in inference.
         """
-        for _ in range(batches):
-            begun = self.batch()
+        begins = [self.batch() for _ in range(batches or (3 if self._training else 9))]
+        begun, steady = begins[-1], begins[3:] or begins[-1:]
+        seconds = (self.ended - steady[0]) / len(steady)
         moved = (event._replace(begin=event.begin - begun, end=event.end - begun) for event in self.device.intervals)
         intervals = tuple(moved)
         busy = {
@@ -209,7 +212,7 @@ class Walk:
             busy["optimizer"] -= busy["gpu steps"]
         busy["host"] = self.host_seconds
         busy["host memory"] = (self._plan.ranks * self.device.copied + host_traffic) / self._rates.host_memory
-        return Prediction(max(self.ended - begun, busy["host memory"]), busy, dict(self.stalls), intervals)
+        return Prediction(max(seconds, busy["host memory"]), busy, dict(self.stalls), intervals)
 
     def batch(self) -> float:
         """Simulates one batch and its update. Returns the time of its begin."""
