@@ -29,9 +29,13 @@ DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight"
 # ---------------------------------------------------------------------- options
 
 
-def add_run_options(parser: argparse.ArgumentParser, output: str) -> None:
-    """The options of all recipes, also of the one that generates."""
-    add = parser.add_argument
+def add_run_options(parser: argparse.ArgumentParser, output: str, without: Sequence[str] = ()) -> None:
+    """The options of all recipes, also of the one that generates, except those in ``without``."""
+
+    def add(option: str, **settings: Any) -> None:
+        if option not in without:
+            parser.add_argument(option, **settings)
+
     add("--strategy", default="superpipeline", choices=["superpipeline", "auto"], help="auto is plain (%(default)s)")
     add("--gpu-memory", help="at most, for example 16GiB (default: free memory)")
     add("--accelerator", default="auto", help="as in Lightning (%(default)s)")
@@ -74,7 +78,7 @@ def training_options(
     add("--optimizer-overlap", choices=["auto", "backward", "forward", "off"], default="auto", help=overlap)
     add("--workers", type=int, default=0, help="processes that read data (%(default)s)")
     add("--resume", nargs="?", const="", metavar="FILE", help="last.ckpt of a run with the same options (of --output)")
-    add_run_options(parser, name)
+    add_run_options(parser, name, without)
     return parser
 
 

@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
@@ -59,9 +59,10 @@ from sp_lightning import SuperpipelineStrategy
 class FineTune(pl.LightningModule):
     """Plain Lightning: only ``Trainer(strategy=...)`` decides where the layers are."""
 
-    def __init__(self, model: Any, lr: float, steps: int) -> None:
+    def __init__(self, model: nn.Module, lr: float, steps: int) -> None:
         super().__init__()
-        self.model, self.lr, self.steps = model, lr, steps
+        self.model: Any = model
+        self.lr, self.steps = lr, steps
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.model(**batch, use_cache=False).loss  # the mean over the labels of this batch

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-from examples.benchmarks import agenda, cli, contest, report, rows
+from examples.benchmarks import agenda, contest, report, rows
 from examples.benchmarks.workloads import PRECISIONS, SIZES
 from sp_lightning.core.observe.messages import about_gpu
 from sp_lightning.core.plan.window import about_others
 
-RESULTS = Path(__file__).parents[1] / "results"
-"""Rows that were measured before, by date and machine."""
+RESULTS = rows.REPOSITORY / "examples" / "results"
+"""Folders of rows that were measured before, by date and machine."""
 # Tests keep what has passed when their time is over, so they are begun with at least so many seconds.
 LEAST_FOR_TESTS = 45.0
 PROCESSES = 12
@@ -95,16 +95,8 @@ def _contest(item: agenda.Contest, budget: Budget, seconds: float, out: Path, kn
 def _module(item: agenda.Module, expected: float, left: float, out: Path) -> rows.Row:
     """Run a module, and keep the end of what it says."""
     folder = ["--out", f"{out.parent.absolute()}/"] if item.writes else []
-    ended, text = _ran(
-        [
-            "-m",
-            f"examples.benchmarks.{item.module}",
-            *(each.format(out=out.parent) for each in item.arguments),
-            *folder,
-        ],
-        {},
-        min(limit(expected), left),
-    )
+    arguments = [each.format(out=out.parent) for each in item.arguments]
+    ended, text = _ran(["-m", item.module, *arguments, *folder], {}, min(limit(expected), left))
     print(text.strip(), flush=True)
     return {**ended, "said": text[-3000:]}
 
@@ -214,15 +206,15 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     add("--size", choices=sizes, help="of the models (tiny)")
     add("--precision", choices=PRECISIONS, help="(bf16-mixed)")
     add("--list", choices=list(agenda.LISTS), help="a list with sizes of its own, in place of --size and --precision")
-    add("--seconds", type=cli.positive, default=12, help="for a contestant's measured steps (%(default)s)")
+    add("--seconds", type=rows.positive, default=12, help="for a contestant's measured steps (%(default)s)")
     add(
         "--minutes",
-        type=cli.positive,
+        type=rows.positive,
         default=60,
         help="for everything; what does not fit is left out (%(default)s)",
     )
     add("--dry-run", action="store_true", help="of the list now, print order and expected seconds, and run nothing")
-    add("--out", type=cli.rows_folder, default="runs/benchmarks", help="for rows and report (%(default)s)")
+    add("--out", type=rows.rows_folder, default="runs/benchmarks", help="for rows and report (%(default)s)")
     options = parser.parse_args(argv)
     if options.list and (options.size or options.precision):
         parser.error("--list has its own sizes and precisions: leave out --size and --precision")
@@ -238,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
         plan = [item for item in plan if not agenda.is_done(item, known)]
     found: list[rows.Row] = []
     try:
-        with cli.orderly(file):
+        with rows.orderly(file):
             run(plan, Budget(options.minutes), options.seconds, file, known)
     finally:
         if file.is_file():

@@ -17,21 +17,21 @@ CORE = ("core/device", "core/engine", "core/layers", "core/plan", "core/store", 
 
 @dataclass(frozen=True)
 class Module:
-    """A module of this package that is run as it is and appends its own rows.
+    """A module that is run as it is.
 
     Attributes:
-        name: of the module.
-        arguments: of its command line, beyond ``--out``. ``{out}`` in them is the folder for results.
+        module: its name, as for ``python -m``.
+        arguments: of its command line, beyond ``--out`` for rows. ``{out}`` in them is the folder for results.
         expected: seconds, as long as no run has told them.
         folders: of the package that it is about; all others may change, and its row still counts.
-        writes: it has ``--out``. Otherwise its row keeps the end of what it says.
+        writes: it appends its own rows to ``--out``. Otherwise its row keeps the end of what it says.
     """
 
     module: str
     arguments: tuple[str, ...] = ()
     expected: float = 60
     folders: tuple[str, ...] = CORE
-    writes: bool = True
+    writes: bool = False
 
     @property
     def name(self) -> str:
@@ -129,13 +129,14 @@ ACTIVATIONS = (
     "plain", "superpipeline-2:1-keep", "superpipeline-2:1-recompute", "superpipeline-2:1-offload",
     "superpipeline-2:1-auto", "plain-recompute", "plain-offload",
 )  # fmt: skip
+OVERHEAD = Module("examples.benchmarks.overhead", expected=40, writes=True)
 QUANTISERS = ("torchao", "bitsandbytes")
 
 
 def of_size(size: str, precision: str) -> Agenda:
     """Everything at one size: two sequences per step; the families that have this size."""
     length, expected = (64, 15.0) if size == "tiny" else (4096, 135.0)
-    agenda: Agenda = [Module("limits", ("--seconds", "4" if size == "tiny" else "20"))]
+    agenda: Agenda = [Module("sp_lightning", ("rates", "--seconds", "4" if size == "tiny" else "20"))]
     if size in SIZES["llm"]:
         items = 2 * length
         agenda += [
@@ -146,7 +147,7 @@ def of_size(size: str, precision: str) -> Agenda:
         agenda.append(Contest(Workload("train", "vision", size, precision, 8), PAIR, expected))
     if size in SIZES["vlm"]:
         agenda.append(Contest(Workload("train", "vlm", size, precision, 2 * length, length), PAIR, expected))
-    return [*agenda, Module("overhead")]
+    return [*agenda, OVERHEAD]
 
 
 def train(family: str, size: str, items: int, precision: str = "bf16-mixed", steps: int = 8) -> Workload:
@@ -186,8 +187,6 @@ def now() -> Agenda:
     small = train("llm", "1.5B", 16384)
     others = [name for name in GPU_TESTS if name != "test_several_devices.py"]
     in_16_bits = train("llm", "14B", 8192, "bf16-true", steps=6)
-    window = "--size 1.5B --tokens 16384 --length 4096 --precision bf16-mixed --gradient-checkpointing --seconds 8"
-    windows = "--windows 1:1 2:1 4:1 4:2 12:1"
 
     def published(size: str) -> Workload:
         return Workload("train", "llm", size, "bf16-true", 65536, 4096, steps=6)
@@ -207,18 +206,10 @@ def now() -> Agenda:
         Tests("everyday", ("test_compiled_blocks.py", "test_everyday.py"), 60),
         Tests("quantised", ("test_models.py::test_torchao", "test_models.py::test_bitsandbytes"), 40, QUANTISERS),
         Tests("all", tuple(others), 240),
-        Module("first_light", (), 90),
+        Module("sp_lightning", ("check", "--out", "{out}/check.json"), 60, (*CORE, "tools/comparison")),
         Contest(small, tuple(f"superpipeline-{k}:1-backward" for k in (1, 2, 4, 99)), 32),
-        Module("foresight", (*window.split(), *windows.split()), 150, (*CORE, "tools/planner")),
         Contest(small, ("plain-compiled", "default-compiled"), 60),
-        Module("limits", ("--seconds", "16", "--rates", "{out}/rates.json"), 30),
-        Module("beside_plan", ("--size", "1.5B", "--tokens", "16384", "--length", "4096", "--seconds", "4"), 75),
-        Module(
-            "second_runs",
-            ("--width", "4096", "--tokens", "8192", "--precision", "bf16-true"),
-            30,
-            ("capabilities/activations",),
-        ),
+        Module("sp_lightning", ("rates",), 45, ("tools/planner",)),
         Contest(small, tuple(f"superpipeline-2:1-threads{threads}" for threads in THREADS), 32),
         Contest(small, ("plain", "fsdp2", "deepspeed", "deepspeed-2", "torchao"), 45),
         Contest(train("llm", "8B", 8192, "bf16-true", steps=6), ("default",), 60, device_gib=24),
@@ -229,35 +220,23 @@ def now() -> Agenda:
         Contest(train("llm", "7B", 65536, "bf16-true", steps=6), ("superpipeline-2:1",), 90),
         Contest(train("vlm", "1.5B", 8192), PAIR, 45, device_gib=16),
         Contest(train("vision", "giant", 64), PAIR, 45, device_gib=16),
-        Module("overhead", (), 40),
-        Module(
-            "shared_base", ("--accelerator", "gpu", "--rounds", "1"), 200, (*CORE, "experimental/sharing"), writes=False
-        ),
+        OVERHEAD,
     ]
 
 
 def several_gpus() -> Agenda:
-    """On a machine with several GPUs: their tests, and one, two, four and eight of them. Has not run yet."""
-    found = max(1, torch.cuda.device_count())
-    numbers = [str(each) for each in (1, 2, 4, 8) if each <= found]
-    arguments = ("--ranks", *numbers, "--width", "2048", "--layers", "24", "--tokens", "8192")
-    return [
-        Tests("several", ("test_several_devices.py",), 90),
-        Module("ranks", arguments, 300, (*CORE, "experimental/ranks")),
-    ]
+    """The tests of several GPUs. Has not run yet."""
+    return [Tests("several", ("test_several_devices.py",), 90)]
 
 
 def pretended() -> Agenda:
     """What a CPU, which may be busy, can do of :func:`now`, with tiny sizes: whether it works."""
     workload = Workload("train", "llm", "tiny", "bf16-mixed", 128, 64, checkpointing=True, steps=5)
     return [
-        Module("first_light", ("--pretend", "--seconds", "400"), 200),
         Tests("tests", ("test_fork.py",), 200),
-        Module("beside_plan", ("--tokens", "64", "--seconds", "0.1"), 200),
-        Module("limits", ("--seconds", "0.4", "--rates", "{out}/rates.json"), 200),
+        Module("sp_lightning", ("rates", "--seconds", "0.4"), 200),
         Contest(workload, ("deepspeed", "superpipeline-2:1"), 200),
-        Module("each_contestant", (), 400),
-        Module("foresight", ("--tokens", "64", "--windows", "1:1", "2:1", "--seconds", "0.1"), 200),
+        Module("examples.benchmarks.each_contestant", (), 400, writes=True),
     ]
 
 

@@ -1,4 +1,10 @@
-"""What train.py and predict.py share: several contestants on one workload, each in a fresh process, a row for each."""
+"""Train or predict one workload with several contestants, each in a fresh process: a row for each.
+
+From the root of the repository::
+
+    python -m examples.benchmarks.contest train --size tiny
+    python -m examples.benchmarks.contest predict --size 7B --precision bf16-true
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from examples.benchmarks import cli, contestants, rows, workloads
+from examples.benchmarks import contestants, rows, workloads
 from examples.benchmarks.contestants import Contestant
 from examples.benchmarks.workloads import Workload
 
@@ -165,10 +171,13 @@ def line(row: rows.Row) -> str:
 # ---------------------------------------------------------------------- the command line
 
 
-def main(task: str, description: str, argv: Sequence[str] | None) -> list[rows.Row]:
+def main(argv: Sequence[str] | None = None) -> list[rows.Row]:
     """Run what the command line says."""
-    parser = make_parser(task, description)
+    parser = make_parser()
     options = parser.parse_args(argv)
+    task = options.task
+    if task == "predict" and options.gradient_checkpointing:
+        parser.error("--gradient-checkpointing: found predict, which has no backward; expected train")
     try:
         pairs = [contestants.parse_pair(text) for text in options.k_and_k_prime]
         field = contestants.known(pairs)
@@ -176,13 +185,13 @@ def main(task: str, description: str, argv: Sequence[str] | None) -> list[rows.R
         names = [each for name in names for each in (_ours(pairs) if name == "superpipeline" else [name])]
         for name in names:
             contestants.by_name(name)
-        workload = chosen(task, options)
+        workload = chosen(options)
     except ValueError as error:
         parser.error(str(error))
     limits = Limits(options.seconds, options.time_out, options.device_gib, options.host_gib)
-    with cli.orderly(options.out):
+    with rows.orderly(options.out):
         done = hold(workload, names, limits, options.out)
-    print(f"Report: {cli.report_command(options.out)}", flush=True)
+    print(f"Report: {rows.report_command(options.out)}", flush=True)
     return done
 
 
@@ -195,13 +204,13 @@ def _ours(pairs: Sequence[tuple[int, int]]) -> list[str]:
     return [contestants.superpipeline(*pair).name for pair in pairs]
 
 
-def chosen(task: str, options: argparse.Namespace) -> Workload:
+def chosen(options: argparse.Namespace) -> Workload:
     """The workload of the options."""
     tiny = options.size == "tiny"
     length = options.length or (64 if tiny else 4096)
     usual = {"vision": 8 if tiny else 64}.get(options.family, 2 * length)
     return Workload(
-        task,
+        options.task,
         options.family,
         options.size,
         options.precision,
@@ -212,17 +221,16 @@ def chosen(task: str, options: argparse.Namespace) -> Workload:
     )
 
 
-def make_parser(task: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
+    add("task", choices=["train", "predict"])
     pairs = [f"{k}:{k_prime}" for k, k_prime in DEFAULT_PAIRS]
     add("--family", choices=list(workloads.SIZES), default="llm", help="(%(default)s)")
     add("--size", default="tiny", help=f"by family: {workloads.SIZES} (%(default)s)")
     add("--tokens", type=int, help="tokens per step, for vision images per step (default: two sequences, 64 images)")
     add("--precision", choices=workloads.PRECISIONS, default="bf16-mixed", help="(%(default)s)")
-    parser.set_defaults(gradient_checkpointing=False)
-    if task == "train":
-        add("--gradient-checkpointing", action=argparse.BooleanOptionalAction, help="of activations (%(default)s)")
+    add("--gradient-checkpointing", action="store_true", help="activations are computed again in backward; train only")
     add(
         "--contestants",
         nargs="+",
@@ -231,9 +239,13 @@ def make_parser(task: str, description: str) -> argparse.ArgumentParser:
     add("--k-and-k-prime", nargs="+", default=pairs, metavar="K:K'", help="superpipeline's pairs (%(default)s)")
     add("--length", type=int, help="tokens per sequence (64 for the size tiny, else 4096)")
     add("--steps", type=int, default=12, help="at most, two to warm up included (%(default)s)")
-    add("--seconds", type=cli.positive, default=30, help="for a contestant's measured steps (%(default)s)")
-    add("--time-out", type=cli.positive, default=600, help="seconds for a contestant's process (%(default)s)")
-    add("--device-gib", type=cli.positive, help="device memory that a contestant may take, in GiB (default: all)")
-    add("--host-gib", type=cli.positive, help="host memory that a contestant may take, in GiB (default: what is free)")
-    add("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="rows are appended (%(default)s)")
+    add("--seconds", type=rows.positive, default=30, help="for a contestant's measured steps (%(default)s)")
+    add("--time-out", type=rows.positive, default=600, help="seconds for a contestant's process (%(default)s)")
+    add("--device-gib", type=rows.positive, help="device memory that a contestant may take, in GiB (default: all)")
+    add("--host-gib", type=rows.positive, help="host memory that a contestant may take, in GiB (default: what is free)")
+    add("--out", type=rows.rows_file, default="runs/benchmarks/rows.jsonl", help="rows are appended (%(default)s)")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(0 if any_ok(main()) else 1)

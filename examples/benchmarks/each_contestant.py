@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from examples.benchmarks import agenda, cli, contest, contestants, measure, rows
+from examples.benchmarks import agenda, contest, contestants, measure, rows
 from examples.benchmarks.workloads import Workload
 
 Pair = tuple[Workload, str]
@@ -49,10 +49,10 @@ def works(row: rows.Row) -> bool:
 def main(argv: Sequence[str] | None = None) -> bool:
     """Runs the command with the arguments ``argv``. Returns True if all contestants work."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
+    parser.add_argument("--out", type=rows.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
     options = parser.parse_args(argv)
     all_work = True
-    with cli.orderly(options.out):
+    with rows.orderly(options.out):
         for workload, name in pairs():
             try:
                 row = run(workload, name)

@@ -3,7 +3,7 @@
 #     bash examples/benchmarks/gpu.sh now            # the one list (agenda.py): what has no row yet, in nine minutes; another call
 #                                                    # goes on. It writes rows.jsonl, report.md and now.txt, of at most 1 MiB
 #     bash examples/benchmarks/gpu.sh now --dry-run  # its order and expected seconds; fails if the first call would be too long
-#     bash examples/benchmarks/gpu.sh ranks          # on a machine with several GPUs: 1, 2, 4 and 8 of them; has not run yet
+#     bash examples/benchmarks/gpu.sh ranks          # on a machine with several GPUs: their tests; has not run yet
 #     bash examples/benchmarks/gpu.sh now --pretend  # on a CPU, with tiny sizes, in a folder that is removed: whether it works
 # Variables: OUT (folder for results), PYTHON, MINUTES (of the list), COMMIT (where git is not at hand).
 set -uo pipefail

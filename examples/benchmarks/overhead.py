@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from examples.benchmarks import cli, rows
+from examples.benchmarks import rows
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.model.find import find_layers
@@ -248,10 +248,10 @@ def _timed(step: Step, seconds: float) -> list[float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seconds", type=cli.positive, default=20, help="for all together (%(default)s)")
-    parser.add_argument("--out", type=cli.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
+    parser.add_argument("--seconds", type=rows.positive, default=20, help="for all together (%(default)s)")
+    parser.add_argument("--out", type=rows.rows_file, default="runs/benchmarks/rows.jsonl", help="(%(default)s)")
     options = parser.parse_args(argv)
-    with cli.orderly(options.out):
+    with rows.orderly(options.out):
         row = {**rows.origin(), **measure(options.seconds)}
         rows.append(options.out, row)
     for what, models in (("", row["models"]), (" of prediction", row["prediction"])):

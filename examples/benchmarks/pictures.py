@@ -1,53 +1,41 @@
-"""The report's two pictures, drawn from rows."""
+"""Pictures that are drawn from rows: the report's, and README's bars (``python -m examples.benchmarks.pictures``)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 try:
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import LogLocator
 except ImportError:  # a machine with a GPU may have none, and what it measures is worth more than its pictures
     matplotlib = None  # type: ignore[assignment]
 
-from examples.benchmarks.rows import Row
+from examples.benchmarks.rows import REPOSITORY, Row, read
 
 GIB = 2**30
 OURS, PLAIN = "#0b6e99", "#222222"
 # Shape and colour of each rival, by the order in which they come.
 RIVALS = (("s", "#c4632b"), ("D", "#7a4fa3"), ("v", "#3f8f4f"), ("^", "#b8860b"), ("P", "#b03060"), ("X", "#5f6b7a"))
 CLEAR = 0.65  # of markers, so that one shows under another
-CURVES = {
-    "best possible": "-",
-    "step under next forward": "--",
-    "transfers overlapped": ":",
-    "nothing overlapped": "-.",
-}
 
 # Where a label may be, in points from its marker; the first that has room, otherwise the one with most.
 SIDES = ((0, 12), (0, -12), (18, 0), (-18, 0), (15, 10), (15, -10), (-15, 10), (-15, -10))
 ROOM = 11
 
-Limit = Callable[[Row, float], dict[str, float]]
 Picture = tuple[Path, str]  # and its caption
 
 
-def draw(groups: Sequence[Sequence[Row]], limit: Limit, folder: Path) -> list[Picture]:
-    """Both pictures, or those that the rows are enough for; ``limit(row, tokens)`` gives seconds by schedule."""
+def draw(groups: Sequence[Sequence[Row]], folder: Path) -> Picture | None:
+    """The report's picture, if the rows are enough for it."""
     if matplotlib is None:
-        return []
+        return None
     done = [[row for row in group if row["status"] == "ok"] for group in groups]
-    made = [
-        memory(done, folder / "step-time-against-memory.png"),
-        limits(done, limit, folder / "step-time-against-limit.png"),
-    ]
-    return [picture for picture in made if picture is not None]
+    return memory(done, folder / "step-time-against-memory.png")
 
 
 def memory(groups: Sequence[Sequence[Row]], path: Path) -> Picture | None:
@@ -72,49 +60,6 @@ def memory(groups: Sequence[Sequence[Row]], path: Path) -> Picture | None:
     _annotate(axes, ours, others)
     return _save(figure, path), (
         f"Step time against peak device memory: {_of(group[0])}, the training workload that most contestants finished."
-    )
-
-
-def limits(groups: Sequence[Sequence[Row]], limit: Limit, path: Path) -> Picture | None:
-    """Step time against tokens per step, with the limit model's curves, of the model that most rows are about."""
-    models: dict[Any, list[Row]] = {}
-    for row in (row for group in groups for row in group if row["kind"] == "train"):
-        workload = row["workload"]
-        if limit(row, workload["items"]):
-            key = row["run"], workload["size"], workload["precision"], workload["checkpointing"]
-            models.setdefault(key, []).append(row)
-    found = max(models.values(), key=len, default=[])
-    if not found:
-        return None
-    tokens = [row["workload"]["items"] for row in found]
-    span = [min(tokens) / 4 * (16 * max(tokens) / min(tokens)) ** (step / 60) for step in range(61)]
-    figure, axes = _canvas()
-    for name, style in CURVES.items():
-        seconds = [limit(found[0], each)[name] for each in span]
-        axes.plot(span, seconds, style, color="#8a8a8a", label=f"limit: {name}")
-    best = {each: min(rows, key=_seconds) for each in set(tokens) if (rows := _ours_at(found, each))}
-    others = [row for row in found if not is_ours(row)]
-    marks = {"superpipeline, fastest k:k'": ("o", OURS), **_marks(others)}
-    for label, (shape, color) in marks.items():
-        same = [row for row in others if row["label"] == label] or list(best.values())
-        pairs = sorted((row["workload"]["items"], _seconds(row)) for row in same)
-        if pairs:
-            axes.plot(
-                *zip(*pairs, strict=True), shape + "-", color=color, markersize=7, linewidth=1, alpha=CLEAR, label=label
-            )
-    axes.set(xscale="log", yscale="log", xlabel="tokens per step", ylabel="seconds per step")
-    workload = found[0]["workload"]
-    title = f"train llm {workload['size']}, {workload['precision']}"
-    axes.set_title(title + (", checkpointing" if workload["checkpointing"] else ""))
-    ticks = [2**power for power in range(math.ceil(math.log2(span[0])), math.floor(math.log2(span[-1])) + 1)]
-    axes.set_xticks(ticks, [f"{each:,}" for each in ticks])
-    axes.minorticks_off()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    _legend(axes)
-    return _save(figure, path), (
-        f"Step time against tokens per step, beside the limit model: {_of(found[0], axes.get_title())}, "
-        "the language model with most rows of training."
     )
 
 
@@ -150,9 +95,9 @@ def _annotate(axes: Any, ours: Sequence[Row], others: Sequence[Row]) -> None:
         axes.annotate(row["label"].split()[-1], (_gib(row), _seconds(row)), xytext=tuple(place - point), **style)
 
 
-def _of(row: Row, workload: str = "") -> str:
+def _of(row: Row) -> str:
     """Which workload and run, for a caption."""
-    return f"{workload or row['workload']['name']} (run {row['run']})"
+    return f"{row['workload']['name']} (run {row['run']})"
 
 
 def _marks(others: Sequence[Row]) -> dict[str, tuple[str, str]]:
@@ -160,10 +105,6 @@ def _marks(others: Sequence[Row]) -> dict[str, tuple[str, str]]:
     rivals = list(dict.fromkeys(row["label"] for row in others if row["contestant"] != "plain"))
     plain = {row["label"]: ("o", PLAIN) for row in others if row["contestant"] == "plain"}
     return plain | {label: RIVALS[number % len(RIVALS)] for number, label in enumerate(rivals)}
-
-
-def _ours_at(found: Sequence[Row], tokens: int) -> list[Row]:
-    return [row for row in found if is_ours(row) and row["workload"]["items"] == tokens]
 
 
 def _points(group: Sequence[Row]) -> tuple[list[float], list[float]]:
@@ -181,3 +122,72 @@ def _gib(row: Row) -> float:
 def is_ours(row: Row) -> bool:
     """Whether the row is this project's."""
     return row["contestant"].startswith("superpipeline")
+
+
+# ---------------------------------------------------------------------- README's picture
+
+ROWS = REPOSITORY / "examples/results/2026-11-26-h100"
+PICTURE = REPOSITORY / "examples/results/2026-11-26-h100.png"
+RIVAL = "#c4632b"
+TITLE = (
+    "One NVIDIA H100 80GB, 2026-11-26, commit 075779b (FSDP2: another such machine, commit 9f2299d).\n"
+    "AdamW, 4 × 4,096 tokens per step, gradient checkpointing, no gradient clipping."
+)
+
+
+class Bar(NamedTuple):
+    """One contestant of a model: the folder of its rows, its name there, its label and colour."""
+
+    folder: Path
+    contestant: str
+    label: str
+    colour: str
+
+
+BARS = {
+    "Llama 1.5B, bf16-mixed": ("1.5B", [
+        Bar(ROWS, "plain", "plain Lightning", PLAIN),
+        Bar(ROWS, "superpipeline-2:1-backward", 'superpipeline, "backward"', OURS),
+        Bar(ROWS, "superpipeline-2:1", 'superpipeline, "forward"', OURS),
+        Bar(ROWS / "before", "fsdp2", "FSDP2, CPU offload\n(the rest in 16 bits)", RIVAL),
+    ]),
+    "Llama 8B, bf16-true": ("8B", [
+        Bar(ROWS, "plain", "plain Lightning", PLAIN),
+        Bar(ROWS, "superpipeline-2:1-backward", 'superpipeline, "backward"', OURS),
+    ]),
+}  # fmt: skip
+"""FSDP2 keeps what lies between blocks in 16 bits, the others in 32."""
+
+
+def measured(bar: Bar, size: str) -> tuple[float, float]:
+    """The GiB of GPU memory and the seconds of a step that were measured for a bar."""
+    (row,) = [
+        each
+        for each in read(bar.folder / "rows.jsonl")
+        if each.get("contestant") == bar.contestant and each["workload"]["size"] == size and each["status"] == "ok"
+    ]
+    return row["peak_allocated_bytes"] / GIB, row["median_step_seconds"]
+
+
+def main() -> None:
+    """Draws the picture."""
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 3.9), height_ratios=[4, 2], layout="constrained")
+    for line, (model, (size, bars)) in zip(axes, BARS.items(), strict=True):
+        found = [measured(bar, size) for bar in bars]
+        units = ("GPU memory, GiB", ".1f"), ("time of a step, seconds", ".3f")
+        for axis, values, (unit, form) in zip(line, zip(*found, strict=True), units, strict=True):
+            drawn = axis.barh([bar.label for bar in bars], values, color=[bar.colour for bar in bars])
+            axis.bar_label(drawn, [f"{value:{form}}" for value in values], padding=3, fontsize=8)
+            axis.invert_yaxis()
+            axis.margins(x=0.18)
+            axis.tick_params(labelsize=8)
+            axis.set_xlabel(unit, fontsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+        line[0].set_title(model, fontsize=9, loc="left")
+        line[1].set_yticklabels([])
+    figure.suptitle(TITLE, fontsize=8, x=0.01, ha="left")
+    figure.savefig(PICTURE, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Rows of one machine and commit → a Markdown report with two pictures. Nothing in it comes from elsewhere.
+"""Rows of one machine and commit → a Markdown report with a picture. Nothing in it comes from elsewhere.
 
 Rows of different runs never share a table.
 
@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from examples.benchmarks import cli, pictures, rows
-from examples.benchmarks.limit_model import prediction_seconds, training_seconds
+from examples.benchmarks import pictures, rows
 from examples.benchmarks.pictures import Picture, is_ours
 from examples.benchmarks.rows import Row
 from sp_lightning.core.plan.units import human_bytes
@@ -34,27 +33,7 @@ STALLS = {  # counters of superpipeline, and their columns
     "update_stall_seconds": "wait for updates, s",
     "activation_stall_seconds": "wait for activations, s",
 }
-NO_PICTURES = "No pictures: they need matplotlib, and device memory figures of training, that is, an accelerator."
-
-
-def limit_seconds(row: Row, limits: Row | None, tokens: float | None = None) -> dict[str, float]:
-    """The limit model for a row's workload, or nothing where it does not apply: no accelerator, no language model.
-
-    Args:
-        tokens: per step, the workload's own by default.
-    """
-    workload = row["workload"]
-    if limits is None or limits["host_to_device_bytes"] is None or workload["family"] != "llm":
-        return {}
-    flops = limits["matrix_flops"]["fp32" if workload["precision"] == "32-true" else "bf16"]
-    pcie = min(limits["host_to_device_bytes"], limits["device_to_host_bytes"])
-    # A copy also reads the lines that it overwrites, unseen: AdamW, which reads them anyway, may show more of the memory.
-    dram = max(limits["dram_bytes"], limits["adamw_bytes"])
-    tokens = workload["items"] if tokens is None else tokens
-    if workload["task"] == "predict":
-        return prediction_seconds(tokens, row["parameters"], flops, pcie)
-    recompute = workload["checkpointing"]
-    return training_seconds(tokens, row["parameters"], flops, pcie, dram, recompute=recompute)
+NO_PICTURE = "No picture: it needs matplotlib, and device memory figures of training, that is, an accelerator."
 
 
 def one_origin(found: Sequence[Row]) -> None:
@@ -71,8 +50,8 @@ def one_origin(found: Sequence[Row]) -> None:
             raise ValueError(f"The rows come from {len(several)} {what}: {listed}. Give one's rows, or --mixed.")
 
 
-def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
-    """The report as Markdown; ``drawn`` are its pictures, beside it."""
+def render(found: Sequence[Row], drawn: Picture | None = None) -> str:
+    """The report as Markdown; ``drawn`` is its picture, beside it."""
     several = len({row["run"] for row in found}) > 1
 
     def section(title: str, row: Row, *parts: str) -> str:
@@ -80,51 +59,19 @@ def render(found: Sequence[Row], drawn: Sequence[Picture] = ()) -> str:
         return "\n\n".join([f"## {title}{run}", *filter(None, parts)])
 
     sections = ["# Benchmarks", _origin(found)]
-    sections += _tables_of_one_machine(found)
-    sections += [section("Ceilings", row, _ceilings(row)) for row in _measured(found, "limits")]
-    sections += [f"{caption}\n\n![{path.stem.replace('-', ' ')}]({path.name})" for path, caption in drawn]
-    sections += [] if drawn else [NO_PICTURES]
+    sections.append("{1}\n\n![{0.stem}]({0.name})".format(*drawn) if drawn else NO_PICTURE)
     groups = grouped(found)
     capped = [row for group in groups if group[0]["limits"]["device_gib"] is not None for row in group]
     sections += ["## Larger than the card\n\n" + _larger(capped)] if capped else []
     for group in (group for group in groups if group[0]["limits"]["device_gib"] is None):
         row, name = group[0], group[0]["workload"]["name"]
         title = name[0].upper() + name[1:]
-        sections.append(section(title, row, _what(row), _table(group, _limits(row, found)), _split(group)))
+        sections.append(section(title, row, _what(row), _table(group), _split(group)))
     visit = "Host time per visit of a layer, beyond the layer itself"
     sections += [section(visit, row, _overhead(row)) for row in _measured(found, "overhead")]
-    sections += [section("Layers that are compiled", row, _compiled(row)) for row in _measured(found, "compiled")]
-    sections += [section("Stacked experts in generation", row, by_routing(row)) for row in _measured(found, "experts")]
-    sections += [section("Updates on the host", row, _update(row)) for row in _measured(found, "update")]
-    together = _measured(found, "ranks")
-    for run in dict.fromkeys(row["run"] for row in together):
-        rows_of_run = [row for row in together if row["run"] == run]
-        sections.append(section("Several devices of one node", rows_of_run[0], _ranks(rows_of_run)))
     others = [row for row in found if "contestant" not in row and row["status"] != "ok"]
     sections += [section(f"Did not run: {row['kind']}", row, _note(row)) for row in others]
     return "\n\n".join(sections) + "\n"
-
-
-def _tables_of_one_machine(found: Sequence[Row]) -> list[str]:
-    """What gpu.sh finds before it measures contestants: one table for each kind of row."""
-    head = {
-        "first-light": ("First light", ("stage", "seconds")),
-        "beside-plan": (
-            "Beside the plan",
-            ("what", "k", "k_prime", "planned_peak_bytes", "peak_allocated_bytes", "budget", "hidden_share"),
-        ),
-        "foresight": ("Step time, measured and predicted", ("k", "k_prime", "measured", "predicted")),
-    }
-    tables = []
-    for kind, (title, names) in head.items():
-        lines = [[_plain(row.get(name)) for name in names] for row in _measured(found, kind)]
-        if lines:
-            tables.append(f"## {title}\n\n{_markdown([name.replace('_', ' ') for name in names], lines)}")
-    return tables
-
-
-def _plain(value: Any) -> str:
-    return NONE if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _measured(found: Sequence[Row], kind: str) -> list[Row]:
@@ -133,12 +80,6 @@ def _measured(found: Sequence[Row], kind: str) -> list[Row]:
 
 def _machine(row: Row) -> tuple[Any, ...]:
     return tuple(row["machine"][key] for key in ("accelerator", "processor", "cores"))
-
-
-def _limits(row: Row, found: Sequence[Row]) -> Row | None:
-    """The ceilings for a row: its run's, otherwise the last that its machine showed."""
-    same = [each for each in _measured(found, "limits") if _machine(each) == _machine(row)]
-    return max(reversed(same), key=lambda each: each["run"] == row["run"], default=None)
 
 
 def grouped(found: Sequence[Row]) -> list[list[Row]]:
@@ -178,35 +119,14 @@ def _origin(found: Sequence[Row]) -> str:
     return "\n".join(dict.fromkeys(lines)) + f"\n\n{span}\n\n" + "\n".join(commands)
 
 
-def _ceilings(limits: Row) -> str:
-    lines = [[f"matrix product, {name}", f"{rate / 1e12:.3g} TFLOP/s"] for name, rate in limits["matrix_flops"].items()]
-    names = {
-        "host_to_device_bytes": "host to device, registered memory",
-        "device_to_host_bytes": "device to host, registered memory",
-        "duplex_bytes": "each way while both are busy",
-        "host_to_device_bytes_allocated": "host to device, memory allocated pinned",
-        "device_to_host_bytes_allocated": "device to host, memory allocated pinned",
-        "duplex_bytes_allocated": "each way while both are busy, memory allocated pinned",
-        "dram_bytes": "host memory, read and written",
-        "device_bytes": "device memory, read and written",
-        "adamw_bytes": "the same, by fused AdamW on the CPU",
-    }
-    lines += [[text, f"{limits[key] / 1e9:.3g} GB/s"] for key, text in names.items() if limits.get(key)]
-    update = {"adamw": "fused AdamW on the CPU", "default_adamw": "AdamW as users write it, on the CPU"}
-    lines += [
-        [text, f"{1e9 * limits[f'{key}_seconds_per_parameter']:.3g} ns per parameter"] for key, text in update.items()
-    ]
-    return _markdown(["ceiling", "rate"], lines)
-
-
-def _table(group: Sequence[Row], limits: Row | None) -> str:
+def _table(group: Sequence[Row]) -> str:
     done = [row for row in group if row["status"] == "ok"]
     plain = next((row for row in done if row["contestant"] == "plain"), None)
     ours = max((row for row in done if is_ours(row)), key=lambda row: row["items_per_second"], default=None)
     step = min((len(row["losses"]) for row in done), default=0)
     unit = group[0]["workload"]["unit"]
     head = [
-        "contestant", "step, s", "quartiles, s", f"{unit}/s", "÷ plain", "our best ÷ it", "of the limit",
+        "contestant", "step, s", "quartiles, s", f"{unit}/s", "÷ plain", "our best ÷ it",
         "weights and gradients on the device", "device, GiB", "device ÷ plain", "reserved, GiB", "host, GiB", "pinned, GiB",
         f"loss, step {step}", "note",
     ]  # fmt: skip
@@ -215,12 +135,9 @@ def _table(group: Sequence[Row], limits: Row | None) -> str:
         if row["status"] != "ok":
             lines.append([row["label"], *[NONE] * (len(head) - 2), _note(row)])
             continue
-        resident = row["contestant"].startswith("plain")  # nothing of the limit model's traffic
-        best = None if resident else limit_seconds(row, limits).get("best possible")
         lines.append([
             row["label"], f"{row['median_step_seconds']:.4g}", _quartiles(row), f"{row['items_per_second']:,.0f}",
             _ratio(row, plain), NONE if is_ours(row) else _ratio(ours, row),
-            NONE if best is None else f"{best / row['median_step_seconds']:.2f}",
             human_bytes(row["counted_peak_bytes"]) if "counted_peak_bytes" in row else NONE,
             _gib(row["peak_allocated_bytes"]), _memory_ratio(row, plain),
             *(_gib(row[key]) for key in ("peak_reserved_bytes", "peak_host_bytes")),
@@ -272,57 +189,6 @@ def _overhead(row: Row) -> str:
     return table + "\n\n" + _markdown(["generation with a cache", "tokens per second"], speeds)
 
 
-def _compiled(row: Row) -> str:
-    """A training step with compiled layers and without."""
-    eager = row["ways"]["plain"]["step_seconds"]
-    lines = [
-        [way, f"{found['step_seconds']:.3g}", f"{eager / found['step_seconds']:.2f}", f"{found['first_seconds']:.3g}"]
-        for way, found in row["ways"].items()
-    ]
-    return _markdown(["way", "step, s", "times as fast as plain", "first steps, s"], lines)
-
-
-def by_routing(row: Row) -> str:
-    """Stacked experts in generation, for each kind of routing and each contestant."""
-    lines = []
-    for kind, found in row["routing"].items():
-        least = f"{found['least'] / 1024:.0f}"
-        for way, each in found["ways"].items():
-            kib = [f"{each[key] / 1024:.0f}" if key in each else "" for key in ("bytes", "expert_bytes")]
-            hits = f"{each['hits']:.0%}" if "hits" in each else ""
-            lines.append([kind, way, *kib, least, hits, f"{1000 * each['seconds']:.1f}"])
-    head = ["routing", "way", "KiB per token", "of that experts", "routed to", "hits", "ms per token"]
-    return _markdown(head, lines)
-
-
-def _update(row: Row) -> str:
-    """The optimizer's step in one pass and in pieces, beside the same in walks, and beside the optimizer alone."""
-    lines, cases = [], [case for found in row["threads"].values() for case in found["cases"].values()]
-    ours = ("pieces", *["one pass"] * any("one pass" in case for case in cases))  # rows from before it have none
-    for threads, found in row["threads"].items():
-        for case, seconds in found["cases"].items():
-            times = [seconds.get(way) for way in ("alone", "walks", "operators", *ours)]
-            lines.append([threads, case])
-            lines[-1] += [NONE if each is None else f"{1e9 * each / row['parameters']:.3f}" for each in times]
-            lines[-1] += [f"{seconds[way] / seconds['alone']:.2f}" for way in ("walks", *ours)]
-    ways = ("AdamW alone", "in walks", "pieces' operators", *(f"in {way}" for way in ours))
-    ratios = (f"{way} ÷ alone" for way in ("walks", *ours))
-    head = ["threads", "precision", *(f"{way}, ns per parameter" for way in ways), *ratios]
-    return _markdown(head, lines)
-
-
-def _ranks(measured: Sequence[Row]) -> str:
-    """Several devices, with one way after the other."""
-    lines = []
-    for row in sorted(measured, key=lambda row: -row["parameters"]):
-        numbers = (row["median_step_seconds"], row["ranks"] * row["tokens"] / row["median_step_seconds"])
-        told = [*(f"{each:.3g}" for each in numbers), _gib(row["setup_bytes"]), _gib(row["after_bytes"])]
-        lines.append([row["way"], f"{row['parameters'] / 1e6:.3g} M", str(row["ranks"]), *told, f"{row['loss']:.5f}"])
-    memory = ("host in set-up, GiB", "host after the last step, GiB")
-    head = ["way", "parameters", "devices", "step, s", "tokens/s of all", *memory, "loss of rank 0"]
-    return _markdown(head, lines)
-
-
 def _quartiles(row: Row) -> str:
     """Between which seconds the middle half of the measured steps lies."""
     if len(row["step_seconds"]) < 2:
@@ -368,7 +234,7 @@ def _markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def write(found: Sequence[Row], folder: Path, *, mixed: bool = False) -> Path:
-    """The report and its pictures in a folder; the path of the report.
+    """The report and its picture in a folder; the path of the report.
 
     Raises:
         ValueError: there are no rows, or they come from several machines or commits and ``mixed`` is not said.
@@ -379,7 +245,7 @@ def write(found: Sequence[Row], folder: Path, *, mixed: bool = False) -> Path:
         one_origin(found)
     folder.mkdir(parents=True, exist_ok=True)
     free = [group for group in grouped(found) if group[0]["limits"]["device_gib"] is None]
-    drawn = pictures.draw(free, lambda row, tokens: limit_seconds(row, _limits(row, found), tokens), folder)
+    drawn = pictures.draw(free, folder)
     path = folder / "report.md"
     path.write_text(render(found, drawn), encoding="utf-8")
     return path
@@ -388,7 +254,7 @@ def write(found: Sequence[Row], folder: Path, *, mixed: bool = False) -> Path:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("rows", type=Path, nargs="+", help="files of rows, or folders with a rows.jsonl")
-    parser.add_argument("--out", type=cli.report_folder, help="folder (the first rows' own)")
+    parser.add_argument("--out", type=rows.report_folder, help="folder (the first rows' own)")
     parser.add_argument("--mixed", action="store_true", help="rows may come from several machines and commits")
     options = parser.parse_args(argv)
     files = [each / "rows.jsonl" if each.is_dir() else each for each in options.rows]

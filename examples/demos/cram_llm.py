@@ -1,9 +1,9 @@
 """Train a causal language model from random weights in so many hours on one card (Cramming, arXiv 2212.14034).
 
-    python examples/demos/cram_llm.py --hours 0.05                             # three minutes, no download
-    python examples/demos/cram_llm.py --hours 0.05 --resume runs/cram_llm/checkpoint/last.ckpt  # one that was killed
-    python examples/demos/cram_llm.py --hours 0.05 --pseudo 0.3                # Pseudo-to-Real (arXiv 2110.03888)
-    python examples/demos/cram_llm.py --hours 24 --config examples/shapes/llama-3.2-3b.json --text my.txt \\
+    python examples/demos/cram_llm.py                                          # three minutes, no download
+    python examples/demos/cram_llm.py --pseudo 0.3                             # Pseudo-to-Real (arXiv 2110.03888)
+    python examples/demos/cram_llm.py --resume                                 # one that was killed
+    python examples/demos/cram_llm.py --hours 24 --model examples/shapes/llama-3.2-3b.json --data my.txt \\
         --length 1024                                                          # not run
 
 Time is what runs out, so the learning rate follows the time and not the steps. ``Trainer(max_time=…)`` ends the run. Its timer
@@ -16,75 +16,141 @@ streams. Then each block becomes one of its own and goes on from there: the loss
 
 from __future__ import annotations
 
-import argparse
+import logging
 import math
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, Timer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from sp_lightning import SuperpipelineStrategy
 
-if not __package__:  # started as a file: what lies beside it is found from the repository's root
+if not __package__:  # started as a file: the recipes are found from the repository's root
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from examples.demos.console import ConsoleLogger, Entry, say, steps_per_second
-from examples.demos.language import HEAD, LAYERS, WIDTH, CausalLM, causal_config, check_shape
-from examples.demos.pseudo import delink, share_block
-from examples.demos.recipe import add_run_options, check_file, check_least, check_positive, prepare_output, run
-from examples.demos.text import VALIDATION_BATCHES, Batches, cut, in_order, read_text, split, train_tokenizer
+from examples.finetune_llm import FineTune, common
 
 CLIP, BETAS, EPS, DECAY = 0.5, (0.9, 0.98), 1e-12, 0.01  # the gradient's norm and AdamW's numbers are Cramming's
-PARTS = 8  # of the time, each of which ends with a checkpoint
+PARTS = 8  # of the time, each of which ends with a checkpoint and a line
+VOCABULARY = 2048  # of the tokenizer, which is trained on the text
 
 
-@dataclass(frozen=True)
-class Result:
+def parse(argv: Sequence[str] | None = None) -> Any:
+    parser = common.training_options(
+        __doc__,
+        "cram_llm",
+        model="config.json, or a hub name or folder that has one (default: a small Llama)",
+        data=".txt or .jsonl file, folder of them, or dataset on the hub (default: Python's help texts)",
+        lr="2e-3",
+        batch_size=16,
+        rows="windows",
+        without=["--epochs", "--steps", "--validate-every", "--lora", "--workers", "--dial"],
+    )
+    parser.set_defaults(lr=2e-3, gradient_clip=CLIP)
+    add = parser.add_argument
+    add("--hours", type=float, default=0.05, help="of training (%(default)s)")
+    add("--length", type=int, default=64, help="tokens per window (%(default)s)")
+    add("--warmup", type=float, default=0.1, help="share of the time in which the learning rate rises (%(default)s)")
+    add("--pseudo", type=float, help="share of the time with one block in place of all (none)")
+    options = common.read_options(parser, argv)
+    for name, most in {"hours": math.inf, "warmup": 1, "pseudo": 1}.items():
+        if not (getattr(options, name) or 0) < most:
+            options.error(
+                f"--{name} {getattr(options, name)}: expected a number below {most}. For example: --{name} 0.1"
+            )
+    return options
+
+
+class Result(NamedTuple):
     """The result of a run.
 
     Attributes:
         losses: of each step.
         validations: loss on text that was held out, before and after.
-        delinked: with ``--pseudo``, the loss on one window before and after blocks became ones of their own.
-        checkpoint: the last one; a run that is killed goes on from there.
+        delinked: with ``--pseudo``, the loss before and after blocks became ones of their own.
     """
 
     losses: list[float]
     validations: list[float]
     delinked: tuple[float, float] | None
-    checkpoint: Path
 
 
-def triangle(share: float, peak: float) -> float:
-    """Cramming's learning rate, as a part of the highest: up from 0 until a share of the time, then down to 0 at its end."""
-    return share / peak if share < peak else max(0.0, 1 - share) / (1 - peak)
+# ---------------------------------------------------------------------- Pseudo-to-Real
 
 
-class Crammed(CausalLM):
-    """A language model whose learning rate follows the time.
+def share_block(model: Any) -> Any:
+    """The first block of the longest list of blocks takes the place of all.
+
+    Raises:
+        ValueError: the blocks are of several kinds.
+    """
+    blocks = max((each for each in model.modules() if isinstance(each, nn.ModuleList)), key=len)
+    kinds = {str(each) for each in blocks}, set(getattr(model.config, "layer_types", None) or [])
+    if max(map(len, kinds)) > 1:
+        raise ValueError(
+            "--pseudo: the blocks are of several kinds, and one cannot take the place of all. Leave it out"
+        )
+    for place in range(len(blocks)):
+        blocks[place] = blocks[0]
+    return model
+
+
+def delink(shared: nn.Module, real: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Gives ``real`` the weights of ``shared``, whose block each of its blocks copies, and returns Adam's moments, likewise.
+
+    A module with several places is in a state dict under each of its names. So the names say what goes where.
+
+    What justifies copies of the moments? Adam's step is m / √v, so it would be the same if m were divided by n and v by n²:
+    each block's next step is, but for its own new gradient, the one that the shared block would have made. What comes
+    then is a guess. The shared gradient was the sum of n, and a block's own is n times smaller if all n agree, and √n times
+    if they have nothing in common. m forgets the sums in 10 steps, v in 50 (with β = 0.9 and 0.98), and meanwhile steps are
+    shorter by about that factor. That is one more warm-up, which errs on the safe side.
+
+    Args:
+        shared: made by :func:`share_block`.
+        real: the same model with blocks of its own.
+        optimizer: of ``shared``.
+
+    Returns:
+        By name of a parameter of ``real``, what its optimizer's state is to be.
+    """
+    real.load_state_dict(shared.state_dict())
+    places = dict(shared.named_parameters(remove_duplicate=False))
+    return {
+        name: {key: value.clone() for key, value in optimizer.state[places[name]].items()}
+        for name, _ in real.named_parameters()
+    }
+
+
+# ---------------------------------------------------------------------- the run
+
+
+class Crammed(FineTune):
+    """A language model whose learning rate follows the time: up from 0 until a share of it, then down to 0 at its end.
 
     Attributes:
         before: seconds of training before this trainer's.
-        seconds: of all training.
         moments: by name of a parameter, the state that the optimizer begins with.
+        losses: of each batch.
     """
 
-    def __init__(self, model: Any, options: argparse.Namespace, before: float) -> None:
-        super().__init__(model, options.lr)
+    def __init__(self, model: Any, options: Any, before: float) -> None:
+        super().__init__(model, options.lr, steps=0)
         self.warmup, self.seconds, self.before = options.warmup, 3600 * options.hours, before
         self.moments: dict[str, dict[str, Tensor]] = {}
+        self.losses: list[Tensor] = []
+        self.told = before / self.seconds
 
     def share(self) -> float:
         """Returns the share of the training time that is over, from 0 to 1."""
@@ -92,165 +158,133 @@ class Crammed(CausalLM):
         (timer,) = (each for each in trainer.callbacks if isinstance(each, Timer))  # of max_time
         return (self.before + timer.time_elapsed()) / self.seconds
 
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        if (share := self.share()) > self.told:
+            self.told = (1 + math.floor(share * PARTS)) / PARTS
+            print(f"{share:.0%} of the time, step {self.global_step}: loss {loss:.3f}", flush=True)
+        return loss
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, betas=BETAS, eps=EPS, weight_decay=DECAY)
         for name, parameter in self.named_parameters():
             if name in self.moments:
                 optimizer.state[parameter] = self.moments[name]
-        # Lightning asks the schedule after each step. It looks at the time, and not at the step's number.
-        by_time = LambdaLR(optimizer, lambda _: triangle(self.share(), self.warmup))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": by_time, "interval": "step"}}
+
+        def triangle(
+            _: int,
+        ) -> float:  # Lightning asks after each step. The answer is about the time, not the step's number.
+            share = self.share()
+            return share / self.warmup if share < self.warmup else max(0.0, 1 - share) / (1 - self.warmup)
+
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, triangle), "interval": "step"},
+        }
+
+
+def read_input(options: Any) -> tuple[Any, Any, Any, Any]:
+    """The model's config, the tokenizer, and windows of text for validation and for training."""
+    rows = list(common.read_rows(options.data)) if options.data else [{"text": text} for text in topics.values()]
+    tokenizer = common.byte_pairs((row.get("text", "") for row in rows), VOCABULARY)
+    held_out, training = common.pack(rows, tokenizer, options.length)
+    if len(training) < (step := options.batch_size * options.accumulate_grad_batches):
+        raise ValueError(
+            f"--batch-size: a step takes {step} windows, found {len(training)}. Lower --length or --batch-size"
+        )
+    if options.model is None:
+        return common.small_llama(tokenizer, options.length), tokenizer, held_out, training
+    config = AutoConfig.from_pretrained(options.model)
+    common.check_length(config, options)
+    if config.vocab_size < len(tokenizer):
+        raise ValueError(
+            f"--model {options.model}: vocab_size is {config.vocab_size}; expected at least {len(tokenizer)}"
+        )
+    if options.pseudo:
+        with torch.device("meta"):
+            share_block(AutoModelForCausalLM.from_config(config))
+    return config, tokenizer, held_out, training
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Run the recipe; ``argv`` as on the command line."""
-    parser = make_parser()
-    options = parser.parse_args(argv)
-    try:  # all that can be wrong with the input shows here, before any work
-        check(options)
-        text = read_text(options.text)
-        tokenizer = train_tokenizer(text)
-        step = options.batch_size * options.accumulate_grad_batches
-        windows = cut(tokenizer, text, length=options.length, batch_size=step)
-        training, held_out = split(windows)
-        config = causal_config(options.config, tokenizer, options.layers, options.hidden, options.length)
-        if options.pseudo:
-            with torch.device("meta"):
-                share_block(AutoModelForCausalLM.from_config(config))
-        checkpoints, folder = prepare_output(options.output, "checkpoint", "model")
-        done = steps_done(options.resume)
-        make_trainer(options, "real")
-    except (ValueError, OSError, ImportError, MisconfigurationException) as error:
-        parser.error(str(error))
-
-    say(f"Text: {len(text):,} characters = {len(windows):,} windows of {options.length} tokens")
-    parts: list[list[Entry]] = []
-    validation = in_order(held_out, batch_size=options.batch_size, most=VALIDATION_BATCHES)
-    seconds, begun = 3600 * options.hours, 3600 * options.hours * options.pseudo
+    options = parse(argv)
+    common.prepare(options)
+    with common.errors_in_the_input(options):  # before any work
+        how = {"gpu_memory": options.gpu_memory, "optimizer_overlap": options.optimizer_overlap}
+        config, tokenizer, held_out, training = read_input(options)
+        SuperpipelineStrategy(**how)
+    seconds, begun = 3600 * options.hours, 3600 * options.hours * (options.pseudo or 0)
+    done = torch.load(options.resume, mmap=True)["global_step"] if options.resume else 0
+    trained: list[tuple[Crammed, float]] = []
 
     def new_module(phase: str) -> Crammed:
-        dtype = torch.bfloat16 if options.precision == "bf16-true" else torch.float32  # whatever the config says
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        if phase == "pseudo":
-            return Crammed(share_block(model), options, 0.0)
-        return Crammed(model, options, begun)
+        model = AutoModelForCausalLM.from_config(config, dtype=common.load_dtype(options))
+        if options.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return Crammed(share_block(model), options, 0.0) if phase == "pseudo" else Crammed(model, options, begun)
 
-    def loss_of(phase: str, module: Crammed, batches: Batches) -> float:
-        (metrics,) = make_trainer(options, phase, logger=False).validate(module, batches, verbose=False)
+    def make_trainer(phase: str, **more: Any) -> pl.Trainer:
+        ours = SuperpipelineStrategy(**({"keep_on_gpu": ["**"]} if phase == "pseudo" else how))  # one block stays
+        quiet = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+        }
+        keeps = {"enable_checkpointing": bool(more.get("callbacks"))}
+        strategy = "auto" if options.strategy == "auto" else ours  # auto is plain Lightning
+        return pl.Trainer(strategy=strategy, devices=1, **{**common.settings(options), **quiet, **keeps, **more})
+
+    def loss_of(phase: str, module: Crammed) -> float:
+        validation: Any = DataLoader(held_out, options.batch_size)
+        (metrics,) = make_trainer(phase).validate(module, validation, verbose=False)
         return metrics["val_loss"]
 
-    def train(phase: str, module: Crammed, *, resume: Path | None = None) -> pl.Trainer:
-        time = timedelta(seconds=begun if phase == "pseudo" else seconds - begun)
-        keep = ModelCheckpoint(checkpoints, "last", train_time_interval=time / PARTS, enable_version_counter=False)
+    def train(phase: str, module: Crammed, resume: Path | None = None) -> pl.Trainer:
+        limit = timedelta(seconds=begun if phase == "pseudo" else seconds - begun)
+        keep = ModelCheckpoint(
+            options.output, "last", train_time_interval=limit / PARTS, save_top_k=1, enable_version_counter=False
+        )
         callbacks = [keep] if phase == "real" else []
-        console = ConsoleLogger(0)
-        more = {"max_time": time, "max_epochs": -1, "limit_val_batches": 0, "logger": console}
-        trainer = make_trainer(options, phase, callbacks=callbacks, **more)
+        trainer = make_trainer(phase, callbacks=callbacks, max_time=limit, max_epochs=-1, limit_val_batches=0)
         random = torch.Generator().manual_seed(options.seed + done)  # a resumed run reads in another order
-        rows: Any = training
-        batches = DataLoader(rows, options.batch_size, shuffle=True, drop_last=True, generator=random)
+        batches: Any = DataLoader(training, options.batch_size, shuffle=True, drop_last=True, generator=random)
+        start = time.perf_counter()
         trainer.fit(module, batches, ckpt_path=resume)
-        if console.losses:  # none if all of the time was over
-            parts.append(console.losses)
+        trained.append((module, time.perf_counter() - start))
         return trainer
 
-    pl.seed_everything(options.seed, verbose=False)
     phase = "pseudo" if options.pseudo and options.resume is None else "real"
     module, delinked = new_module(phase), None
-    first = loss_of(phase, module, validation)
-    trainer = train(phase, module, resume=options.resume)
+    first = loss_of(phase, module)
+    trainer = train(phase, module, options.resume)
+    if phase == "pseudo":  # one block becomes many, which does not change what the model says
+        shared, module = module, new_module("real")
+        module.moments = delink(shared.model, module.model, trainer.optimizers[0])
+        module.moments = {f"model.{name}": state for name, state in module.moments.items()}
+        delinked = loss_of("pseudo", shared), loss_of("real", module)
+        if delinked[0] != delinked[1]:
+            raise RuntimeError(
+                f"The loss changed from {delinked[0]} to {delinked[1]}, and no weight did: please report it"
+            )
+        trainer = train("real", module)
+    last = loss_of("real", module)
 
-    # One block becomes many, which does not change what the model says.
-    if phase == "pseudo":
-        shared, module, fixed = module, new_module("real"), in_order(held_out, batch_size=1, most=1)
-        module.moments = delink(shared, module, trainer.optimizers[0])
-        before, after = delinked = (loss_of("pseudo", shared, fixed), loss_of("real", module, fixed))
-        say(f"The loss on one window is {before.hex()} with one block, and {after.hex()} with blocks of their own")
-        if before != after:
-            raise RuntimeError("The loss changed, and no weight did. This is a defect: please report it.")
-        train("real", module)
-
-    module.model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    last = loss_of("real", module, validation)
-    say(f"Loss on held-out text: {first:.3f} → {last:.3f}")
-    losses = [each.loss for part in parts for each in part]
-    rate = step * options.length * steps_per_second(*parts)
-    say(f"{len(losses):,} steps of {step * options.length:,} tokens, {rate:,.0f} tokens/s: {folder}")
-    return Result(losses, [first, last], delinked, checkpoints / "last.ckpt")
-
-
-def make_trainer(options: argparse.Namespace, phase: str, **more: Any) -> pl.Trainer:
-    """As ever, but for ``strategy=``; one block alone stays on the device."""
-    window = {name: getattr(options, name) for name in ("k", "k_prime") if getattr(options, name)}
-    how: dict[str, Any] = window | {"activations": options.activations}
-    return pl.Trainer(
-        strategy=SuperpipelineStrategy(**({"keep_on_gpu": ["**"]} if phase == "pseudo" else how)),  # plain: "auto"
-        accelerator=options.accelerator,
-        devices=1,
-        precision=options.precision,
-        accumulate_grad_batches=options.accumulate_grad_batches,
-        gradient_clip_val=CLIP,
-        log_every_n_steps=1,
-        num_sanity_val_steps=0,
-        enable_checkpointing=bool(more.get("callbacks")),
-        enable_progress_bar=False,  # ConsoleLogger's lines can be read in a file, too
-        enable_model_summary=False,
-        **more,
-    )
-
-
-# ---------------------------------------------------------------------- the command line
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add = parser.add_argument
-    add("--hours", type=float, default=0.05, help="of training (%(default)s)")
-    add("--config", help="of a causal language model: a folder, a config.json, or a hub name (default: a small Llama)")
-    add("--text", type=Path, help="UTF-8 file to train on (default: Python's own help texts)")
-    add("--length", type=int, default=64, help="tokens per window (%(default)s)")
-    add("--batch-size", type=int, default=16, help="windows at once (%(default)s)")
-    add("--accumulate-grad-batches", type=int, default=1, help="batches per step (%(default)s)")
-    add("--lr", type=float, default=2e-3, help="highest learning rate (%(default)s)")
-    add("--warmup", type=float, default=0.1, help="share of the time in which the learning rate rises (%(default)s)")
-    add("--pseudo", type=float, default=0.0, help="share of the time with one block in place of all (%(default)s)")
-    add("--resume", type=Path, help="checkpoint of a run with the same options, to use what is left of its time")
-    add("--layers", type=int, help=f"layers of the default model ({LAYERS})")
-    add("--hidden", type=int, help=f"width of the default model, a multiple of {HEAD} ({WIDTH})")
-    add_run_options(parser, "cram_llm")
-    return parser
-
-
-def check(options: argparse.Namespace) -> None:
-    """Fill in the defaults that depend on others.
-
-    Raises:
-        ValueError: an option that cannot be.
-    """
-    check_least(options, batch_size=1, accumulate_grad_batches=1, length=2, layers=1)
-    check_positive(options, "hours", "lr", "warmup")
-    for name, most in {"hours": math.inf, "lr": math.inf, "warmup": 1, "pseudo": 1}.items():
-        if not 0 <= (value := getattr(options, name)) < most:
-            raise ValueError(f"--{name} {value}: must be at least 0 and below {most}. For example --{name} 0.05.")
-    check_file("--text", options.text, "a UTF-8 text file")
-    check_file("--resume", options.resume, "a last.ckpt that this recipe wrote")
-    options.layers, options.hidden = check_shape(options.layers, options.hidden, options.config, "--config")
-
-
-def steps_done(file: Path | None) -> int:
-    """The optimizer steps of the run that is resumed; 0 if none is.
-
-    Raises:
-        ValueError: it is no checkpoint.
-    """
-    try:
-        return 0 if file is None else int(torch.load(file, weights_only=True, mmap=True)["global_step"])
-    except (RuntimeError, LookupError, TypeError, UnpicklingError) as error:
-        raise ValueError(
-            f"--resume {file}: this is not a checkpoint of this recipe. Give a last.ckpt that the recipe wrote."
-        ) from error
+    saved = options.output / "model"
+    module.model.save_pretrained(saved)
+    tokenizer.save_pretrained(saved)
+    losses = [float(loss) for each, _ in trained for loss in each.losses]
+    tokens = len(losses) * options.batch_size * options.length
+    if delinked:
+        print(f"One block became many, and the loss stayed {delinked[0]:.6f}, bit for bit.")
+    rate = tokens / sum(taken for _, taken in trained)
+    print(f"Loss on held-out text: {first:.3f} → {last:.3f}, after {tokens:,} tokens, {rate:,.0f} per second.")
+    print(f"The learning rate came to {trainer.optimizers[0].param_groups[0]['lr']:.1e} as the time was over.")
+    print(f"Saved: {saved}. To generate: python examples/generate_llm.py --model {saved}")
+    return Result(losses, [first, last], delinked)
 
 
 if __name__ == "__main__":
-    run(main)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # each trainer would say the same
+    main()

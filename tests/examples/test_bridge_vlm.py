@@ -1,4 +1,4 @@
-"""``bridge_vlm.py --trained bridge``: what is frozen costs no gradients, no optimizer state, and no way back."""
+"""``bridge_vlm.py``: what is frozen costs no gradients, no optimizer state, and no way back."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from lightning.pytorch import seed_everything
 from PIL import Image
 from torch.nn.functional import cross_entropy
-from transformers import SiglipVisionConfig
+from transformers import AutoModelForImageTextToText, SiglipVisionConfig
 
 from examples.demos import bridge_vlm
-from examples.demos.bridge_vlm import Bridge, Captioner, Captions, Pair, small_llava, small_processor
-from examples.demos.language import small_llama
+from examples.demos.bridge_vlm import Bridge, BridgeEncoder, FineTune, common
+from tests.support.models import llama
 from tests.support.runs import Outcome, Recorded, assert_same, fit, fused, superpipeline
 from tests.support.tiers import first
 
 TRAINED = ["model.soft_token", "model.bridge.weight", "model.bridge.bias"]
-PAIRS: list[Pair] = [
-    (Image.new("RGB", (8, 8), "red"), "a wall"),
-    (Image.new("RGB", (9, 9), "blue"), "a much longer wall"),
+ROWS: list[dict[str, Any]] = [
+    {"image": Image.new("RGB", (8, 8), "red"), "question": "What is this?", "answer": "a temple in china"},
+    {"image": Image.new("RGB", (9, 9), "blue"), "question": "What is this?", "answer": "one"},
 ]
-PROCESSOR = small_processor(PAIRS)
-CAPTIONS = Captions(PROCESSOR, "What?", image=False)
+CONFIG, PROCESSOR = common.small_llava()
+ENCODE = BridgeEncoder(PROCESSOR)
 STEPS = 3
-BATCHES = [CAPTIONS.for_training(PAIRS)] * STEPS
+BATCHES = [ENCODE(ROWS)] * STEPS
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "host": ({"k": 1}, {}),
     "device": ({"k": 1, "optimizer_on": "gpu"}, {}),
@@ -39,20 +39,9 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def bridged() -> Captioner:
-    return Captioner(Bridge(small_llava(PROCESSOR, layers=2, hidden=32)), PROCESSOR, lr=1e-2, new_tokens=4)
-
-
-def folders(folder: Path, model: Any) -> list[str]:
-    """Arguments for a model and some images, which are written."""
-    llava = folder / "llava"
-    model.save_pretrained(llava)
-    PROCESSOR.save_pretrained(llava)
-    for number, (image, _) in enumerate(PAIRS * 4):
-        image.save(folder / f"{number}.png")
-    lines = [json.dumps({"file_name": f"{n}.png", "text": text}) for n, (_, text) in enumerate(PAIRS * 4)]
-    (folder / "metadata.jsonl").write_text("\n".join(lines))
-    return ["--model", str(llava), "--data", str(folder), "--batch-size", "2"]
+def bridged() -> FineTune:
+    model = AutoModelForImageTextToText.from_config(CONFIG)
+    return FineTune(Bridge(model), PROCESSOR.tokenizer, lr=1e-2, steps=STEPS)
 
 
 def trained_bytes(outcome: Outcome) -> int:
@@ -87,8 +76,6 @@ def test_only_the_bridge_and_the_soft_token_have_gradients_and_state() -> None:
     (optimizer,) = outcome.trainer.optimizers
     names = {id(p): name for name, p in outcome.module.named_parameters()}
     assert [names[id(p)] for p in optimizer.state] == TRAINED
-    # two moments of each, and a count of steps
-    assert bridge_vlm.optimizer_bytes(outcome.trainer) == 2 * trained_bytes(outcome) + 4 * len(TRAINED)
     assert strategy.ledger.state == 2 * trained_bytes(outcome)
 
 
@@ -104,7 +91,7 @@ def test_frozen_layers_travel_one_way() -> None:
     """On the host they are not written to at all, and where layers are stepped on the device, they are not sent back."""
     versions: list[dict[str, int]] = []
 
-    def noting() -> Captioner:
+    def noting() -> FineTune:
         module = bridged()
         versions.append({name: p._version for name, p in module.named_parameters() if not p.requires_grad})
         return module
@@ -137,7 +124,7 @@ def test_captions_are_written_as_they_are_trained() -> None:
     """Embedding, image first, in both: the first token that is written is the likeliest in the forward of training."""
     seed_everything(7, verbose=False)
     model = bridged().model.eval()
-    question = CAPTIONS.for_generation(PAIRS)
+    question = ENCODE.questions(ROWS)
     with torch.no_grad():
         written = model.generate(**question, do_sample=False, max_new_tokens=1)
         logits = model(labels=question["input_ids"], use_cache=False, **question).logits
@@ -159,41 +146,43 @@ def test_the_loss_is_of_the_captions_words() -> None:
     )  # summed in another order
 
 
+@pytest.mark.rest("takes tenths of a second")
 def test_a_model_without_clip_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match="--trained bridge: LlamaForCausalLM has no vision_tower of CLIP"):
-        Bridge(small_llama(layers=1, hidden=32))
+    with pytest.raises(ValueError, match="--model: LlamaForCausalLM has no vision_tower of CLIP"):
+        Bridge(llama(layers=1).net)
 
-    config = small_llava(PROCESSOR, layers=1, hidden=32).config
+    config, _ = common.small_llava()
     config.vision_config = SiglipVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1
     )
-    with pytest.raises(SystemExit):  # which is before any work: the folder has no weights
-        bridge_vlm.main([*folders(tmp_path, config), "--trained", "bridge", "--output", str(tmp_path / "run")])
+    config.save_pretrained(tmp_path / "llava")  # without weights: it is refused before any work
+    PROCESSOR.save_pretrained(tmp_path / "llava")
+    with pytest.raises(SystemExit):
+        bridge_vlm.main(["--model", str(tmp_path / "llava"), "--output", str(tmp_path / "run")])
     assert "LlavaForConditionalGeneration has no vision_tower of CLIP" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.long("seconds of training")
-def test_the_recipe_says_what_a_bridge_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bridge_vlm, "CAPTIONED", 2)
-    arguments = [*folders(tmp_path, small_llava(PROCESSOR)), "--steps", "8"]
-    result = bridge_vlm.main([*arguments, "--trained", "bridge", "--output", str(tmp_path / "run")])
+def test_the_demonstration_says_what_a_bridge_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = []
+    for number, row in enumerate(ROWS * 4):
+        row["image"].save(tmp_path / f"{number}.png")
+        lines.append(json.dumps({**row, "image": f"{number}.png"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    small = ["--steps", "8", "--batch-size", "2", "--accelerator", "cpu", "--data", str(tmp_path / "rows.jsonl")]
+    costs = bridge_vlm.main([*small, "--output", str(tmp_path / "run")])
+    full, bridge = costs.values()
+    assert list(costs) == ["all weights", "the bridge"]
+    assert bridge.trained < 0.05 * full.trained
+    assert bridge.offloaded_gradient_bytes == 8 * 4 * bridge.trained < full.offloaded_gradient_bytes / 20
+    assert bridge.step_download_bytes == full.step_download_bytes == 0
+    assert bridge.state_bytes == 2 * 4 * bridge.trained + 4 * len(TRAINED)
     said = capsys.readouterr().out
-    assert result.last_loss < result.first_loss
-    assert result.trained < 0.02 * result.parameters
-    assert result.offloaded_gradient_bytes == 8 * 4 * result.trained
-    assert result.state_bytes == 2 * 4 * result.trained + 4 * len(TRAINED)
-    assert result.step_download_bytes == 0
-    assert result.peak_device_bytes <= result.planned_device_bytes < result.plain_device_bytes
-    assert f"  {result.offloaded_gradient_bytes:>15,} bytes  to the host: gradients\n" in said
-    assert result.model == tmp_path / "run" / "bridge", "and not among the model's own files"
-    saved = torch.load(result.model / bridge_vlm.BRIDGE, weights_only=True)
+    assert f"bytes of gradients  {full.offloaded_gradient_bytes:>15,}  {bridge.offloaded_gradient_bytes:>15,}\n" in said
+    saved = torch.load(tmp_path / "run" / "bridge.pt", weights_only=True)
     assert [f"model.{name}" for name in saved] == TRAINED
-    assert 4 * sum(p.numel() for p in saved.values()) == 4 * result.trained
+    assert sum(p.numel() for p in saved.values()) == bridge.trained
 
-    full = bridge_vlm.main([*arguments, "--optimizer-on", "gpu", "--output", str(tmp_path / "full")])
-    assert full.trained == full.parameters
-    assert full.offloaded_gradient_bytes > 50 * result.offloaded_gradient_bytes
-    assert full.step_download_bytes > 2 * full.offloaded_gradient_bytes
+    on_gpu = bridge_vlm.main([*small, "--optimizer-on", "gpu", "--output", str(tmp_path / "gpu")])
+    assert on_gpu["all weights"].step_download_bytes > 50 * on_gpu["the bridge"].step_download_bytes > 0

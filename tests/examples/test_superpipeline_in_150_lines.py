@@ -21,12 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.checkpoint import checkpoint
 
 from examples import superpipeline_in_150_lines as page
-from examples.benchmarks import one_page
+from tests.examples import one_page
 from tests.support.pages import ROOT
 
 FILE = ROOT / "examples" / "superpipeline_in_150_lines.py"
 GUIDE = ROOT / "examples" / "guide" / "how_it_works.md"
-RESULTS = ROOT / "examples" / "results" / "README.md"
 OTHERS = pytest.mark.rest("other windows than the smallest and the default")
 BLOCKS, BLOCK_KIB = 8, (256 * 256 + 3 * 256) * 4 / 1024
 
@@ -94,19 +93,14 @@ def test_the_guide_begins_with_it_and_has_its_figures(capsys: pytest.CaptureFixt
     assert ["plain training", f"{rows['total'][0]:,.0f}", "0", "0"] in cells(GUIDE)
 
 
-def test_figures_of_the_guide_are_those_of_its_record() -> None:
-    recorded = {",".join(row[5:8]) for row in cells(RESULTS)}
+@pytest.mark.rest("trains with Lightning six times")
+def test_figures_of_the_guide_are_measured_again() -> None:
+    found = one_page.measure(2, 1)
+    assert {row.verdict for row in found.values()} == {"equal"}
+    measured = [[f"{value:,.0f}" for value in row[:3]] for row in found.values()]
     shown = [row[1:] for row in cells(GUIDE) if row[-1].replace(",", "").isdecimal()]
     assert len(shown) == 5
-    assert [row for row in shown if ",".join(row) not in recorded] == []
-
-
-@pytest.mark.rest("trains with Lightning six times")
-def test_the_record_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    one_page.main([])
-    rows = capsys.readouterr().out.splitlines()
-    recorded = RESULTS.read_text().splitlines()
-    assert [row for row in rows if row not in recorded] == []
+    assert [row for row in shown if row not in measured] == []
 
 
 def test_the_guide_is_at_most_500_words() -> None:

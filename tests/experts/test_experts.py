@@ -10,12 +10,12 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from examples.benchmarks.foresight import measured
 from sp_lightning.core.device.timeline import Interval
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 from tests.support.engine import Slots
 from tests.support.experts import CASES, EXPERTS, Mixture, Routed
+from tests.support.measured import measured
 from tests.support.models import Block, Module, vectors
 from tests.support.runs import Batches, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 

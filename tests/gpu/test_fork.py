@@ -1,7 +1,7 @@
 """Workers of a data loader are forked after weights were page-locked: both sides must see the right bytes.
 
 Where a kernel copies locked pages lazily, a parent that writes after the fork gets a new page, and the device goes on
-reading the old one. ``python -m examples.benchmarks.forks`` measures what a fork costs.
+reading the old one.
 """
 
 from __future__ import annotations

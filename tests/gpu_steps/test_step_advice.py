@@ -12,10 +12,10 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from examples.benchmarks.clocked_steps import LAYERS, STEPS, WIDTH, Clocked, Trained
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.tools.planner.prediction.visits import Rates
+from tests.support.clocked import LAYERS, STEPS, WIDTH, Clocked, Trained
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, adamw
 from tests.support.runs import fit

@@ -234,8 +234,8 @@ def test_bad_options(options: dict[str, Any]) -> None:
 @pytest.mark.rest("takes tenths of a second")
 def test_a_run_is_predicted_from_its_own_timeline(drawn: list[Drawn], tmp_path: Path) -> None:
     """The measured batch, walked again with the same k: the same fetches, and all of its computation."""
-    from examples.benchmarks.foresight import measured
     from sp_lightning.tools.planner.prediction.simulator import Walk
+    from tests.support.measured import measured
 
     strategy = run(tmp_path).trainer.strategy
     intervals = drawn[0].intervals

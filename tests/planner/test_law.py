@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from examples.benchmarks.clocked_steps import LAYERS, WIDTH, Clocked
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Stream
 from sp_lightning.core.model.find import find_layers
@@ -21,6 +20,7 @@ from sp_lightning.core.observe.stats import remedy
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.tools.planner.prediction.simulator import Walk
 from sp_lightning.tools.planner.prediction.visits import Rates
+from tests.support.clocked import LAYERS, WIDTH, Clocked
 from tests.support.visits import schedule_visits
 
 COUNT = 24

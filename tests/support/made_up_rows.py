@@ -41,14 +41,6 @@ def made_up(
     }
 
 
-def made_up_limits() -> rows.Row:
-    # 2 · 3.2e9 · 8192 / 1e15 is 0.053 s of forward and thrice that of a step; 34 bytes a parameter at 1e11 are the limit.
-    names = ("host_to_device_bytes", "device_to_host_bytes", "duplex_bytes", "dram_bytes", "adamw_bytes")
-    rates = dict.fromkeys(names, 1e11)
-    return {**rows.origin(), "kind": "limits", "status": "ok", "matrix_flops": {"bf16": 1e15, "fp32": 1e14}, **rates,
-            "adamw_seconds_per_parameter": 28e-11, "default_adamw_seconds_per_parameter": 2e-9}  # fmt: skip
-
-
 def cells(text: str, label: str) -> list[str]:
     """The first table line about a contestant."""
     line = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))

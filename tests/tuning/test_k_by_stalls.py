@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from examples.benchmarks import k_by_stalls
-from examples.benchmarks.clocked_steps import LAYERS, WIDTH, Clocked
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.tools.planner.prediction.visits import Rates
+from tests.support.clocked import LAYERS, WIDTH, Clocked
 from tests.support.tiers import first
+from tests.tuning import k_by_stalls
 
 LAYER = 4 * WIDTH * WIDTH
 

@@ -31,8 +31,8 @@ Parts that these implementations use:
 
 Why the primary steps all layers of its node: the memory of a node is shared, so one process with all cores updates as fast as
 many processes with a part of the cores each. Why nodes are replicas: sending new weights through a network takes longer than
-computing them (``examples/benchmarks/who_updates.py``). So optimizers need no special property, and one process of each node has
-the whole optimizer state for checkpoints.
+computing them (measured by ``examples/benchmarks/who_updates.py`` of commit eb601d28). So optimizers need no special property,
+and one process of each node has the whole optimizer state for checkpoints.
 
 Cost when unused: nothing is imported. A run on one device calls methods of ``Group`` that return at once, once per batch.
 """

@@ -1,18 +1,11 @@
-"""Memory and copied bytes of the page of 150 lines, of sp_lightning and of plain training, on the page's own model.
-
-From the root of the repository::
-
-    python -m examples.benchmarks.one_page --k 2 --k-prime 1
-"""
+"""Memory and copied bytes of the page of 150 lines, of sp_lightning and of plain training, on the page's own model."""
 
 from __future__ import annotations
 
-import argparse
-import logging
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -75,20 +68,19 @@ def equal(losses: Sequence[Tensor], net: nn.Module, plain: Net) -> str:
     return "equal" if all(torch.equal(*pair) for pair in pairs) else "different"
 
 
-def row(name: str, memory: Sequence[int], uploaded: float, offloaded: float, verdict: str) -> str:
-    cells = [f"{value / 1024:,.0f}" for value in (*memory, sum(memory), uploaded, offloaded)]
-    return f"| {' | '.join([name, *cells, verdict])} |"
+class Row(NamedTuple):
+    """What a way takes, in KiB: its memory, and what is uploaded and offloaded in a batch."""
+
+    memory: float
+    uploaded: float
+    offloaded: float
+    verdict: str
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--k", type=int, default=2)
-    parser.add_argument("--k-prime", type=int, default=1)
-    options = parser.parse_args(argv)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    print(f"| KiB | {' | '.join(PARTS)} | total | uploaded | offloaded | losses and weights |")
-    print(f"|---{'|---:' * 7}|---|")
-    window = {"k": options.k, "k_prime": options.k_prime}
+def measure(k: int, k_prime: int) -> dict[str, Row]:
+    """Each way, with the window of the page."""
+    found: dict[str, tuple[Sequence[int], float, float, str]] = {}
+    window = {"k": k, "k_prime": k_prime}
     for precision in ("32-true", "bf16-mixed"):
         plain = trained_by(precision, "auto")
         net, batches = deepcopy(plain.net), net_and_batches()[1]
@@ -98,22 +90,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             loss = nn.functional.mse_loss(net(batches[0][0]), batches[0][1])
         weights = size(net.parameters())
         loss.backward()
-        print(row(f"plain, {precision}", (weights, weights, 2 * weights, sum(kept.values())), 0, 0, ""))
+        found[f"plain, {precision}"] = (weights, weights, 2 * weights, sum(kept.values())), 0, 0, "equal"
         if precision == "32-true":
             losses, net_of_page, page = trained_by_page(**window)
             memory = [page.peak[part] for part in PARTS]
             copied = page.uploaded / STEPS, page.offloaded / STEPS
-            print(row("the page", memory, *copied, equal(losses, net_of_page, plain)))
+            found["the page"] = memory, *copied, equal(losses, net_of_page, plain)
         for activations in ("keep", "recompute"):
-            strategy = SuperpipelineStrategy(**window, activations=activations)
+            strategy = SuperpipelineStrategy(**window, activations=activations)  # type: ignore[arg-type]
             ours = trained_by(precision, strategy)
             stats = asdict(strategy.stats())
             memory = [stats[f"peak_{part}_bytes"] for part in ("weight", "gradient", "optimizer", "activation")]
             copied = stats["fetched_bytes"] / STEPS, stats["offloaded_gradient_bytes"] / STEPS
-            print(
-                row(f"sp_lightning, {activations}, {precision}", memory, *copied, equal(ours.losses, ours.net, plain))
-            )
-
-
-if __name__ == "__main__":
-    main()
+            found[f"{activations}, {precision}"] = memory, *copied, equal(ours.losses, ours.net, plain)
+    return {
+        name: Row(sum(memory) / 1024, up / 1024, down / 1024, how) for name, (memory, up, down, how) in found.items()
+    }

@@ -1,9 +1,7 @@
 """The k that ``k="auto"`` chooses by its stalls, beside the best k, for twelve models on links of three speeds: on clocks.
 
 The rule that runs use (:class:`~sp_lightning.capabilities.tuning.choices.Doublings`) gets seconds and upload stalls from the
-simulation of ``plan``: the engine's own schedule on a device that only counts time. From the root of the repository::
-
-    python -m examples.benchmarks.k_by_stalls
+simulation of ``plan``: the engine's own schedule on a device that only counts time.
 """
 
 from __future__ import annotations
@@ -12,14 +10,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from examples.benchmarks.gpu_layers import SHAPES
 from sp_lightning.capabilities.tuning.choices import Doublings
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.tools.planner.arguments import Question, make_parser
 from sp_lightning.tools.planner.estimate import Estimate, estimate_model
 
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 CHECKPOINTS, PREDICT = "--gradient-checkpointing", "--predict --precision bf16-true"
 MODELS = {
     "Llama 3.2 3B, LoRA, 512 tokens": f"{SHAPES}/llama-3.2-3b.json --lora 16 --tokens 512",
@@ -124,27 +123,3 @@ def estimates(model: str) -> Iterator[Estimate]:
     found = estimate_model(asked)
     for link in LINKS:
         yield replace(found, question=asked.but(pcie=link * 1e9))
-
-
-def _cell(batch: Batch) -> str:
-    return f"{batch.k}: {batch.seconds:.3g} s, {batch.nbytes / 2**30:.1f} GiB"
-
-
-def main() -> None:
-    """Prints the table."""
-    print(
-        "| model | GB/s | smallest | stalled | chosen | best of at most twice the memory | chosen ÷ best | batches | early |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for model in MODELS:
-        for link, estimate in zip(LINKS, estimates(model), strict=True):
-            found = choose(estimate)
-            cells = (
-                model, link, _cell(found.first), f"{found.first.stalled / found.first.seconds:.0%}", _cell(found.chosen),
-                _cell(found.best), f"{found.times:.3f}", found.batches, _cell(found.early),
-            )  # fmt: skip
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

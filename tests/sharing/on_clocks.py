@@ -2,37 +2,92 @@
 
 Trainings run as ever, on the CPU; their copies and layers move clocks on by the seconds that a machine would need, in which the
 host takes no time. A layer computes for one second and travels for so many. So the clock of the compute stream says how long
-trials take at once, and one after the other. From the root of the repository::
-
-    python -m examples.benchmarks.clocked_trials
+trials take at once, and one after the other.
 """
 
 from __future__ import annotations
 
-import argparse
 import bisect
-import logging
+import copy
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
+import lightning.pytorch as pl
+import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, LlamaConfig
 
-from examples.benchmarks.shared_base import Workload, trial_of
-from sp_lightning import SharedBase
+from sp_lightning import SharedBase, SuperpipelineStrategy
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.experimental.sharing.common import ON_DEVICE
 from sp_lightning.tools.planner.prediction.clocks import ClockDevice
 from sp_lightning.tools.planner.prediction.visits import Rates
 
-WORKLOAD = Workload(24, 128, 64, 4)
-RANK = 1  # what travels is nearly all the base's
-LEAST, MOST_BYTES = 0.9, 1.1
-"""The aims: until computation binds, n trials at once are so many times n as fast as one after the other, and so many times
-1 / n of the bytes come to the device for each."""
+RANK = 1  # of adapters: what travels is nearly all the base's
+VOCABULARY = 1024
+
+
+class Workload(NamedTuple):
+    """LoRA on a Llama from random weights.
+
+    Attributes:
+        layers, hidden: transformer blocks, and their width.
+        tokens: of each batch, in windows of 64.
+        steps: of each trial.
+    """
+
+    layers: int
+    hidden: int
+    tokens: int
+    steps: int
+
+
+class Adapted(pl.LightningModule):
+    """Keeps its losses."""
+
+    def __init__(self, net: Any, rate: float) -> None:
+        super().__init__()
+        self.net, self.rate = net, rate
+        self.losses: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """With a hook between two batches, which could write weights, a trial alone fetches nothing of the next one."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(input_ids=batch, labels=batch, use_cache=False).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=self.rate)
+
+
+def trial_of(workload: Workload) -> Callable[[int], list[float]]:
+    """A trial: its number says the learning rate and the seed. Returns its losses."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=workload.hidden, intermediate_size=3 * workload.hidden,
+        num_hidden_layers=workload.layers, num_attention_heads=workload.hidden // 32, num_key_value_heads=workload.hidden // 32,
+        max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    net = AutoModelForCausalLM.from_config(config)
+    batches = torch.randint(VOCABULARY, (workload.steps, workload.tokens // 64, 64))
+    lora = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_dropout=0.05, target_modules="all-linear")
+
+    def trial(number: int) -> list[float]:
+        torch.manual_seed(number)
+        module = Adapted(get_peft_model(copy.deepcopy(net), lora), 1e-4 * (1 + number))
+        strategy = SuperpipelineStrategy(k=2)
+        trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, barebones=True)
+        trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        return module.losses
+
+    return trial
 
 
 class Streams(dict[Any, float]):
@@ -131,54 +186,26 @@ def clocked(run: Callable[[], Any], travel: float) -> Ran:
     return Ran(device.now[Stream.COMPUTE], computed, device.copied, result)
 
 
-def measure(ratio: float, counts: Sequence[int], layers: int = ON_DEVICE, workload: Workload = WORKLOAD) -> list[Row]:
+def measure(ratio: float, counts: Sequence[int], workload: Workload) -> list[Row]:
     """Trains so many trials at once, and the same ones one after the other.
 
     Args:
         ratio: how many times as long as it computes a layer travels.
         counts: how many trials.
-        layers: of the base that are on the device at once.
         workload: what each trains.
 
     Raises:
         RuntimeError: a trial has other losses than alone.
     """
-    trial, rows = trial_of(workload, RANK), []
+    trial, rows = trial_of(workload), []
     travel = ratio * 2 * workload.layers * workload.steps / clocked(lambda: trial(0), 0.0).nbytes
     for count in counts:
         alone = [clocked(lambda number=number: trial(number), travel) for number in range(count)]  # type: ignore[misc]
-        base = SharedBase(layers=layers)
+        base = SharedBase(layers=ON_DEVICE)
         at_once = clocked(lambda: base.map(trial, range(count)), travel)  # noqa: B023
-        if [each.losses for each in at_once.result] != [each.result.losses for each in alone]:
+        if at_once.result != [each.result for each in alone]:
             raise RuntimeError(f"{count} trials at once have other losses than one after the other.")
         seconds, nbytes = sum(each.seconds for each in alone), sum(each.nbytes for each in alone)
         bound = seconds / sum(each.computed for each in alone)
         rows.append(Row(count, seconds / at_once.seconds, bound, at_once.nbytes / nbytes))
     return rows
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trials", type=int, nargs="+", default=[1, 2, 4, 8], help="how many (%(default)s)")
-    parser.add_argument(
-        "--ratios", type=float, nargs="+", default=[4, 8, 16],
-        help="how many times as long as it computes a layer travels (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--layers", type=int, default=ON_DEVICE, help="of the base that are on the device at once (%(default)s)"
-    )
-    options = parser.parse_args(argv)
-    print(
-        "\n| a layer travels ÷ computes | trials | times as fast | computation allows | bytes ÷ one after the other |"
-    )
-    print("|---|---|---|---|---|")
-    for ratio in options.ratios:
-        for row in measure(ratio, options.trials, options.layers):
-            print(f"| {ratio:g} | {row.trials} | {row.gain:.2f} | {row.bound:.2f} | {row.share:.3f} |", flush=True)
-
-
-if __name__ == "__main__":
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    main()

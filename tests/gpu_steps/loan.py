@@ -1,16 +1,12 @@
 """Seconds of a loan of the GPU (``gpu_released``) between two steps of an 8B model: the real engine on a simulated clock device.
 
 The shape is Llama 3 8B in 16 bits, with all sizes and the rate of copies divided by the same number. A layer computes as long as
-its upload takes. Only copies and computation take time. From the root of the repository::
-
-    python -m examples.benchmarks.clocked_loan
+its upload takes. Only copies and computation take time.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -19,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from examples.benchmarks.clocked_steps import Clocked
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Stream
 from sp_lightning.tools.planner.prediction.visits import Rates
+from tests.support.clocked import Clocked
 
 RATE, SMALLER = 25e9, 2**16
 """Bytes per second, and the number by which all sizes are divided."""
@@ -99,23 +95,3 @@ def train(trained: str, stay: int, k: int, *, lends: bool) -> tuple[float, Train
     with mock.patch("sp_lightning.trainer.run.device_for", return_value=device):
         trainer.fit(module, DataLoader(torch.ones(STEPS, 2), batch_size=None))  # type: ignore[arg-type]
     return (module.at[-1] - module.at[FIRST]) / (STEPS - 1 - FIRST), module
-
-
-def main() -> None:
-    """Prints a table."""
-    print("| trained | layers that stay | k | GiB before | GiB meanwhile | s until it is free | s of the loan in all |")
-    print("|---|---|---|---|---|---|---|")
-    full, adapter = "all weights", "an adapter"
-    whole = [(adapter, 0, 2), (adapter, 0, BLOCKS + 2), (full, 0, 2), (full, 0, BLOCKS + 2)]
-    for case in (*whole, *((full, stay, 2) for stay in (2, 4, 6, 8))):
-        without, _ = train(*case, lends=False)
-        lent, module = train(*case, lends=True)
-        gib = SMALLER / 2**30
-        found = (module.before * gib, module.staying * gib, module.frees, lent - without)
-        print(f"| {' | '.join((*map(str, case), *(f'{each:.2f}' for each in found)))} |")
-
-
-if __name__ == "__main__":
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    main()

@@ -1,37 +1,25 @@
-"""Compares the predicted time of a step with ``optimizer_on="gpu"`` with the real engine's on a simulated clock device.
+"""A simulated clock device for the real engine.
 
 A training runs as ever, on the CPU; its copies, layers and steps move clocks on by the seconds that a machine would need. The
-thread that runs the model and the background have a clock each, and who is earlier goes on first. The same rates are given to
-the simulation that ``plan`` shows. From the root of the repository::
-
-    python -m examples.benchmarks.clocked_steps
+thread that runs the model and the background have a clock each, and who is earlier goes on first.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
-from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.tools.planner.prediction.clocks import ClockDevice
-from sp_lightning.tools.planner.prediction.simulator import Walk
-from sp_lightning.tools.planner.prediction.visits import Rates, Visit
+from sp_lightning.tools.planner.prediction.visits import Rates
 
-MOST = 1.05
-"""The aim: measured ÷ planned."""
 LAYERS, WIDTH, STEPS = 24, 32, 8
 LATE = 60.0
 """Real seconds after which a thread that waits for the other one's clock is an error."""
@@ -192,71 +180,3 @@ class Trained(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class Row(NamedTuple):
-    """A mode of updates on a machine.
-
-    Attributes:
-        overlap: the mode.
-        precision: Lightning's.
-        ratio: how many times as long as all of its computation the transfers of a layer take.
-        measured, planned: seconds of a step.
-    """
-
-    overlap: Any
-    precision: Any
-    ratio: float
-    measured: float
-    planned: float
-
-    @property
-    def times(self) -> float:
-        """The one by the other."""
-        return self.measured / self.planned
-
-
-def measure(overlap: Any, precision: Any, ratio: float) -> Row:
-    """Trains on such a device. The arguments are those of :class:`Row`."""
-    bytes_of_layer = 4 * WIDTH * WIDTH
-    # Uploads of a step: the weights twice (forward and backward), and gradients, weights and state for the optimizer.
-    rate = 6 * bytes_of_layer / (2 * ratio)
-    rates = Rates(rate, rate, math.inf, math.inf, visit_seconds=0.0)
-    device = Clocked(rates, 1.0, 0.05)
-    strategy = SuperpipelineStrategy(k=2, k_prime=1, optimizer_on="gpu", optimizer_overlap=overlap)
-    module = Trained(device)
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", precision=precision, max_epochs=1, logger=False, barebones=True
-    )
-    with mock.patch("sp_lightning.trainer.run.device_for", return_value=device):
-        trainer.fit(module, DataLoader(torch.ones(STEPS, 2, WIDTH), batch_size=None))  # type: ignore[arg-type]
-    plan = strategy.plan
-    gradients = sum(layer.gradient_bytes for layer in plan.trained)
-    # Of the last step: the first one has no state yet.
-    uploaded, downloaded = (sum(moved[-LAYERS:]) / gradients for moved in device.moved.values())
-    forward = [Visit((layer,), 1.0) for layer in plan.order]
-    visits = [*forward, *(Visit((layer,), 1.0, True, (layer,)) for layer in reversed(plan.order))]
-    update = gradients / LAYERS / 0.05
-    rates = Rates(rate, rate, update, math.inf, visit_seconds=0.0, update_upload=uploaded, update_download=downloaded)
-    planned = Walk(plan, visits, rates, overlap=overlap).predict(batches=4).seconds
-    at = module.at[2:]
-    return Row(overlap, precision, ratio, (at[-1] - at[0]) / (len(at) - 1), planned)
-
-
-def main() -> None:
-    """Prints a table."""
-    print("| updates | precision | transfers ÷ computation | measured | planned | measured ÷ planned |")
-    print("|---|---|---|---|---|---|")
-    for overlap in ("off", "forward", "backward"):
-        for precision in ("32-true", "bf16-mixed"):
-            for ratio in (0.5, 1, 2, 4):
-                row = measure(overlap, precision, ratio)
-                print(
-                    f"| {overlap} | {precision} | {ratio:g} | {row.measured:.2f} | {row.planned:.2f} | {row.times:.3f} |"
-                )
-
-
-if __name__ == "__main__":
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    main()

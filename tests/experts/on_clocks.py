@@ -4,19 +4,12 @@ A small model with the layers of the large one is trained on the CPU, with LoRA 
 experts are packed in 4 bits, or in bfloat16. Copies and layer calls advance clocks by the seconds of the large model: an upload
 by the large layer's bytes at the card's PCIe rate, a call by the seconds that ``plan`` computes for the large layer. So only the
 order of the engine's work is measured: which upload is issued when, and which call waits for it.
-
-From the root of the repository::
-
-    python -m examples.benchmarks.clocked_experts
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import math
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +25,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import sp_lightning
-from examples.benchmarks.clocked_steps import Clocked
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.layers.layer import StreamedLayer
@@ -41,8 +33,10 @@ from sp_lightning.tools.planner.answer import Row, answer
 from sp_lightning.tools.planner.arguments import make_parser, read
 from sp_lightning.tools.planner.estimate import estimate_model
 from sp_lightning.tools.planner.prediction.visits import RESOURCES, Rates
+from tests.support.clocked import Clocked
+from tests.support.models import enable_checkpointing
 
-SHAPES = Path(__file__).parents[1] / "shapes"
+SHAPES = Path(__file__).parents[2] / "examples" / "shapes"
 CARDS = {
     "24 GB": ["--gpu-memory", "22GiB"],
     "80 GB": ["--gpu-memory", "76GiB", "--tflops", "400", "--device-bandwidth", "3350GB/s", "--pcie", "50GB/s"],
@@ -176,7 +170,7 @@ def small_model(config: dict[str, Any], packing: str | None) -> Any:
     attention = sorted({name.rpartition(".")[2] for name in linear})
     net = peft.get_peft_model(net, peft.LoraConfig(r=2, target_modules=attention))
     net.enable_input_require_grads()
-    net.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_checkpointing(net, use_reentrant=False)
     return net
 
 
@@ -229,29 +223,3 @@ def measure(name: str, card: str, packing: str | None) -> Measured:
         trainer.fit(module, DataLoader(torch.randint(256, (STEPS, 1, TOKENS)), batch_size=None))  # type: ignore[arg-type]
     at = module.at[2:]
     return Measured(row, row.prediction.seconds, (at[-1] - at[0]) / (len(at) - 1))
-
-
-def main() -> None:
-    """Prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "models", nargs="*", default=list(FORMATS), help="names of files in examples/shapes (%(default)s)"
-    )
-    print("| card | model | experts | k, k' | planned, s | measured, s | measured ÷ planned |")
-    print("|---|---|---|---|---|---|---|")
-    for name in parser.parse_args().models:
-        for packing in FORMATS[name]:
-            for card in CARDS:
-                found = measure(name, card, packing)
-                plan = found.row.plan
-                print(
-                    f"| {card} | {name} | {packing or 'bfloat16'} | {plan.k}, {plan.k_prime} | {found.planned:.3g} | "
-                    f"{found.measured:.3g} | {found.measured / found.planned:.3f} |",
-                    flush=True,
-                )
-
-
-if __name__ == "__main__":
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore")
-    main()
