@@ -1,9 +1,18 @@
 """The trainer's side: the strategy, its callback, and all code that depends on Lightning.
 
-A *run* lasts from the strategy's set-up to its teardown: ``fit`` with its validation, or one ``validate``, ``test`` or
-``predict``. Lightning calls the strategy. The strategy (``strategy``, ``loops``) calls the :class:`~sp_lightning.trainer.run.Run`
-and its :class:`~sp_lightning.trainer.optimizer_steps.OptimizerSteps`, and these call the engine's
-:class:`~sp_lightning.core.engine.streamer.Streamer`. Read :mod:`sp_lightning.core.engine` first.
+**These lines suffice to change a step.** Read :mod:`sp_lightning.core.engine` first.
+
+1. Lightning calls the strategy (``strategy``, and ``loops`` for the methods of a batch). ``setup`` makes a
+   :class:`~sp_lightning.trainer.run.Run`, which lasts until ``teardown``: ``fit`` with its validation, or one ``validate``,
+   ``test`` or ``predict``. A run finds the layers, plans, and builds the engine
+   (:class:`~sp_lightning.core.engine.streamer.Streamer`).
+2. ``Run.step`` surrounds ``training_step`` with the engine's ``begin`` and ``await_backward``, and every other step with
+   ``begin`` and the engine's end of a step.
+3. ``optimizer_steps`` replaces Lightning's optimizer step, so that layers are stepped one by one, in the background if possible.
+   ``step_hooks`` are torch's hooks around every step: before it, the host has all weights; after it, copies on the GPU are stale.
+4. ``checkpoint_io`` and ``strategy`` save and load. ``callback`` logs and draws. ``options`` checks what the user has passed.
+
+All that follows is for reference.
 
 **One training batch** (automatic optimization). The order is Lightning's. Rows 3 to 9 are inside of row 2, and rows 4 to 7 are
 the closure:

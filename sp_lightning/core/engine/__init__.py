@@ -1,5 +1,19 @@
 """The engine: it streams the layers of one module while steps run. **Start reading here.**
 
+**These lines suffice to change a fetch or a step.** A layer's weights are in CPU memory, in one buffer. The GPU has *slots*, each
+with memory for one layer. In a step:
+
+1. A module is called. ``calls`` asks ``schedule.Residency.require`` for its layers. A layer that is in no slot is uploaded
+   (``Residency._fetch``), and the layers that the last batch used next are uploaded ahead (``schedule.Prefetch``).
+2. ``layers.bound_weights`` makes the module's parameters views of the slot. The forward runs.
+3. The call returns. Weights that were written are copied back, and the slot may be overwritten.
+4. In backward, autograd asks ``graph`` for each saved weight: 1 again. ``graph`` takes each gradient, and ``layers.gradients``
+   copies the gradients of a layer to CPU memory, as ``param.grad``.
+5. ``step`` gives the module its own parameters again, and the optimizer steps them (``updating``).
+
+Streams wait for events, and each wait has a name (``device.Wait``). A wrong guess of the prefetch costs an upload, never a
+result. All that follows is for reference.
+
 **Words.** One meaning each, in code, messages and guides:
 
 ================  =====================================================================================================
@@ -221,8 +235,6 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
   slot that backward may read. A later use of the layer in the same backward raises a ``RuntimeError``.
 - Parameters that stay on the GPU (``Found.on_gpu``) are ordinary parameters there. No layer has them, and the engine never writes
   them: autograd gives them their gradients, and the optimizer steps them in the user's thread.
-
-A wrong guess of the prefetch costs an upload, never a result.
 
 **Errors.** After an error every layer is in one of the six states, because each transition is completed or undone:
 
