@@ -2,183 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.capabilities.activations.fingerprints import SavedRun, differences, may_be_unwritten
-from sp_lightning.capabilities.activations.host_ring import HostRing
 from sp_lightning.capabilities.activations.recompute import Unrepeatable
-from tests.support.models import Module, Stack, vectors
-from tests.support.runs import assert_same, fit, fused, superpipeline
+from tests.equality.programs.unrepeatable import Steered
+from tests.support.models import vectors
+from tests.support.runs import fit, fused
 from tests.support.simdevice import simulated
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
-
-# ---------------------------------------------------------------------- what surrounds the forward is gone in backward
-
-
-class Norm(nn.LayerNorm):
-    pass
-
-
-class Louder(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 1.5
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.inner, self.act, self.scale = Norm(16), nn.Linear(16, 16), nn.Tanh(), 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.act(self.inner(self.norm(x))) * self.scale
-
-
-def blocks() -> Module:
-    stack = Stack()
-    stack.blocks = nn.ModuleList(Block() for _ in range(5))
-    return Module(stack)
-
-
-def louder(module: Any, args: Any, output: Tensor) -> Tensor:
-    return output * 1.5
-
-
-def louder_inputs(module: Any, args: Any) -> Any:
-    return tuple(each * 1.5 for each in args)
-
-
-class LouderLinear(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result * 1.5 if func is nn.functional.linear else result
-
-
-@contextmanager
-def handle(made: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        made.remove()
-
-
-@contextmanager
-def exchanged(owner: Any, **attributes: Any) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
-def in_evaluation(block: Any) -> Iterator[None]:
-    block.eval()
-    try:
-        yield
-    finally:
-        block.train()
-
-
-def patched(owner: Any, name: str) -> Any:
-    """``owner``'s function gives half as much again."""
-    own = getattr(owner, name)
-    return mock.patch.object(owner, name, lambda *args, **options: own(*args, **options) * 1.5)
-
-
-def of(norm: Any, hook: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda module, *rest: hook(module, *rest) if module is norm else None
-
-
-AROUND: dict[str, Callable[[Any], Any]] = {
-    "hook": lambda block: handle(block.norm.register_forward_hook(louder)),
-    "pre-hook": lambda block: handle(block.inner.register_forward_pre_hook(louder_inputs)),
-    "global hook": lambda block: handle(register_module_forward_hook(of(block.norm, louder))),
-    "global pre-hook": lambda block: handle(register_module_forward_pre_hook(of(block.norm, louder_inputs))),
-    "forward of an instance": lambda block: patched(block.norm, "forward"),
-    "forward of a class": lambda block: patched(Norm, "forward"),
-    "class": lambda block: exchanged(block.norm, __class__=Louder),
-    "function": lambda block: patched(nn.functional, "layer_norm"),
-    "function mode": lambda block: LouderLinear(),
-    "hook on the layer": lambda block: handle(block.register_forward_hook(louder)),
-    "pre-hook on the layer": lambda block: handle(block.register_forward_pre_hook(louder_inputs)),
-    "backward hook": lambda block: handle(block.inner.register_full_backward_hook(lambda _, g, out: (g[0] * 1.5,))),
-    "attribute": lambda block: exchanged(block, scale=1.5),
-    "attribute of torch's": lambda block: exchanged(block.norm, eps=0.5),
-    "submodule": lambda block: exchanged(block, act=nn.ReLU()),
-    "evaluation": in_evaluation,
-}
-EQUAL = {
-    "hook on the layer",
-    "pre-hook on the layer",
-    "backward hook",
-    "attribute",
-    "attribute of torch's",
-    "evaluation",
-}
-
-
-class Steered(Module):
-    """Something is around the forward of its blocks, as with activation steering and ablations."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(blocks().net)
-        self.kind = kind
-
-    def loss(self, batch: Any) -> Tensor:
-        with AROUND[self.kind](self.net.blocks[1]):  # type: ignore[index, union-attr]
-            return super().loss(batch)
-
-
-RAISE = [kind for kind in AROUND if kind not in EQUAL]
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("kind", RAISE)
-def test_what_is_around_a_forward_alone_raises(kind: str) -> None:
-    """Gradients were wrong without a word, as torch's own checkpoint leaves them."""
-    with pytest.raises(Unrepeatable, match=r"of 'net\.blocks\.\d'"):
-        fit(lambda: Steered(kind), vectors(), superpipeline(k=1, activations="recompute"))
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("kind", sorted(EQUAL))
-def test_what_changes_nothing_that_is_saved_is_equal(kind: str) -> None:
-    ours = fit(lambda: Steered(kind), vectors(), superpipeline(k=1, activations="recompute"))
-    assert_same(ours, fit(lambda: Steered(kind), vectors()))
-
-
-def test_offload_without_room_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activations for which the host had no room were computed again, which the user has not asked for."""
-    monkeypatch.setattr(HostRing, "free_bytes", -1)
-    ours = fit(lambda: Steered("hook"), vectors(), superpipeline(k=1, activations="offload"))
-    assert_same(ours, fit(lambda: Steered("hook"), vectors()))
-
-
-@pytest.mark.long("takes a second or more")
-def test_it_names_the_layer_and_what_to_paste() -> None:
-    remedy = {"net.blocks.1": "offload", "**": "recompute"}
-    said = r"The forward of 'net.blocks.1' computed other values in backward than in forward. It depends on what has changed"
-    with pytest.raises(Unrepeatable, match=said) as raised:
-        fit(lambda: Steered("hook"), vectors(), superpipeline(activations="recompute"))
-    assert 'activations={"net.blocks.1": "offload", "**": "recompute"}' in str(raised.value)
-    ours = fit(lambda: Steered("hook"), vectors(), superpipeline(activations=remedy))
-    assert_same(ours, fit(lambda: Steered("hook"), vectors()))
-
 
 # ---------------------------------------------------------------------- nothing follows from wrong gradients
 
@@ -203,59 +43,6 @@ def test_no_weight_is_updated_by_wrong_gradients(overlap: Any) -> None:
     assert bool(changed) == (overlap == "backward")
     notes = " ".join(getattr(raised.value, "__notes__", ()))
     assert ("not those of any whole step" in notes) == bool(changed)
-
-
-class AsksForGradients(Steered):
-    """Through ``torch.autograd.grad``, which only returns them."""
-
-    def __init__(self) -> None:
-        super().__init__("hook")
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.loss(batch)
-        torch.autograd.grad(loss, list(self.net.parameters()))
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("device", ["cpu", "simulated"])
-def test_returned_gradients_are_not_wrong(device: str) -> None:
-    with ExitStack() as contexts:
-        if device == "simulated":
-            contexts.enter_context(simulated())
-        with pytest.raises(Unrepeatable, match=r"of 'net.blocks.1' computed other values"):
-            fit(AsksForGradients, vectors(1), superpipeline(k=1, activations="recompute"))
-
-
-class Catches(Steered):
-    """Catches the error, and goes on without what was around the forward."""
-
-    def __init__(self) -> None:
-        super().__init__("hook")
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        self.kind = "hook"
-        try:
-            self.manual_backward(self.loss(batch))
-        except Unrepeatable:
-            self.caught = True
-        optimizer.zero_grad()
-        self.kind = "attribute"
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("device", ["cpu", "simulated"])
-def test_a_step_may_go_on_after_the_error(device: str) -> None:
-    with ExitStack() as contexts:
-        if device == "simulated":
-            contexts.enter_context(simulated())
-        ours = fit(Catches, vectors(), superpipeline(k=1, activations="recompute"), recorded="losses")
-    assert ours.module.caught
-    assert_same(ours, fit(Catches, vectors(), recorded="losses"))
 
 
 # ---------------------------------------------------------------------- fingerprints
@@ -370,25 +157,3 @@ def test_what_kernels_leave_unwritten_counts_for_nothing() -> None:
     assert not may_be_unwritten(on(8, 8, dtype=torch.bool))
     assert not may_be_unwritten(on(dtype=torch.float32))
     assert not may_be_unwritten(on(dtype=torch.int64, device="cpu"))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.LSTM(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)[0]
-
-
-@pytest.mark.long("takes a second or more")
-def test_a_recurrent_layer_is_repeatable() -> None:
-    """On a CPU it saves a workspace that it has not written as a whole."""
-
-    def make() -> Module:
-        stack = Stack()
-        stack.blocks = nn.ModuleList(Recurrent() for _ in range(5))
-        return Module(stack)
-
-    batches = [torch.randn(70, 16) for _ in range(3)]
-    assert_same(fit(make, batches, superpipeline(k=1, activations="recompute")), fit(make, batches))

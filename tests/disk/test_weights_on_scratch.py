@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
 from itertools import chain, repeat
@@ -14,9 +13,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from sp_lightning.capabilities.disk import mapped_file
 from sp_lightning.capabilities.disk import tier as disk_tier
@@ -24,22 +23,18 @@ from sp_lightning.capabilities.disk.mapped_file import is_on_disk
 from sp_lightning.capabilities.disk.scratch_file import ScratchFile
 from sp_lightning.capabilities.disk.state_placement import OnDisk, choose_on_disk
 from tests.support.in_files import stay
-from tests.support.models import CASES, Module, Stack, vectors
+from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import (
     FAULTS,
-    MODELS,
     NoBatch,
-    Unfreezes,
     break_calls,
     fill_disk,
     mapped_bytes,
     on_disk,
-    refusal_in_fork,
     state_in_memory,
     without_room,
 )
-from tests.support.runs import assert_equal, assert_same, fit, fused, loader, trainer_for
-from tests.support.simdevice import simulated
+from tests.support.runs import assert_equal, assert_same, fit, fused
 from tests.support.tiers import first
 
 WINDOW = 2
@@ -71,51 +66,6 @@ class There(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         self.count.append(sum(map(is_on_disk, pl_module.parameters())))
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "clipped by norm": {"gradient_clip_val": 0.01},
-    "accumulated": {"accumulate_grad_batches": 2},
-    "mixed": {"precision": "bf16-mixed"},
-    "half": {"precision": "bf16-true"},
-    "mixed, clipped, accumulated": {
-        "precision": "bf16-mixed", "gradient_clip_val": 0.01, "accumulate_grad_batches": 2,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize(
-    "variant", first(VARIANTS, "accumulated", second=["mixed, clipped, accumulated"], why="other ways to a step")
-)
-@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "forward", why="its other modes"))
-def test_every_mode_of_updates(overlap: Any, variant: str, tmp_path: Path) -> None:
-    options, there = {"max_epochs": 2, **VARIANTS[variant]}, There()
-    if overlap == "backward" and "gradient_clip_val" in options:
-        pytest.skip("clipping needs all gradients at once, and is refused")
-    make = stack if overlap == "off" else fused(stack)
-    strategy = on_disk(tmp_path, optimizer_overlap=overlap)
-    ours = fit(make, vectors(), strategy, recorded="losses", callbacks=[there], **options)
-    assert_same(ours, fit(make, vectors(), recorded="losses", **options))
-    assert there.count == [len(list(Stack().parameters()))] * 2 * len(vectors())
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("name", first(MODELS, "gpt2-tied", second=MODELS[:2], why="other models"))
-@pytest.mark.parametrize("memory", first(["plain", "simulated"], "simulated", why="where nothing is late"))
-def test_models(name: str, memory: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    make, batches = fused(case.make), case.batches()
-    plain = fit(make, batches, recorded="losses", max_epochs=2)
-    strategy = on_disk(tmp_path, optimizer_overlap="forward")
-    if memory == "simulated":
-        with simulated():
-            ours = fit(make, batches, strategy, recorded="losses", max_epochs=2)
-    else:
-        ours = fit(make, batches, strategy, recorded="losses", max_epochs=2)
-    assert_same(ours, plain)
 
 
 class Wide(Module):
@@ -160,66 +110,6 @@ def test_a_checkpoint_is_written_with_few_weights_in_memory(tmp_path: Path) -> N
 # ---------------------------------------------------------------------- what users do with them
 
 
-class Writes(Callback):
-    """Reads and writes weights in the ways in which user code does."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        parameters = list(pl_module.parameters())
-        if batch_idx == 0:
-            parameters[0].data.mul_(0.5)
-            with torch.no_grad():
-                parameters[-1].copy_(parameters[-1] * 2)
-        else:
-            pl_module.load_state_dict({name: value * 0.9 for name, value in pl_module.state_dict().items()})
-            parameters[1].data = torch.zeros_like(parameters[1])
-            copy.deepcopy(pl_module.net)
-
-
-class InTheStep(Module):
-    """Clamps its weights in the step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.clamp_(-0.2, 0.2)
-        return super().training_step(batch, batch_idx)
-
-
-class Exchanges(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:  # the engine is built anew
-            pl_module.net.extra = torch.nn.Linear(2, 2)
-
-
-class Copies(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        copied = copy.deepcopy(trainer)
-        assert torch.equal(next(copied.lightning_module.parameters()), next(pl_module.parameters()))
-
-
-USERS: dict[str, tuple[Any, Any]] = {
-    "writes": (stack, Writes),
-    "in the step": (lambda: InTheStep(Stack()), There),
-    "averages": (stack, lambda: EMAWeightAveraging(decay=0.5)),
-    "unfreezes": (stack, Unfreezes),
-    "exchanges": (stack, Exchanges),
-    "copies": (stack, Copies),
-}
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("users", first(USERS, "writes", "averages", why="other code of users"))
-@pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="without updates in the background"))
-def test_code_of_users(overlap: Any, users: str, tmp_path: Path) -> None:
-    make, callback = USERS[users]
-    make = make if overlap == "off" or users == "unfreezes" else fused(make)
-    if users == "unfreezes" and overlap == "forward":
-        pytest.skip("the group that is added is not fused")
-    options: Any = {"max_epochs": 3, "recorded": "losses"}
-    ours = fit(make, vectors(), on_disk(tmp_path, optimizer_overlap=overlap), callbacks=[callback()], **options)
-    assert_same(ours, fit(make, vectors(), callbacks=[callback()], **options))
-
-
 @pytest.mark.long("the first tier has that of state on a disk")
 def test_checkpoints_are_plain_lightning_s_and_back(tmp_path: Path) -> None:
     make = fused(stack)
@@ -235,19 +125,6 @@ def test_checkpoints_are_plain_lightning_s_and_back(tmp_path: Path) -> None:
     plain = two_halves("auto", "auto", tmp_path / "plain.ckpt")
     for one, other, name in ((disk(), disk(), "ours"), ("auto", disk(), "there"), (disk(), "auto", "back")):
         assert_same(two_halves(one, other, tmp_path / f"{name}.ckpt"), plain)
-
-
-@pytest.mark.long("takes a second or more")
-def test_a_second_fit_of_the_same_module(tmp_path: Path) -> None:
-    def twice(strategies: list[Any]) -> Any:
-        pl.seed_everything(7, verbose=False)
-        module = stack()
-        for strategy in strategies:
-            trainer_for(strategy).fit(module, loader(vectors()))
-        return module.state_dict()
-
-    ours, plain = twice([on_disk(tmp_path), on_disk(tmp_path)]), twice(["auto", "auto"])
-    assert all(torch.equal(ours[name], plain[name]) for name in plain)
 
 
 @pytest.mark.long("takes a second or more")
@@ -300,12 +177,6 @@ def test_a_fault_ends_the_step_and_spoils_no_checkpoint(
     assert_equal(torch.load(files[0])["state_dict"], plain.state, "weights")
 
 
-def test_a_full_disk_is_an_error_before_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill_disk(monkeypatch)
-    with pytest.raises(OSError, match=r"of scratch space are needed for weights, and .* \(No space left on device\)"):
-        fit(stack, vectors(), on_disk(tmp_path), callbacks=[NoBatch()])
-
-
 @pytest.mark.rest("takes tenths of a second")
 def test_a_disk_without_room_for_all_of_it_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was refused file by file: each error named what the next file needed, and who made room for that met the next."""
@@ -356,19 +227,6 @@ def test_more_memory_is_not_refused_where_less_is_enough(tmp_path: Path, monkeyp
                 callbacks=[NoBatch()],
                 recorded="nothing",
             )
-
-
-@pytest.mark.long("takes a second or more")
-def test_a_forked_process_says_that_it_cannot_read_them(tmp_path: Path) -> None:
-    said: list[str] = []
-
-    class Forks(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            said.append(refusal_in_fork(lambda: next(pl_module.parameters()).norm()))
-
-    ours = fit(stack, vectors(), on_disk(tmp_path), callbacks=[Forks()])
-    assert_same(ours, fit(stack, vectors()))
-    assert said[0].startswith("This weight is on a disk")
 
 
 @pytest.mark.rest("takes tenths of a second")

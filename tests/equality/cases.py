@@ -27,6 +27,7 @@ class Case:
         without: options of the trainer that plain Lightning refuses with this module.
         shown_by: what the plan says if it is that case.
         fusible: its optimizer has a fused implementation for its gradients.
+        callbacks: makes callbacks of its trainer.
     """
 
     make: Make
@@ -36,6 +37,7 @@ class Case:
     without: frozenset[str] = frozenset()
     shown_by: Callable[[Plan], Any] | None = None
     fusible: bool = True
+    callbacks: Callable[[], list[Any]] = list
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in options.items() if name not in self.without}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -21,7 +23,7 @@ from tests.equality.cases import Case
 from tests.equality.variants import Variant
 from tests.support.crowded import crowded
 from tests.support.elsewhere import backward_elsewhere
-from tests.support.on_disk import everything_below
+from tests.support.on_disk import put_below
 from tests.support.poison import poisoned, poisoned_ring
 from tests.support.runs import Make, Outcome, fit, fused
 from tests.support.simdevice import simulated
@@ -40,9 +42,11 @@ def plain(name: str, case: Case, variant: Variant) -> Outcome:
 
 def ours(case: Case, variant: Variant) -> tuple[Outcome, SuperpipelineStrategy]:
     """The run under test."""
-    with _memory(variant), _disk(variant) as disk:
-        strategy = SuperpipelineStrategy(**variant.strategy, **disk)
-        return _train(case, variant, strategy), strategy
+    with _memory(variant), _disk(variant) as disk, getattr(case, "inside", nullcontext)() as inside:
+        strategy = SuperpipelineStrategy(**{**variant.strategy, **disk, **getattr(case, "strategy", {})})
+        outcome = _train(case, variant, strategy)
+        outcome.extra["inside"] = inside
+        return outcome, strategy
 
 
 def _train(case: Case, variant: Variant, strategy: Any) -> Outcome:
@@ -55,7 +59,10 @@ def _train(case: Case, variant: Variant, strategy: Any) -> Outcome:
     val = case.validation()
     if variant.compiled:  # dynamo's own remarks, on inputs that are not leaves
         warnings.filterwarnings("ignore", category=UserWarning)
-    return fit(make, case.batches(), strategy, val=val, recorded=variant.seen, **options)
+    callbacks = case.callbacks()
+    outcome = fit(make, case.batches(), strategy, val=val, recorded=variant.seen, callbacks=callbacks, **options)
+    outcome.extra["draws"] = random.random(), float(np.random.rand())
+    return outcome
 
 
 def _made(case: Case, variant: Variant, dtype: torch.dtype | None) -> Make:
@@ -74,7 +81,7 @@ def _made(case: Case, variant: Variant, dtype: torch.dtype | None) -> Make:
 
 @contextmanager
 def _disk(variant: Variant) -> Iterator[dict[str, Any]]:
-    """The options of a strategy that has everything on a disk, if the variant says so.
+    """The options of a strategy that has something on a disk, if the variant says so.
 
     A file system in memory stands for the disk, because others wait for each write. ``tests/trainer`` writes to a real one.
     """
@@ -83,9 +90,11 @@ def _disk(variant: Variant) -> Iterator[dict[str, Any]]:
         return
     fast = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with TemporaryDirectory(dir=fast) as folder, pytest.MonkeyPatch.context() as monkeypatch:
-        everything_below(monkeypatch, window=2)
-        yield {"disk": folder}
-        assert not os.listdir(folder)
+        put_below(monkeypatch, variant.below)
+        try:
+            yield {"disk": folder}
+        finally:
+            assert not os.listdir(folder)
 
 
 @contextmanager

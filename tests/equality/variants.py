@@ -26,6 +26,7 @@ ONE_OF_EACH_KIND = frozenset({"stack", "llama-dropout", "rows/looked-up", "exper
 NONE: frozenset[str] = frozenset()
 
 Memory = Literal["plain", "poisoned", "simulated", "crowded"]
+Below = Literal["", "state", "weights", "gradients", "everything"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Variant:
         cases: those that it is for.
         quick: those of them that are in the first tier, or in the second if they take longer (:func:`pairs`).
         refused: cases that are refused by name, with what is said; ``"*"`` stands for all others.
-        below: whether state, gradients and trained weights are on a disk.
+        below: what is on a disk: optimizer state, or that and gradients, trained weights, or both.
         elsewhere: whether backward runs in another thread than forward.
         compiled: whether blocks are compiled, on plain Lightning as well.
     """
@@ -57,7 +58,7 @@ class Variant:
     cases: frozenset[str] = EVERY
     quick: frozenset[str] = QUICK
     refused: dict[str, str] = field(default_factory=dict)
-    below: bool = False
+    below: Below = ""
     elsewhere: bool = False
     compiled: bool = False
 
@@ -330,7 +331,7 @@ def below_memory() -> Iterator[Variant]:
         early = mode.get("optimizer_overlap") == "backward"
         yield Variant(
             name, "what comes back from the disk is what left, whoever wants it", {"k": 1, **mode}, trainer, "simulated",
-            "losses", quick=quick if mode else frozenset({"stack"}), below=True,
+            "losses", quick=quick if mode else frozenset({"stack"}), below="everything",
             refused={**({**EARLY, "rows/kept": CANNOT} if early else {}), "lbfgs": "LBFGS"},
         )  # fmt: skip
 
@@ -479,6 +480,100 @@ VARIANTS: dict[str, Variant] = {
     for variant in family
 }  # fmt: skip
 
+
+# ---------------------------------------------------------------------- for programs
+
+CLIPPED: dict[str, dict[str, Any]] = {
+    "clipped by norm": {"gradient_clip_val": 0.01},
+    "clipped by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    "accumulated": {"accumulate_grad_batches": 2},
+    "mixed": {"precision": "bf16-mixed"},
+    "half": {"precision": "bf16-true"},
+    "mixed, clipped": {"precision": "bf16-mixed", "gradient_clip_val": 0.01},
+    "mixed, clipped, accumulated": {
+        "precision": "bf16-mixed", "gradient_clip_val": 0.01, "accumulate_grad_batches": 2,
+    },
+    "accumulated, simulated": {"accumulate_grad_batches": 2},
+    "simulated": {},
+}  # fmt: skip
+"""Ways to a step."""
+
+
+def placed() -> Iterator[Variant]:
+    """Something on a disk, in each mode of updates and each way to a step."""
+    places: tuple[Below, ...] = ("state", "weights", "gradients", "everything")
+    for place, mode, (way, options) in product(places, ("off", "forward", "backward"), {"": {}, **CLIPPED}.items()):
+        if mode == "backward" and "gradient_clip_val" in options:
+            continue  # clipping needs all gradients at once, and is refused
+        yield Variant(
+            f"{place} on a disk, {mode}{', ' if way else ''}{way}", f"{place} that is read when it is needed",
+            {"k": 1, "optimizer_overlap": mode}, {"max_epochs": 1 if place == "state" else 2, **options},
+            "simulated" if "simulated" in way else "plain", "losses", NONE, NONE, below=place,
+        )  # fmt: skip
+
+
+def early() -> Iterator[Variant]:
+    """Updates in the background, with everything in memory."""
+    for mode in ("forward", "backward"):
+        yield Variant(
+            f"updated under {mode}", "each layer's update while others compute", {"k": 1, "optimizer_overlap": mode}, {},
+            seen="losses", cases=NONE, quick=NONE,
+        )  # fmt: skip
+
+
+def treated() -> Iterator[Variant]:
+    """What becomes of activations."""
+    for mode in ("keep", "recompute", "offload"):
+        covers = "a layer's forward runs a second time in backward, or what it saved comes back"
+        yield Variant(f"{mode}, k=1", covers, {"k": 1, "activations": mode}, cases=NONE, quick=NONE)
+        yield Variant(mode, f"{covers}, in the default window", {"activations": mode}, cases=NONE, quick=NONE)
+        yield Variant(
+            f"{mode}, k=1, bf16-mixed", f"{covers}, with casts", {"k": 1, "activations": mode},
+            {"precision": "bf16-mixed"}, cases=NONE, quick=NONE,
+        )  # fmt: skip
+        yield Variant(
+            f"{mode}, k=1, simulated", f"{covers}, on an asynchronous device", {"k": 1, "activations": mode}, {},
+            "simulated", cases=NONE, quick=NONE,
+        )  # fmt: skip
+
+
+def in_part() -> Iterator[Variant]:
+    """Activations of some layers alone, or as memory allows."""
+    for name, strategy, seen in (
+        ("recompute, k=2", {"k": 2, "activations": "recompute"}, "gradients"),
+        (
+            "net.blocks.0 recomputed, k=1",
+            {"k": 1, "activations": {"net.blocks.0": "recompute", "**": "keep"}},
+            "gradients",
+        ),
+        (
+            "recompute, k=1, net.blocks.3 stays",
+            {"k": 1, "activations": "recompute", "keep_on_gpu": ["net.blocks.3"]},
+            "gradients",
+        ),
+        ("auto in 150 kB", {"activations": "auto", "gpu_memory": 150_000}, "gradients"),
+        ("auto, k=1", {"k": 1, "k_prime": 1}, "gradients"),
+        (
+            "recompute, updated under forward",
+            {"k": 1, "activations": "recompute", "optimizer_overlap": "forward"},
+            "losses",
+        ),
+    ):
+        yield Variant(
+            name, "layers that are treated in another way than others", strategy, {}, "plain", seen, NONE, NONE
+        )
+    memories: tuple[Memory, ...] = ("plain", "simulated")
+    for memory in memories:
+        yield Variant(
+            f"recompute, k=1, {memory}, losses alone", "where a backward may fail, its gradients are not noted",
+            {"k": 1, "activations": "recompute"}, {}, memory, "losses", NONE, NONE,
+        )  # fmt: skip
+
+
+OF_PROGRAMS: dict[str, Variant] = {
+    variant.name: variant for family in (placed(), early(), treated(), in_part()) for variant in family
+}
+"""Variants that programs name, and that no case is trained in."""
 
 SLOW = frozenset({"resnet50", "t5", "t5-checkpoint"})
 """Cases that take seconds, and have no kind of layer that smaller cases lack."""

@@ -14,7 +14,7 @@ from sp_lightning.core.device.timeline import Interval
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 from tests.support.engine import Slots
-from tests.support.experts import CASES, EXPERTS, Mixture, Routed
+from tests.support.experts import EXPERTS, Mixture, Routed
 from tests.support.measured import measured
 from tests.support.models import Block, Module, vectors
 from tests.support.runs import Batches, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
@@ -158,15 +158,3 @@ def test_blocks_that_hand_weights_to_scripts_move_whole() -> None:
 
     net = nn.Sequential(*(Scripted() for _ in range(3)))
     assert not find_layers(net).experts
-
-
-@pytest.mark.parametrize("activations", ["recompute", {"net.layers.0": "recompute", "**": "keep"}], ids=str)
-def test_blocks_that_are_recomputed_move_whole(activations: Any) -> None:
-    """Their second forward holds all their experts at once: nothing comes on demand, nothing beyond the plan."""
-    strategy = superpipeline(k=1, activations=activations)
-    make, batches = CASES["mixture"]
-    assert_same(fit(make, batches(), strategy), fit(make, batches()))
-    stats = strategy.stats()
-    assert not strategy.plan.experts
-    assert stats.demand_fetches == stats.extra_slots == 0
-    assert stats.peak_device_bytes <= strategy.plan.peak_device_bytes

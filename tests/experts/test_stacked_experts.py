@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -269,57 +268,6 @@ def test_windows_of_generation() -> None:
 # ---------------------------------------------------------------------- gradients by rows
 
 
-class Remembers(Module):
-    """The graph of the first call is kept for the next step's loss, and is routed otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__(Routers(stacked.Few))
-        self.automatic_optimization = False
-        self.kept: Any = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        optimizer: Any = self.optimizers()
-        loss = self.net(batch).square().mean()
-        held, self.kept = self.kept, loss if batch_idx % 2 == 0 else None
-        if batch_idx % 2 == 0:
-            for layer in self.net.layers:
-                layer.gate.weight.requires_grad_(False)
-            return loss.detach()
-        optimizer.zero_grad()
-        self.manual_backward(loss + held)
-        return loss.detach()
-
-
-def test_gradients_of_an_older_graph_are_those_of_its_rows() -> None:
-    with poisoned():
-        ours = fit(Remembers, [*stacked.rows(), *stacked.rows()], superpipeline(k=1))
-    assert_same(ours, fit(Remembers, [*stacked.rows(), *stacked.rows()]))
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_gradients_of_whole_layers_and_of_rows_are_added_up() -> None:
-    """A large batch and a small one give one sum, of which all rows are to be seen."""
-    generator = torch.Generator().manual_seed(3)
-    batches = [torch.randn(size, 16, generator=generator) for size in (1, 400, 400, 1, 1, 1)]
-    strategy = superpipeline(k=1)
-    with poisoned():
-        ours = fit(stacked.own, batches, strategy, accumulate_grad_batches=2)
-    assert_same(ours, fit(stacked.own, batches, accumulate_grad_batches=2))
-
-
-def test_adapters_beside_frozen_experts() -> None:
-    def make() -> Any:
-        module = stacked.transformer("qwen3")
-        module.net = peft.get_peft_model(module.net, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-        return module
-
-    strategy = superpipeline(k=1)
-    with poisoned():
-        ours = fit(make, stacked.tokens(), strategy)
-    assert_same(ours, fit(make, stacked.tokens()))
-    assert strategy.stats().expert_bytes < 6 * strategy.plan.stack_bytes
-
-
 def test_merged_adapters_on_experts_need_no_others() -> None:
     def make() -> Any:
         module = stacked.transformer("qwen3")
@@ -337,68 +285,6 @@ def test_merged_adapters_on_experts_need_no_others() -> None:
 
 
 # ---------------------------------------------------------------------- what something is routed to
-
-
-def _routing(change: Callable[[Tensor], Tensor]) -> type[Router]:
-    class Changed(Router):
-        def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            indices, weights = super().route(x)
-            return change(indices), weights
-
-    return Changed
-
-
-class NothingRouted(Router):
-    """No token comes to the experts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        indices, weights = self.route(x)
-        return torch.tanh(self.before(x)) + self.experts(x[:0], indices[:0], weights[:0]).sum() + 0 * weights.sum()
-
-
-@pytest.mark.parametrize(
-    ("block", "most"),
-    [
-        (_routing(torch.zeros_like), 1),
-        (_routing(lambda indices: indices[:, :1].expand(-1, 2)), 2),
-        (_routing(lambda indices: indices.int()), 4),
-        (NothingRouted, 0),
-    ],
-    ids=["all to one", "twice to the same", "int32", "nothing"],
-)
-def test_routing_extremes(block: type[Router], most: int) -> None:
-    strategy = superpipeline(k=1)
-    batches = stacked.rows()
-    with poisoned():
-        ours = fit(lambda: stacked.own(block), batches, strategy)
-    assert_same(ours, fit(lambda: stacked.own(block), batches))
-    uses = 2 * len(batches) * sum(layer.rows > 0 for layer in strategy.plan.layers)  # in forward and backward
-    assert strategy.stats().expert_misses <= uses * most
-
-
-class WithReference(stacked.Transformer):
-    """The loss of the adapted model beside that of the same one without adapters, as in preference tuning."""
-
-    def loss(self, batch: Any) -> Tensor:
-        with torch.no_grad(), self.net.disable_adapter():
-            reference = super().loss(batch)
-        return super().loss(batch) - 0.1 * reference
-
-
-@pytest.mark.parametrize(
-    "implementation", first(IMPLEMENTATIONS, "grouped_mm", why="adapters bring all experts in each")
-)
-def test_adapters_on_experts_that_are_disabled_for_one_forward(implementation: str) -> None:
-    def make() -> Any:
-        targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, init_lora_weights=False)
-        return WithReference(peft.get_peft_model(stacked.transformer("qwen3", implementation).net, config))
-
-    strategy = superpipeline(k=1)
-    with poisoned():
-        ours = fit(make, stacked.tokens(), strategy)
-    assert_same(ours, fit(make, stacked.tokens()))
-    assert strategy.stats().expert_bytes < 2 * 3 * strategy.plan.stack_bytes, "the reference needs no others"
 
 
 class _AndOthers(nn.Module):

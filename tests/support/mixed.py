@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
+from tests.support.bare import bare as without_callbacks
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.poison import poisoned
-from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
+from tests.support.runs import assert_equal, superpipeline
 from tests.support.simdevice import simulated
 
 
@@ -32,16 +32,8 @@ def scaled(kind: type[torch.amp.GradScaler] = torch.amp.GradScaler, init_scale: 
 
 
 def bare(make: Any, strategy: Any, **options: Any) -> list[Any]:
-    """Train without callbacks, so that copies are kept across batches; what is left, and what the module saw."""
-    pl.seed_everything(7, verbose=False)
-    module = make()
-    trainer = trainer_for(strategy, **{**MIXED, **options})
-    trainer.fit(module, loader(vectors(4)))
-    return [
-        dict(module.state_dict()),
-        [each.state_dict() for each in trainer.optimizers],
-        getattr(module, "seen", None),
-    ]
+    """The same in mixed precision."""
+    return without_callbacks(make, strategy, vectors(4), **{**MIXED, **options})
 
 
 def assert_like_plain(make: Any, **options: Any) -> None:

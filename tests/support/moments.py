@@ -47,8 +47,8 @@ class Scalars(nn.Module):
         return torch.tanh(self.second(x)) * self.first(x[..., :1])
 
 
-def net_of(block: Callable[[], nn.Module] = Linears) -> nn.Sequential:
-    return nn.Sequential(*(block() for _ in range(4)))
+def net_of(block: Callable[[], nn.Module] = Linears, depth: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(block() for _ in range(depth)))
 
 
 Code = Callable[[Any], Any]
@@ -59,6 +59,7 @@ class At(EitherOptimization):
 
     Args:
         block: makes a layer of the net.
+        depth: the number of layers.
         manual: True to optimize by hand.
         loss: returns the loss; it gets the module and the batch.
         moments: hooks of Lightning by name, or one of ``init``, ``start`` (of a training step), ``after_forward``,
@@ -67,6 +68,7 @@ class At(EitherOptimization):
     Attributes:
         kept: for references to weights: a list, in which no module looks for parameters.
         seen: values that have to be those of plain Lightning.
+        noted: values that a test looks at, whatever those of plain Lightning are.
         batch: the number of the training step's batch; -1 before the first step.
     """
 
@@ -74,13 +76,15 @@ class At(EitherOptimization):
         self,
         block: Callable[[], nn.Module] = Linears,
         *,
+        depth: int = 4,
         manual: bool = False,
         loss: Callable[[Any, Tensor], Tensor] | None = None,
         **moments: Code,
     ) -> None:
-        super().__init__(net_of(block), manual=manual)
+        super().__init__(net_of(block, depth), manual=manual)
         self.kept: list[Any] = []
         self.seen: list[Any] = []
+        self.noted: list[Any] = []
         self.batch = -1
         self.own_loss = loss
         self.moments = moments
@@ -94,6 +98,11 @@ class At(EitherOptimization):
     def at(self, moment: str) -> None:
         if moment in self.moments:
             self.moments[moment](self)
+
+    @property
+    def optimizer(self) -> Any:
+        """The first one that Lightning has, as it is."""
+        return self.trainer.optimizers[0]
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) if self.own_loss is None else self.own_loss(self, batch)

@@ -56,6 +56,23 @@ def everything_below(monkeypatch: pytest.MonkeyPatch, *, window: int) -> None:
     monkeypatch.setattr(state_placement, "WINDOW", 0)  # it would say that few layers' gradients are not worth it
 
 
+def put_below(monkeypatch: pytest.MonkeyPatch, what: str, *, window: int = 2) -> None:
+    """Puts optimizer state on the disk, and trained weights, gradients, or everything; a few layers' are in memory at a time."""
+    from sp_lightning.capabilities.disk import tier as disk_tier
+    from sp_lightning.capabilities.disk.state_placement import OnDisk, choose_on_disk
+
+    if what == "state":
+        without_room(monkeypatch)
+        return
+    everything_below(monkeypatch, window=window)
+
+    def choose(*args: Any, **options: Any) -> OnDisk:
+        return OnDisk(**{what: getattr(choose_on_disk(*args, **options), what)})
+
+    if what != "everything":
+        monkeypatch.setattr(disk_tier, "choose_on_disk", choose)
+
+
 def on_disk(folder: Path, **options: Any) -> SuperpipelineStrategy:
     """A strategy with a disk."""
     return SuperpipelineStrategy(**{"k": 1, "disk": folder, "optimizer_overlap": "off", **options})

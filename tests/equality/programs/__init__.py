@@ -1,0 +1,13 @@
+"""Programs by subject: each module of this folder adds its own to the registry."""
+
+import importlib
+import pkgutil
+
+from tests.equality.rows import PROGRAMS as PROGRAMS
+
+for _module in pkgutil.iter_modules(__path__):
+    try:
+        importlib.import_module(f"{__name__}.{_module.name}")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("sp_lightning.capabilities."):
+            raise  # a capability that is not installed has no programs

@@ -1,0 +1,78 @@
+"""Each program of the registry is bitwise equal to plain Lightning in its variants, or refused by name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import replace
+
+import lightning.pytorch as pl
+import pytest
+
+from tests.equality.programs import PROGRAMS
+from tests.equality.rows import REFUSALS, rows, variant_of
+from tests.equality.training import ours, plain
+from tests.support.runs import Outcome, assert_equal, assert_same
+
+pytestmark = [
+    pytest.mark.usefixtures("everything_is_worth_moving"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated"),
+]
+REMEDY = re.compile(r"(?<=Strategy\()(activations)=(\{.*?\}|\"\w+\")|(?<=Pass )(optimizer_overlap)=('\w+')")
+
+
+def compare(outcome: Outcome, reference: Outcome) -> None:
+    assert_same(outcome, reference)
+    mine, theirs = (getattr(each.module, "seen", None) for each in (outcome, reference))
+    assert_equal(mine, theirs, "what the program has seen")
+    mine, theirs = (dict(each.trainer.callback_metrics) for each in (outcome, reference))
+    assert_equal(mine, theirs, "metrics")
+    assert outcome.extra["draws"] == reference.extra["draws"], "random states of Python and NumPy"
+
+
+def text_of(error: BaseException) -> str:
+    """As Python prints it, with what was added to it."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+@pytest.mark.parametrize(("name", "variant_name"), rows(refused=False))
+def test_a_program_is_equal(name: str, variant_name: str) -> None:
+    program, variant = PROGRAMS[name], variant_of(variant_name)
+    reference = plain(name, program, variant)
+    outcome, _ = ours(program, variant)
+    compare(outcome, reference)
+    program.also(outcome)
+
+
+@pytest.mark.parametrize(("name", "variant_name"), rows(refused=True))
+def test_a_program_is_refused(name: str, variant_name: str) -> None:
+    """With ordinary parameters afterwards; an option that the error names works."""
+    program, variant = PROGRAMS[name], variant_of(variant_name)
+    modules: list[tuple[pl.LightningModule, set[type]]] = []
+
+    def make() -> pl.LightningModule:
+        module = program.make()
+        modules.append((module, set(map(type, module.parameters()))))
+        return module
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # the class is a part of the text
+        ours(replace(program, make=make), variant)
+    found, said = text_of(caught.value), REFUSALS[name, variant_name]
+    assert re.match(f"(?s){said}", found), found
+    module, kinds = modules[-1]
+    assert set(map(type, module.parameters())) <= kinds
+    repaired = program
+    while program.repairable and (remedy := REMEDY.search(found)):  # as often as another layer is named
+        name_of, value = filter(None, remedy.groups())
+        option = {name_of: ast.literal_eval(value)}
+        assert not option.items() <= repaired.strategy.items(), f"the option does not help: {found}"
+        repaired = replace(repaired, strategy={**repaired.strategy, **option})
+        try:
+            outcome, _ = ours(repaired, variant)
+        except RuntimeError as error:
+            found = text_of(error)
+            continue
+        if "activations" in option:  # plain Lightning's fused steps do not take what ours refuse in one mode only
+            compare(outcome, plain(name, program, variant))
+        return
