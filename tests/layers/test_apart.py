@@ -193,14 +193,14 @@ def test_a_gradient_of_another_dtype_takes_its_weight_back_under_the_lock(monkey
     arrived: Any = Backward.gradient_arrived
 
     def watched(backward: Any, *args: Any) -> None:
-        take_back = backward.writes.take_back
+        write_back = backward.writes.write_back
 
         def noted(layer: Any) -> None:
             owned.append(backward.lock._is_owned())
-            take_back(layer)
+            write_back(layer)
 
         with monkeypatch.context() as patches:
-            patches.setattr(backward.writes, "take_back", noted)
+            patches.setattr(backward.writes, "write_back", noted)
             arrived(backward, *args)
 
     monkeypatch.setattr(Backward, "gradient_arrived", watched)

@@ -348,7 +348,7 @@ def test_auto_offloads_activations_of_layers_that_are_written_in_between() -> No
 
 UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {
     "an update is under way": lambda writes, layer, slot: (layer.owner, "update", Future()),
-    "the CPU's was written": lambda writes, layer, slot: (StreamedLayer, "outdated", True),
+    "the CPU's was written": lambda writes, layer, slot: (StreamedLayer, "stale", True),
     "the slot has to be filled again": lambda writes, layer, slot: (slot, "stale", True),
     "the slot's views may write it": lambda writes, layer, slot: (guard_of(layer), "digests", object()),
     "only rows are uploaded": lambda writes, layer, slot: (layer, "planned", replace(layer.planned, rows=(0,))),

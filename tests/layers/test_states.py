@@ -14,7 +14,7 @@ from sp_lightning.core import engine
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
-from sp_lightning.core.layers.states import FETCHED, HELD, HOST, IN_USE, RESTING, UNPACKED, LayerState
+from sp_lightning.core.layers.states import FETCHED, HOST, IN_USE, RESTING, UNPACKED, VIEWED, LayerState
 from tests.support.engine import step, streamed, update
 from tests.support.simdevice import SimDevice
 from tests.support.states import TRANSITIONS, Change, checked_states
@@ -108,7 +108,7 @@ def test_all_listed_changes_happen(device: Device) -> None:
     assert seen <= listed
     # Autograd has dropped what it has unpacked when a layer is released that no module call uses.
     assert {(before.name, after.name) for before, after in listed - seen} <= {
-        ("UNPACKED", "HELD"),
+        ("UNPACKED", "VIEWED"),
         ("UNPACKED", "HOST"),
     }
 
@@ -178,7 +178,7 @@ def test_a_kept_view_holds_its_slot_until_it_is_dropped() -> None:
     net.between = lambda net: kept.append(net.layers[1].weight.data)
     with streamed(net, Device(CPU), k=1, k_prime=1) as streamer:
         predict(streamer, net)
-        assert layer(streamer, 1).state is HELD
+        assert layer(streamer, 1).state is VIEWED
         kept.clear()
         net.between = lambda net: None
         predict(streamer, net)

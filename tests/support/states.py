@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.states import FETCHED, HELD, HOST, IN_USE, RESTING, UNPACKED, LayerState
+from sp_lightning.core.layers.states import FETCHED, HOST, IN_USE, RESTING, UNPACKED, VIEWED, LayerState
 
 
 class Transition(NamedTuple):
@@ -31,11 +31,11 @@ TRANSITIONS: Mapping[str, Transition] = {
     # A transfer to a slot was issued: before the call that needs the layer, or because a call needs the layer now. If the slot is
     # viewed and the host's weights were written, the layer is fetched again into the same slot, because views must show
     # the writes.
-    "fetch": _transition("Slots._send Slots.forget_dropped", (HOST, FETCHED), (HELD, FETCHED)),
+    "fetch": _transition("Slots._send Slots.forget_dropped", (HOST, FETCHED), (VIEWED, FETCHED)),
     # The slot is given to another layer, or is freed, or its values are out of date.
-    "evict": _transition("StreamedLayer.evict", (FETCHED, HOST), (HELD, HOST)),
+    "evict": _transition("StreamedLayer.evict", (FETCHED, HOST), (VIEWED, HOST)),
     # Compute waits for the transfer. Until `release` no other layer may overwrite the slot.
-    "lock": _transition("Slots.lock", (FETCHED, UNPACKED), (HELD, UNPACKED)),
+    "lock": _transition("Slots.lock", (FETCHED, UNPACKED), (VIEWED, UNPACKED)),
     # A module call begins: its modules compute with the slot's memory.
     "attach": _transition("Residency.begin_call", (UNPACKED, IN_USE), (RESTING, IN_USE)),
     # The last module call has returned, in inference, and every layer of the ring has a slot of its own.
@@ -43,10 +43,10 @@ TRANSITIONS: Mapping[str, Transition] = {
     # No module call and no backward uses the layer any more. If the layer has left its slot during the use, because the slot's
     # values are out of date, the layer is HOST afterwards.
     "release": _transition(
-        "Slots.release", *((used, after) for used in (UNPACKED, IN_USE, RESTING) for after in (FETCHED, HELD, HOST))
+        "Slots.release", *((used, after) for used in (UNPACKED, IN_USE, RESTING) for after in (FETCHED, VIEWED, HOST))
     ),
     # The last tensor that viewed the slot is dropped, and writes through that tensor were copied back to the host.
-    "drop views": _transition("Slots.forget_dropped", (HELD, FETCHED)),
+    "drop views": _transition("Slots.forget_dropped", (VIEWED, FETCHED)),
 }
 """All transitions, by their names in the diagram."""
 

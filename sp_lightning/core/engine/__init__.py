@@ -97,7 +97,7 @@ make each transition::
         │ evict           │ fetch (new values), drop views             │
         │                 │                                            │ release, if a tensor
         │            ┌────────┐                                        │ still views the slot
-        └─────────── │  HELD  │ ◀──────────────────────────────────────┘
+        └─────────── │ VIEWED │ ◀──────────────────────────────────────┘
                      └────────┘ ──▶ UNPACKED, by lock
 
 - *lock* and *release* surround each use of a layer. Between the two, no other layer may overwrite the slot.
@@ -107,7 +107,7 @@ make each transition::
 - ``Prefetch._choose`` chooses the slot for a prefetch, ``Slots.find`` for a fetch on demand: an empty slot, else the slot whose
   layer is used again last. The host never waits for a slot: the upload stream does, and if all slots are in use, a fetch on
   demand allocates another one.
-- HELD protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
+- VIEWED protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
 
 **The parts**, from below: a module imports only modules of the engine that are above it in this list, and the interfaces of
 capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tuner``):
@@ -158,16 +158,16 @@ an option: field, check, signature; where memory acts       ``trainer.options``,
 ===================  ==================================================================================================
 ``refuse_…``         raises an error if the case is not supported; otherwise does nothing
 ``against_…``        returns the reason against something as text; an empty text if nothing is against it
-``take_back…``       copies weights that user code has written on the device to the host
+``write_back…``      copies weights that user code has written on the device to the host
 ``visits``           the layers that a call of a module uses; of a layer: how often it was used
 ``views``, *viewed*  tensors of user code or a graph over a slot's memory. As long as such a tensor exists, the slot is not
                      given to another layer
-*held*               an object is still referenced by user code or a graph: a view, a device parameter, a state
+*held*               an object (a device parameter, a state) is still referenced by user code or a graph
 *noticed*            of a use of a weight: the parameter's class runs before the operation (``__torch_function__``)
 *exposed*            of a weight: user code may write it at any time, and no version counter would show that
-``stale``            of a slot: host weights of its layer were written, or may have been, since the fetch. Tensors view the
-                     slot, so the next fetch of the layer fills the same slot again
-``outdated``         of a layer: version counters show a write on the host since the fetch
+``stale``            of a layer: version counters show a write on the host since the fetch. Of a slot: host weights of its layer
+                     were written, or may have been, since the fetch. Tensors view the slot, so the next fetch of the layer
+                     fills the same slot again
 *early*              of an update: in backward, before the optimizer's step
 ===================  ==================================================================================================
 
@@ -191,7 +191,7 @@ Three waits of the diagram:
   - ``HostSource.synchronize``: before optimizer steps, and before user code that may write weights.
   - ``Updating.before_early_update``: before an update in backward.
   - ``Uses.host_is_used``: before user code uses a captured host parameter in a step.
-  - ``WriteBack.take_back_replaced``: before weights that user code has given other memory are copied back.
+  - ``WriteBack.write_back_replaced``: before weights that user code has given other memory are copied back.
 
 **Threads.** The engine's lock (``Streamer._lock``) guards the engine's data. It is not held while user code runs.
 

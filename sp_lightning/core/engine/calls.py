@@ -113,7 +113,7 @@ class Calls:
         """Calls :meth:`Step.activate` if modules hold host parameters or the residents may be out of date, which is seldom."""
         residents = self.residents
         layer = residents.layer
-        if not (self.step.swap.on_device and residents.current and layer.update is None) or layer.outdated:
+        if not (self.step.swap.on_device and residents.current and layer.update is None) or layer.stale:
             self.step.activate(in_backward=bool(self.backward.tasks))
 
     def _outside(self) -> bool:

@@ -152,7 +152,7 @@ class Backward(WatchesEngine):
         self.gradients.expect(None if self.may_update is None else self._updates_now)
         with self.lock:
             residency = self.residency
-            for layer in [layer for layer in residency.used if not layer.running_calls and layer.outdated]:
+            for layer in [layer for layer in residency.used if not layer.running_calls and layer.stale]:
                 residency.release(layer)  # the host's weights were written or given other memory
             if not quiet:
                 self.step.invalidate_unused()
@@ -231,7 +231,7 @@ class Backward(WatchesEngine):
             # User code has given the weight another dtype (param.data = other). The host parameter must get it before
             # the gradient.
             with held(self.lock):
-                self.writes.take_back(layer)
+                self.writes.write_back(layer)
         if of_cast:
             gradient = gradient.inner_tensor
         with self._arrivals:

@@ -81,16 +81,16 @@ class HostSource(BlockSource):
         for member in layer.with_masters:
             if displaced := member.block.displaced:
                 self._adopt(member, displaced)
-        outdated = not layer.casts.current
-        if outdated:  # the last transfer may still read the casts that `refresh` overwrites
+        stale = not layer.casts.current
+        if stale:  # the last transfer may still read the casts that `refresh` overwrites
             self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
         try:
-            for member in layer.with_masters if outdated else (layer,):  # casting reads the masters' memory, too
+            for member in layer.with_masters if stale else (layer,):  # casting reads the masters' memory, too
                 member.block.memory.use()
         except OSError as error:
             self._updates.torn = f"memory of the host store could not be read or written: {error!r}"
             raise
-        if outdated:
+        if stale:
             layer.casts.refresh()
         return layer.block.weights, None
 

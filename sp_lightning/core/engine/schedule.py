@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 from sp_lightning.core.layers.bound_weights import BoundWeights
 from sp_lightning.core.layers.layer import NOTHING, Slot, StreamedLayer
 from sp_lightning.core.layers.ring import BlockSource, Slots
-from sp_lightning.core.layers.states import HELD, IN_USE, RESTING
+from sp_lightning.core.layers.states import IN_USE, RESTING, VIEWED
 from sp_lightning.core.plan.plan import Plan, schedule
 
 L = TypeVar("L", bound=Hashable)
@@ -277,8 +277,8 @@ class Prefetch:
         best: Slot | None
         for layer, uses_before in coming:
             best, wait, more = self._choose(slots, float(uses_before))
-            # A slot with views (HELD) is left out. This is tested last, because the test takes longer than to choose a slot.
-            while best is not None and best.held:
+            # A slot with views (VIEWED) is left out. This is tested last, because the test takes longer than to choose a slot.
+            while best is not None and best.viewed:
                 slots.remove(best)
                 best, wait, more = self._choose(slots, float(uses_before))
             if best is None or wait or not self._ready(layer):
@@ -485,7 +485,7 @@ class Residency:
         if self._bound_weights.replaced:
             self._bound_weights.before_use(layer)
         if layer in self.resting:
-            if not layer.outdated:
+            if not layer.stale:
                 layer.visits += not backward
                 self.prefetch.trace.visit(layer)
                 slot = self.used[layer] = self.resting.pop(layer)
@@ -502,7 +502,7 @@ class Residency:
         if not updated_early and not self._source.ready(layer):
             self._source.wait(layer)
             self.fetch_ahead()  # other updates may have ended meanwhile, so prefetches that waited for them can begin
-        if not updated_early and layer.outdated:
+        if not updated_early and layer.stale:
             layer.invalidate()
         absent = layer.slot is None or layer.slot.stale
         if not layer.whole:
@@ -521,7 +521,7 @@ class Residency:
         """Uploads the missing rows of a layer in use into its slot."""
         slot = self.used[layer]
         layer.refuse_updated()
-        if layer.outdated:
+        if layer.stale:
             layer.invalidate()
         self.slots.stats.demand_fetches += 1
         self._fetch([(layer, slot)])
@@ -551,7 +551,7 @@ class Residency:
         On plain Lightning a view of a parameter shows writes to the parameter, so a view of a slot must show such writes.
         """
         for slot in self.slots.all:
-            if slot.stale and slot.layer is not None and slot.held:
+            if slot.stale and slot.layer is not None and slot.viewed:
                 self._fetch([(slot.layer, slot)])
 
     def renew_used(self) -> None:
@@ -568,7 +568,7 @@ class Residency:
         if not layer.running_calls:
             self.release(layer)
             layer.invalidate()
-        elif layer.outdated:
+        elif layer.stale:
             raise RuntimeError(WRITTEN_IN_CALL.format(what=f"A weight of {layer.name!r} was written", layer=layer.name))
 
     def release_exchanged(self, layer: StreamedLayer) -> None:
@@ -587,9 +587,9 @@ class Residency:
         All prefetches and fetches on demand end here. Before the slots are overwritten, writes through views of them are copied
         to the host.
         """
-        slots = [slot for _, slot in pairs if slot.layer is not None and slot.layer.state is HELD]
+        slots = [slot for _, slot in pairs if slot.layer is not None and slot.layer.state is VIEWED]
         if slots or self._bound_weights.left.noted:
-            self._bound_weights.take_back_held(slots)
+            self._bound_weights.write_back_viewed(slots)
         transfer = []
         try:
             for layer, slot in pairs:
@@ -607,7 +607,7 @@ class Residency:
     # ------------------------------------------------------------------ layers are released
 
     def release(self, layer: StreamedLayer) -> None:
-        """Releases a layer that no call uses. If no tensor views its slot, the slot may then be overwritten; otherwise HELD."""
+        """Releases a layer that no call uses. If no tensor views its slot, the slot may then be overwritten; otherwise VIEWED."""
         self._bound_weights.release(layer, self.used.pop(layer))
 
     def release_unpinned(self, keep: Collection[StreamedLayer] = ()) -> bool:

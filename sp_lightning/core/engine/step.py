@@ -212,7 +212,7 @@ class Step:
         else:
             self.residency.release_resting(layers)
         used = self.residency.used
-        self.writes.take_back_held(self.residency.slots.all)
+        self.writes.write_back_viewed(self.residency.slots.all)
         among = self.layers if layers is None else layers
         self.source.invalidate([layer for layer in among if layer.kind is not Kind.RESIDENTS and layer not in used])
         self.residency.renew_views()
@@ -228,7 +228,7 @@ class Step:
 
     def pause(self) -> None:
         """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
-        self.take_back_writes()
+        self.write_back()
         self.swap.to_host()
         self.swap.watch_captured(True)  # the graph of a backward may be kept
         self.invalidate_unused()
@@ -260,7 +260,7 @@ class Step:
         """
         self.ends_with_backward = True
         if seen:
-            self.take_back_writes()
+            self.write_back()
             self.swap.to_host()
             self.source.synchronize()  # user code may also write the weights
             self._holds_host = True
@@ -272,7 +272,7 @@ class Step:
 
     def show_host(self) -> None:
         """Makes the modules as they are outside a step, until :meth:`go_on`. It may be called in the middle of a step."""
-        self.take_back_writes()
+        self.write_back()
         self.swap.to_host()
         self.activations.remove()
 
@@ -284,7 +284,7 @@ class Step:
             self.activate()
         self.allow_writes()  # user code follows (on_save_checkpoint)
 
-    def take_back_writes(self, *, rests: bool = False) -> None:
+    def write_back(self, *, rests: bool = False) -> None:
         """Copies every weight that was written on the device back to the host. Releases the layers that no running call uses.
 
         Args:
@@ -293,9 +293,9 @@ class Step:
         self.residency.release_unpinned()  # a release copies the layer's writes back
         self.residency.let_rest(rests and self.residency.rests)
         for layer in self.residency.used if self.swap.on_device else ():  # a call of its module is running
-            self.writes.take_back(layer)
-        self.writes.take_back_all()
-        self.residents.take_back_writes()
+            self.writes.write_back(layer)
+        self.writes.write_back_all()
+        self.residents.write_back()
         for layer in self.layers:
             if layer.kind is Kind.RESIDENTS or layer in self.residency.used:
                 continue
@@ -324,7 +324,7 @@ class Step:
         for layer in self.layers:
             layer.running_calls = 0  # a call that an error or Ctrl-C has interrupted would keep its layer in use
         try:
-            self.take_back_writes(rests=True)
+            self.write_back(rests=True)
         finally:  # copying writes back may raise
             self._restore_modules()
             if writes_follow and self.training:

@@ -385,7 +385,7 @@ class Streamer:
             torch.OutOfMemoryError: the device has no memory for the slots. There are no slots then, until a call succeeds.
         """
         with self._lock:
-            self._step.take_back_writes()
+            self._step.write_back()
             self._step.expected = None  # layers that were prefetched for the next step are lost
             self.updates.join()
             self.plan = plan

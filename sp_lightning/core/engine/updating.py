@@ -99,7 +99,7 @@ class Updating:
         if not deferred:
             self.updates.wait_for_all()
         with self.lock:
-            self.step.take_back_writes()
+            self.step.write_back()
             if not self.backward.tasks:  # in backward, where hooks may step each weight, modules keep device parameters
                 self.step.hold_host()
             self.source.synchronize()
@@ -137,7 +137,7 @@ class Updating:
             viewed = _viewed(member)
             if viewed is not None or member.parameters.is_exposed:
                 with held(self.lock):
-                    self.writes.take_back(member)
+                    self.writes.write_back(member)
                     if viewed is not None:
                         self.writes.take_digests(viewed)  # detects later writes of user code through its view
                 # Otherwise the layer's release would copy the device's values to the host, and overwrite the update.

@@ -133,7 +133,7 @@ class Uses:
         """
         self.residency.end_call(layers, release=False)
         if residents and not self.swap.on_device:
-            self.residents.take_back_writes()
+            self.residents.write_back()
             self.residents.group.notice_uses(True)
         if self.saves_raw() or not self.swap.on_device:
             # Afterwards the parameters are stand-ins, so the next operation is noticed. This is necessary if autograd would save
@@ -163,11 +163,11 @@ class Uses:
 
     # ------------------------------------------------------------------ weights are written through .data
 
-    def take_back_writes(self, layer: StreamedLayer) -> None:
+    def write_back(self, layer: StreamedLayer) -> None:
         """Waits for a layer's update, and copies weights to the host that were written on the device, or may have been."""
         with held(self.lock):
             self.updates.wait(layer, Wait.READ_AFTER_UPDATE)
-            self.writes.take_back(layer)
+            self.writes.write_back(layer)
 
     def host_is_used(self, layer: StreamedLayer) -> None:
         """Prepares for user code that reads or writes host weights of a layer.
@@ -176,7 +176,7 @@ class Uses:
         """
         with held(self.lock):
             if self.swap.on_device and layer.parameters.written():
-                self.step.take_back_writes()
+                self.step.write_back()
             # Residents are always attached, so their next use would not be noticed otherwise.
             if layer is self.residents.layer:
                 self.residents.group.notice_uses(True)
@@ -202,7 +202,7 @@ class Uses:
             if viewed and layer in self.residency.used:
                 self._refuse_shown(layer)
             for member in layer.owner.with_masters:
-                if not member.outdated:
+                if not member.stale:
                     continue
                 if member in self.residency.used:
                     self.residency.renew(member)
@@ -249,7 +249,7 @@ class Uses:
             RuntimeError: a call of the layer runs, and would continue with the old weights.
         """
         with held(self.lock):
-            if layer.outdated and layer in self.residency.used and not self.swap.on_device:
+            if layer.stale and layer in self.residency.used and not self.swap.on_device:
                 self.residency.renew(layer)
 
     def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:

@@ -27,7 +27,7 @@ class BoundWeights:
         held: released layers whose device parameters a graph still holds.
         replaced: released layers with weights in other memory, which user code holds.
         left: memory that weights have left.
-        take_back_held: called with viewed slots that are about to be overwritten, because writes through their views would be
+        write_back_viewed: called with viewed slots that are about to be overwritten, because writes through their views would be
             lost, and if there is memory in ``left``.
     """
 
@@ -37,7 +37,7 @@ class BoundWeights:
         self.held: set[StreamedLayer] = set()
         self.replaced = writes.replaced
         self.left = writes.left
-        self.take_back_held: Callable[[Iterable[Slot]], None] = writes.take_back_held
+        self.write_back_viewed: Callable[[Iterable[Slot]], None] = writes.write_back_viewed
 
     # ------------------------------------------------------------------ a use begins
 
@@ -47,7 +47,7 @@ class BoundWeights:
         Copies to the host all weights of the layer that were written outside its slot (``param.data = other``).
         """
         for member in layer.with_masters:
-            self._writes.take_back_replaced(member)
+            self._writes.write_back_replaced(member)
 
     def fetched(self, layer: StreamedLayer) -> None:
         """Records, after a transfer was issued, that the device has the host's present values.
@@ -100,7 +100,7 @@ class BoundWeights:
             elif guard is not None and guard.views:
                 # Only autograd has used the layer, so its device parameters are stand-ins. But user code may have written views
                 # from an earlier use.
-                self._writes.take_back_views(layer, slot)
+                self._writes.write_back_unattached(layer, slot)
         finally:
             viewed = self._slots.release(layer, slot)  # (5)
             if not layer.whole:
@@ -122,14 +122,14 @@ class BoundWeights:
         replaced: dict[int, Tensor] = {}
         try:
             if layer.guard is not None or self.left.noted or group.changed:
-                _, replaced = writes.take_back_slot(slot, held_is_compared_later=True)
+                _, replaced = writes.write_back_slot(slot, held_is_compared_later=True)
         finally:  # after an error as well
             if not group.detach():
                 self.held.add(layer)
             if self.left.noted:
                 self.left.forget_dropped()
         if replaced:  # user code has given weights other memory (param.data = other), and holds that memory
-            if not replaced.keys().isdisjoint(guard_of(layer).viewed):  # the slot has older values than that memory
+            if not replaced.keys().isdisjoint(guard_of(layer).diverged):  # the slot has older values than that memory
                 writes.note_stale_views(slot, replaced)
                 layer.leave_slot()
             writes.set_replaced(layer, replaced)

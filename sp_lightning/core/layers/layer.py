@@ -183,7 +183,7 @@ class Slot:
     sources: Sequence[Tensor] = ()
 
     @property
-    def held(self) -> bool:
+    def viewed(self) -> bool:
         """True if a tensor of user code or of a graph views the slot after its last use, so no other layer may overwrite it."""
         return not self.locked and self.lease.in_use
 
@@ -210,7 +210,7 @@ class StreamedLayer:
     """One layer: all data that the engine keeps about it.
 
     :attr:`state` tells where the layer's weights are. The device's copy is valid if :attr:`slot` is set and not ``stale``, and
-    the copy is not :attr:`outdated`. Code that writes the host's weights in a way that no version shows calls
+    the copy is not :attr:`stale`. Code that writes the host's weights in a way that no version shows calls
     :meth:`invalidate`. Residents have a slot of their own, and :class:`~sp_lightning.core.layers.residents.Residents` keeps
     their copy up to date. The prefetch reads only ``slot``, so it may fetch a layer in vain, or miss one that is out of date.
     The use of the layer then fetches the layer.
@@ -311,7 +311,7 @@ class StreamedLayer:
         return any(found)
 
     @property
-    def outdated(self) -> bool:
+    def stale(self) -> bool:
         """True if host weights were written since the upload, as version counters show, or were given other memory.
 
         For a layer with casts also if its casts are out of date.

@@ -286,13 +286,13 @@ class ParameterGroup:
         """Returns a number that rises with each known write of a weight, also with writes that no version shows.
 
         If an update of the layer runs, which may change the version at any time, or if the weight may have been written on the
-        device, this first makes the host weights current (``Uses.take_back_writes``).
+        device, this first makes the host weights current (``Uses.write_back``).
         """
         guard = self.layer.guard
         written = (guard is not None and index in guard.exposed) or self.version(index) != self._versions[index]
         update = self.layer.owner.update
         if written or (update is not None and not update.done()):
-            self.engine.take_back_writes(self.layer)
+            self.engine.write_back(self.layer)
         return self.version_once_fetched(index) + self.unversioned_writes[index]
 
     def host_writes(self) -> tuple[list[int], list[int]]:
@@ -301,7 +301,7 @@ class ParameterGroup:
         First copies weights that may have been written on the device to the host.
         """
         if self.is_exposed or self.changed:
-            self.engine.take_back_writes(self.layer)
+            self.engine.write_back(self.layer)
         return versions(self.hosts), list(self.unversioned_writes)
 
     @property
@@ -331,7 +331,7 @@ class ParameterGroup:
             return [] if self.layer.guard is None else sorted(self.layer.guard.exposed)
         changed = {i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new}
         guard = guard_of(self.layer)
-        guard.viewed |= changed
+        guard.diverged |= changed
         return sorted(changed | guard.exposed)
 
     def alias(self, index: int) -> Tensor:

@@ -51,12 +51,12 @@ class Residents:
         group, layer = self.group, self.layer
         if layer.update is not None:
             self._source.wait(layer)
-        outdated = layer.outdated
-        self.current = not group.hosts or (self.current and not outdated)
+        stale = layer.stale
+        self.current = not group.hosts or (self.current and not stale)
         if self.current:
             return
-        if not outdated or self._is_compared:
-            self.take_back_writes()
+        if not stale or self._is_compared:
+            self.write_back()
         weights, staged = self._source.stage(layer)
         if self._is_absent or self._slot.stale or self._slot.lease.moved:
             # User code has given a host parameter other memory (param.data = other), and graphs that have saved views of the
@@ -88,14 +88,14 @@ class Residents:
         if self._is_compared:
             self.refresh()
 
-    def take_back_writes(self) -> None:
+    def write_back(self) -> None:
         """Copies to the host all weights that were written on the device.
 
         If user code keeps views of the memory, takes digests, to detect later writes.
         """
         if self._is_absent:
             return
-        written, replaced = self._writes.take_back_slot(self._slot)
+        written, replaced = self._writes.write_back_slot(self._slot)
         if replaced:
             # User code has given a parameter other memory on the device (param.data = other). A graph that has saved a view of
             # the old memory keeps the old values, as with plain autograd.
@@ -131,7 +131,7 @@ class Residents:
 
     def leave(self) -> None:
         """Frees the device memory between two steps, except memory that tensors view. :meth:`refresh` takes new memory."""
-        self.take_back_writes()
+        self.write_back()
         self.current = False
         if not self._is_compared and self.group.detach():
             self._writes.resident_storages.discard(self.address)
@@ -146,7 +146,7 @@ class Residents:
 
         Called by ``__init__``, and after :meth:`leave`. Otherwise only if ``share_memory_`` has moved the parameters, or if user
         code has given one of them other memory (``param.data = other``), on the host (:meth:`refresh`) or on the device
-        (:meth:`take_back_writes`): graphs may have saved views of the old memory, and have to keep the old values, as with plain
+        (:meth:`write_back`): graphs may have saved views of the old memory, and have to keep the old values, as with plain
         autograd. An upload to the old memory would change these values.
         """
         self._writes.resident_storages.discard(self.address)

@@ -20,7 +20,7 @@ from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.layout import Span, part
 from sp_lightning.core.device.lease import Lease
 from sp_lightning.core.layers.layer import AllRows, Slot, StreamedLayer
-from sp_lightning.core.layers.states import FETCHED, HELD, HOST, UNPACKED
+from sp_lightning.core.layers.states import FETCHED, HOST, UNPACKED, VIEWED
 from sp_lightning.core.layers.write_guard import guard_of
 from sp_lightning.core.plan.plan import Plan
 
@@ -191,7 +191,7 @@ class Slots:
             with self._device.timed("fetch", layer.index, Stream.UPLOAD) as timed:
                 timed.nbytes = nbytes = self._copy(layer, slot, source, step_results)
             slot.layer, slot.stale, layer.slot = layer, False, slot
-            if layer.guard is not None and layer.guard.views:  # the layer stays HELD while views exist
+            if layer.guard is not None and layer.guard.views:  # the layer stays VIEWED while views exist
                 self.forget_dropped(layer, slot)
             elif not layer.state.locked:  # a locked layer is in use, and the use continues with the new values
                 layer.state = FETCHED
@@ -306,7 +306,7 @@ class Slots:
         if layer.slot is None:  # the layer has left the slot during the use
             layer.state = HOST
         else:
-            layer.state = HELD if viewed else FETCHED
+            layer.state = VIEWED if viewed else FETCHED
         if viewed and layer.slot is not None:  # if the layer has left the slot, the views do not show its weights
             guard_of(layer).views = True
         if not viewed:
@@ -322,7 +322,7 @@ class Slots:
         if layer.guard is not None and not viewed:
             layer.guard.leave_slot()
         if not layer.state.locked:
-            layer.state = HELD if viewed else FETCHED
+            layer.state = VIEWED if viewed else FETCHED
         return viewed
 
     def give_back_extra(self) -> None:

@@ -5,7 +5,7 @@ methods that make each transition. Tests compare every assignment of :attr:`Stre
 
 Three facts are not part of the state, because they are independent of it: the number of module calls that use the layer
 (``running_calls``), the rows that are in the slot (``rows.complete``), and writes of the host's weights since the fetch
-(``outdated``, ``slot.stale``).
+(``stale``, ``slot.stale``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LayerState(enum.Enum):
     """No device memory. The first use of a weight fetches the layer."""
     FETCHED = "fetched", False, False
     """A copy in a slot: complete after the event ``slot.filled``. Another layer may overwrite it after ``slot.idle``."""
-    HELD = "held", False, False
+    VIEWED = "viewed", False, False
     """As FETCHED, but user code or a graph views the slot. Only new values of the same layer may overwrite the slot."""
     UNPACKED = "unpacked", True, False
     """The slot is locked: autograd reads it, or a module call is about to attach the layer. Device parameters are stand-ins."""
@@ -43,5 +43,5 @@ class LayerState(enum.Enum):
         self.attached = attached
 
 
-HOST, FETCHED, HELD = LayerState.HOST, LayerState.FETCHED, LayerState.HELD
+HOST, FETCHED, VIEWED = LayerState.HOST, LayerState.FETCHED, LayerState.VIEWED
 UNPACKED, IN_USE, RESTING = LayerState.UNPACKED, LayerState.IN_USE, LayerState.RESTING

@@ -424,7 +424,7 @@ def _is_in_use(layer: StreamedLayer) -> bool:
     """Returns True if a layer is in use on the device, or its slot is viewed. Residents are in use while any module call runs."""
     if layer.kind is Kind.RESIDENTS:
         return bool(layer.parameters.engine.calls.depth)
-    return layer.state.attached or (layer.slot is not None and layer.slot.held)
+    return layer.state.attached or (layer.slot is not None and layer.slot.viewed)
 
 
 def _call_between_steps(

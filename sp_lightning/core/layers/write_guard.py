@@ -8,7 +8,7 @@ is enough for nearly all code, and then ``layer.guard`` is None. If user code ha
 user code has              recorded in     treatment
 =========================  ==============  ==================================================================================
 a weight's ``.data``       ``exposed``     At the layer's release the weight is downloaded, and written to the host if it differs.
-a view that outlives the   ``views``       The slot is only overwritten by the same layer (HELD). The view's values are copied to
+a view that outlives the   ``views``       Only the same layer may overwrite the slot (VIEWED). The view's values are copied to
 layer's use                                the host before such a fetch, at the layer's next release, and at the end of the step.
 a view that outlives the   ``digests``     The view and the host's weight are one memory on plain Lightning. Here they are two,
 step                                       and each may be written at any time. So both are compared with earlier digests, and
@@ -27,7 +27,7 @@ Programs that need them:
 - ``replaced``: bitsandbytes' 8-bit layer gives its weight the same copy in each forward; BYOL writes in place to new memory.
 - ``retyped``: diffusers' layerwise casting (#10347); transformers' SwitchTransformers casts its router in each forward.
 
-``viewed`` has the weights for which the slot may have other values than the host. For a weight outside ``viewed``, new memory
+``diverged`` has the weights for which the slot may have other values than the host. For a weight outside ``diverged``, new memory
 with the slot's values need not be copied.
 
 :func:`guard_of` makes a guard when user code has the first of these, and :func:`drop_if_empty` removes the guard when it records
@@ -47,7 +47,7 @@ class WriteGuard:
 
     Attributes:
         exposed: weights that user code may write at any time without a change of their version.
-        viewed: weights for which the slot may have other values than the host.
+        diverged: weights for which the slot may have other values than the host.
         replaced: the other memory of weights (``param.data = other``), which user code holds as well.
         retyped: the memory of weights that were given another dtype.
         views: True if tensors that were made in an earlier use view the layer's slot.
@@ -55,11 +55,11 @@ class WriteGuard:
             host's weights, are compared. None if there is no such view, and within the step in which the views were made.
     """
 
-    __slots__ = ("digests", "exposed", "replaced", "retyped", "viewed", "views")
+    __slots__ = ("digests", "diverged", "exposed", "replaced", "retyped", "views")
 
     def __init__(self) -> None:
         self.exposed: set[int] = set()
-        self.viewed: set[int] = set()
+        self.diverged: set[int] = set()
         self.replaced: dict[int, Tensor] = {}
         self.retyped: dict[int, Tensor] = {}
         self.views = False
@@ -69,7 +69,7 @@ class WriteGuard:
         """Called when user code gets memory of these weights in the slot."""
         indices = tuple(indices)
         self.exposed.update(indices)
-        self.viewed.update(indices)
+        self.diverged.update(indices)
 
     def replace(self, replaced: dict[int, Tensor]) -> None:
         """Records the other memory of weights that user code holds now. Weights outside ``replaced`` are exposed no longer."""
@@ -85,7 +85,7 @@ class WriteGuard:
         """Called when only the layer's own tensors view the slot, and the host has all writes."""
         self.leave_slot()
         self.exposed.intersection_update(self.replaced)
-        self.viewed.clear()
+        self.diverged.clear()
 
 
 def guard_of(layer: Any) -> WriteGuard:
@@ -100,6 +100,6 @@ def drop_if_empty(layer: Any) -> None:
     """Removes the layer's guard if it records nothing any more, so that uses of the layer need no more time."""
     guard = layer.guard
     if guard is not None and not (
-        guard.exposed or guard.viewed or guard.replaced or guard.retyped or guard.views or guard.digests is not None
+        guard.exposed or guard.diverged or guard.replaced or guard.retyped or guard.views or guard.digests is not None
     ):
         layer.guard = None

@@ -3,7 +3,7 @@
 On plain Lightning a weight is one memory. Here the device has a copy of it, so the engine has to find out which copy was written.
 There are three rules:
 
-1. **A version counter shows the write**: at the layer's release, the weight is copied to the host (:meth:`WriteBack.write_back`).
+1. **A version counter shows the write**: at the layer's release, the weight is copied to the host (``copy_to_host``).
 2. **No counter can show it**, because the code uses ``.data``, a view that it keeps, or memory that it has given to the weight
    (``param.data = other``). The layer's :class:`~sp_lightning.core.layers.write_guard.WriteGuard` records that such writes
    may happen. At release, before the next fetch and at the end of the step, the values are compared, and written ones are
@@ -13,20 +13,20 @@ There are three rules:
 
 The methods that copy weights back:
 
-======================  =======================================  ===============================================================
-method                  copies back weights of                   called
-======================  =======================================  ===============================================================
-``take_back``           a layer, in use or not                   when modules get host parameters while a call of the layer runs
-                                                                 (``Step.take_back_writes``); before a gradient of another dtype
-                                                                 arrives; before user code asks how often a weight was written;
-                                                                 before an update in backward
-``take_back_all``       all layers not in use                    when modules get host parameters: a step ends or pauses, or an
-                                                                 optimizer steps (``Step.take_back_writes``)
-``take_back_slot``      the layer in a slot                      when an attached layer is released; for residents
-``take_back_views``     a layer not attached                     when a layer is released that only autograd has used
-``take_back_held``      the HELD layers of slots                 before slots are overwritten, or copies are marked as out of date
-``take_back_replaced``  a layer whose weights have other memory  before the layer is used (``BoundWeights.before_use``)
-======================  =======================================  ===============================================================
+========================  =======================================  =============================================================
+method                    copies back weights of                   called
+========================  =======================================  =============================================================
+``write_back``            a layer, in use or not                   when modules get host parameters while a call of the layer
+                                                                   runs (``Step.write_back``); before a gradient of another
+                                                                   dtype arrives; before user code asks how often a weight was
+                                                                   written; before an update in backward
+``write_back_all``        all layers not in use                    when modules get host parameters: a step ends or pauses, or
+                                                                   an optimizer steps (``Step.write_back``)
+``write_back_slot``       the layer in a slot                      when an attached layer is released; for residents
+``write_back_unattached`` a layer not attached                     when a layer is released that only autograd has used
+``write_back_viewed``     the VIEWED layers of slots               before slots are overwritten, or copies are marked as stale
+``write_back_replaced``   a layer whose weights have other memory  before the layer is used (``BoundWeights.before_use``)
+========================  =======================================  =============================================================
 
 The first two call other ones of these.
 """
@@ -52,7 +52,7 @@ from sp_lightning.core.layers.device_parameter import same_place
 from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.core.layers.parameter_group import ParameterGroup
 from sp_lightning.core.layers.ring import Slots
-from sp_lightning.core.layers.states import HELD
+from sp_lightning.core.layers.states import VIEWED
 from sp_lightning.core.layers.write_guard import drop_if_empty, guard_of
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.observe.messages import KEPT_VIEW, LOG, say_once
@@ -88,7 +88,7 @@ class WriteBack:
 
     # ------------------------------------------------------------------ weights are copied to the host
 
-    def write_back(
+    def copy_to_host(
         self, layer: StreamedLayer, written: Iterable[tuple[int, Tensor]], replaced: Collection[int] = ()
     ) -> None:
         """Copies weights that were written on the device, or may have been, to the host.
@@ -126,23 +126,23 @@ class WriteBack:
                 group.written_back()
                 group.casts = None
 
-    def take_back_held(self, slots: Iterable[Slot]) -> None:
-        """Copies back weights of HELD layers that were written through views of these slots since the layers' release."""
+    def write_back_viewed(self, slots: Iterable[Slot]) -> None:
+        """Copies back weights of VIEWED layers that were written through views of these slots since the layers' release."""
         self.left.compare()
         for slot in slots:
-            if slot.layer is not None and slot.layer.state is HELD:
-                self.take_back_views(slot.layer, slot)
+            if slot.layer is not None and slot.layer.state is VIEWED:
+                self.write_back_unattached(slot.layer, slot)
 
-    def take_back_views(self, layer: StreamedLayer, slot: Slot) -> None:
+    def write_back_unattached(self, layer: StreamedLayer, slot: Slot) -> None:
         """Copies back weights that were written through views of a layer's slot. If no view is left, forgets the views.
 
         The layer is not attached: its device parameters do not view the slot. If the slot's values are out of date and no view
         needs the slot any more, the layer leaves the slot.
         """
-        self.take_back_slot(slot)
+        self.write_back_slot(slot)
         viewed = self._slots.forget_dropped(layer, slot)
         guard = layer.guard
-        if guard is not None and not guard.replaced.keys().isdisjoint(guard.viewed):
+        if guard is not None and not guard.replaced.keys().isdisjoint(guard.diverged):
             # A weight has other memory, and user code has written the weight's former place in the slot. So the slot does not
             # have the layer's values any more.
             layer.leave_slot()
@@ -156,7 +156,7 @@ class WriteBack:
             if slot.stale:
                 layer.leave_slot()
 
-    def take_back_slot(self, slot: Slot, *, held_is_compared_later: bool = False) -> tuple[bool, dict[int, Tensor]]:
+    def write_back_slot(self, slot: Slot, *, held_is_compared_later: bool = False) -> tuple[bool, dict[int, Tensor]]:
         """Copies back the weights of the layer in a slot that were written since the last call, or may have been.
 
         1. Version counters and the guard show which weights may have been written (``written``).
@@ -166,14 +166,14 @@ class WriteBack:
 
         Args:
             slot: the slot.
-            held_is_compared_later: True to leave weights to :meth:`take_back_replaced` if user code holds their other memory, and
-                so may write it at any time.
+            held_is_compared_later: True to leave weights to :meth:`write_back_replaced` if user code holds their other memory,
+                and so may write it at any time.
 
         Returns:
             True if a weight may have been written; and the other memory of the ``replaced`` weights, by their index.
 
         Raises:
-            RuntimeError: as for :meth:`write_back`; or digests show that a weight was written on the host and on the device.
+            RuntimeError: as for :meth:`copy_to_host`; or digests show that a weight was written on the host and on the device.
         """
         self.left.compare()
         layer = slot.layer
@@ -195,11 +195,11 @@ class WriteBack:
         replaced = {i: value for i, value in values.items() if attached and not same_place(value, places[i])}
         if digests is not None:
             written = set(digests.written(group, self._values(slot), refuse=self.refuses))
-            guard.viewed |= written | replaced.keys()
+            guard.diverged |= written | replaced.keys()
             if not attached:
                 written -= guard.replaced.keys()
             if written:
-                # Digests have shown that the host was not written, even if versions differ. `write_back` compares versions.
+                # Digests have shown that the host was not written, even if versions differ. `copy_to_host` compares versions.
                 group.fetched()
             written |= replaced.keys()
         elif replaced:
@@ -207,9 +207,9 @@ class WriteBack:
             later = {i for i, value in replaced.items() if held_is_compared_later and shared(value, beside=1)}
             alike = self._alike(slot, replaced, later)
             written -= alike
-            guard.viewed |= replaced.keys() - alike  # the host has other values than the slot now
+            guard.diverged |= replaced.keys() - alike  # the host has other values than the slot now
         self.device.access(slot.memory, Stream.COMPUTE, write=False)
-        self.write_back(layer, ((index, values[index]) for index in sorted(written)), replaced)
+        self.copy_to_host(layer, ((index, values[index]) for index in sorted(written)), replaced)
         if digests is not None and written:
             self.take_digests(slot)
         return bool(written), replaced
@@ -233,10 +233,10 @@ class WriteBack:
         if layer.kind in (Kind.RESIDENTS, Kind.TABLE) or layer.planned.rows:
             return set()
         # The comparison needs a complete slot with the values that the host has now.
-        if layer.owner.update is not None or slot.stale or guard.digests is not None or layer.outdated:
+        if layer.owner.update is not None or slot.stale or guard.digests is not None or layer.stale:
             return set()
         # Weights of another dtype are left out, because the slot has their values from before the change.
-        unwritten = [i for i in given.keys() - guard.viewed - guard.retyped.keys() if _same_form(given[i], places[i])]
+        unwritten = [i for i in given.keys() - guard.diverged - guard.retyped.keys() if _same_form(given[i], places[i])]
         compared, written = [i for i in unwritten if i not in later], set[int]()
         if compared:
             self._slots.wait_for_upload(slot)
@@ -276,29 +276,29 @@ class WriteBack:
         group.expose()
         guard_of(slot.layer).digests = ViewDigests(group, self._values(slot))
 
-    def take_back(self, layer: StreamedLayer) -> None:
+    def write_back(self, layer: StreamedLayer) -> None:
         """Copies back the weights of a layer that were written on the device, or may have been."""
         if layer.state.attached and layer.slot is not None:
-            self.take_back_slot(layer.slot)
+            self.write_back_slot(layer.slot)
         else:  # only tensors that user code has kept can have been written
-            self.take_back_replaced(layer)
-            self.take_back_held([slot for slot in self._slots.all if slot.layer is layer])
+            self.write_back_replaced(layer)
+            self.write_back_viewed([slot for slot in self._slots.all if slot.layer is layer])
 
-    def take_back_all(self) -> None:
+    def write_back_all(self) -> None:
         """Copies back all weights that were written on the device, after a step or in the middle of one.
 
-        Does not cover layers in use: :meth:`take_back` copies these. If user code still views a slot, takes digests of the slot,
+        Does not cover layers in use: :meth:`write_back` copies these. If user code still views a slot, takes digests of the slot,
         because the view may outlive the step. Other memory of weights (``replaced``) is forgotten.
         """
         for layer in list(self.replaced):
-            self.take_back_replaced(layer)
+            self.write_back_replaced(layer)
             self.set_replaced(layer, {})
         self.resident_storages -= self._given
         self._given.clear()
-        self.take_back_held(self._slots.all)
+        self.write_back_viewed(self._slots.all)
         for slot in self._slots.all:
             guard = None if slot.layer is None else slot.layer.guard
-            if slot.layer is not None and (guard is None or guard.digests is None) and slot.held:
+            if slot.layer is not None and (guard is None or guard.digests is None) and slot.viewed:
                 self.take_digests(slot)
 
     # ------------------------------------------------------------------ weights are given other memory
@@ -337,8 +337,8 @@ class WriteBack:
         if are_saved(group.present_values, index):
             self._note_exchanged(layer, index, group.present_values[index])
             self._wait_for_update(layer)
-            self.write_back(layer, [(index, group.value(index))])  # graphs also see earlier writes through .data
-            guard_of(layer).viewed.add(index)
+            self.copy_to_host(layer, [(index, group.value(index))])  # graphs also see earlier writes through .data
+            guard_of(layer).diverged.add(index)
             keep_saved(layer, index)
 
     def _note_exchanged(self, layer: StreamedLayer, index: int, needed_by: object) -> None:
@@ -400,7 +400,7 @@ class WriteBack:
             self.replaced.discard(layer)
             drop_if_empty(layer)
 
-    def take_back_replaced(self, layer: StreamedLayer) -> None:
+    def write_back_replaced(self, layer: StreamedLayer) -> None:
         """Copies back weights in other memory (``replaced``) that user code has written while the layer was not in use."""
         group, guard = layer.parameters, layer.guard
         if guard is not None and guard.replaced and not layer.state.attached:
@@ -409,8 +409,8 @@ class WriteBack:
             alike = set() if slot is None or slot.layer is not layer else self._alike(slot, guard.replaced)
             if written := [(i, value) for i, value in guard.replaced.items() if i not in alike]:
                 self._slots.synchronize(Wait.UPDATE_AFTER_FETCH, layer)  # a transfer of the old values may be in flight
-                self.write_back(layer, written)
-            if group.unversioned_writes != before:  # write_back has changed the host, so the slot is out of date
+                self.copy_to_host(layer, written)
+            if group.unversioned_writes != before:  # copy_to_host has changed the host, so the slot is out of date
                 layer.leave_slot()
             self.set_replaced(layer, guard.replaced)
 

@@ -154,7 +154,7 @@ class RankTurns(Turns):
     def _prepare(self) -> None:
         """Copies weights that user code has written on the device to the host, adopts new memory, and waits for uploads."""
         with self._lock:
-            self._step.take_back_writes()
+            self._step.write_back()
             self._source.adopt()
             self._source.synchronize()
 

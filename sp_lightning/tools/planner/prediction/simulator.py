@@ -43,7 +43,7 @@ class _SimulatedLayer(StreamedLayer):
         super().__init__(index, kind, planned, without, without, expert=expert)
 
     @property
-    def outdated(self) -> bool:
+    def stale(self) -> bool:
         """False: at the end of a step :class:`Walk` invalidates the layer itself."""
         return False
 
