@@ -354,7 +354,7 @@ UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {
     "only rows are uploaded": lambda writes, layer, slot: (layer, "planned", replace(layer.planned, rows=(0,))),
     "a table": lambda writes, layer, slot: (layer, "kind", Kind.TABLE),
     "residents": lambda writes, layer, slot: (layer, "kind", Kind.RESIDENTS),
-    "the weight was handed out": lambda writes, layer, slot: (guard_of(layer), "viewed", {0}),
+    "the weight was handed out": lambda writes, layer, slot: (guard_of(layer), "diverged", {0}),
     "it has another dtype": lambda writes, layer, slot: (guard_of(layer), "retyped", {0: torch.ones(1)}),
 }
 
