@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> pl.LightningModule:
     if not (options.lora and options.model is None):  # an adapter needs the base model that it names
         print(f"To generate: python examples/generate_llm.py --model {saved}")
     if options.model is None and options.strategy == "superpipeline":
-        print("Next, k and k' of the same model are measured, in a few seconds.", flush=True)
+        print("Next, memory and time of the same model are measured for six k and k'.", flush=True)
         print(common.measure(options, make_module, batches, steps=5))
     return module
 

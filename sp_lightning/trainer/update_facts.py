@@ -35,7 +35,7 @@ from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.core.updates.step_context import compiles
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
 from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.user_hooks import hooks_of_users
+from sp_lightning.trainer.user_hooks import hooks_of_users, is_of
 
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")
 """The methods of a precision plugin that clip."""
@@ -137,7 +137,7 @@ def _may_scaler_read(trainer: Any) -> bool:
 def _has_step_hooks(optimizers: Sequence[Optimizer]) -> bool:
     """Returns True if code outside this package has registered hooks on the steps of optimizers."""
     hooks = [*global_step_hooks(), *(hook for optimizer in optimizers for hook in step_hooks(optimizer))]
-    return any(not getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)
+    return any(not is_of(hook, "sp_lightning.") for hook in hooks)
 
 
 # ---------------------------------------------------------------------- reasons against a place or a mode

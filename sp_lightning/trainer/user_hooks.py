@@ -131,9 +131,14 @@ def calls_closure_first(optimizer: Any, replaced: Any = None) -> bool:
         return False
     hooks = step_pre_hooks(optimizer)
     step = getattr(type(optimizer), "step", None)
-    if hooks is None or not getattr(step, "__module__", "").startswith("torch.optim."):
+    if hooks is None or not is_of(step, "torch.optim."):
         return False
-    return all(getattr(hook, "__module__", "").startswith("sp_lightning.") for hook in hooks)
+    return all(is_of(hook, "sp_lightning.") for hook in hooks)
+
+
+def is_of(function: Any, package: str) -> bool:
+    """Returns True if a function is defined in a package, or in a module whose name begins so. None is `exec`'s module."""
+    return (getattr(function, "__module__", None) or "").startswith(package)
 
 
 def hooks_of_users(trainer: Any, *points: str) -> list[str]:

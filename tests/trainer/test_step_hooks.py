@@ -62,3 +62,30 @@ def test_other_code_clips_in_its_own_way(overlap: Any) -> None:
         return
     strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
     assert_same(fit(make, vectors(5), strategy, callbacks=[Clips()], recorded="losses", **options), plain)
+
+
+class Halves(torch.optim.SGD):
+    """Its step and its hook are in no module, as functions that `exec` has made in a namespace of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        made: dict[str, Any] = {}
+        exec("def hook(optimizer, args, options):\n    return None", made)
+        self.register_step_pre_hook(made["hook"])
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+Halves.step.__module__ = None  # type: ignore[assignment]
+
+
+class Halved(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Halves(self.parameters(), lr=0.1)
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_steps_and_hooks_without_a_module() -> None:
+    ours = fit(lambda: Halved(Stack()), vectors(3), SuperpipelineStrategy(k=1), recorded="losses")
+    assert_same(ours, fit(lambda: Halved(Stack()), vectors(3), recorded="losses"))
