@@ -106,12 +106,14 @@ class ReadableStrategy(HostStrategy):
         return self._ledger
 
     def stats(self) -> Stats:
-        """Returns counters since the last set-up. They can also be read after the run.
+        """Returns counters since the last set-up, which may be a new one in a run (a parameter was exchanged).
+
+        They can also be read after the run.
 
         Raises:
             RuntimeError: before set-up.
         """
-        return self._results("counters").stats
+        return self._results("counters").stats.copy()
 
     def fetches(self) -> dict[str, int]:
         """Returns how often each layer was fetched since the last set-up, by name: for example, which experts were used.

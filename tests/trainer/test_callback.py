@@ -202,6 +202,27 @@ def test_metrics_come_every_n_steps(every: int, accumulate: int, steps: list[int
     assert all(float(row["superpipeline/peak_optimizer_bytes"]) == 0 for row in logged)  # steps run on the CPU
 
 
+class Exchanges(Module):
+    """Its engine is built again in the run, and counts from 0."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.net.head.bias = nn.Parameter(self.net.head.bias.detach().clone())
+
+
+def test_rates_after_a_parameter_was_exchanged(tmp_path: Path) -> None:
+    callback = SuperpipelineCallback(metrics="all", every_n_steps=1)
+    trainer = trainer_for("superpipeline", logger=CSVLogger(tmp_path), callbacks=[callback])
+    trainer.fit(Exchanges(Stack()), loader(vectors(6)))
+    rows = list(csv.DictReader((Path(trainer.log_dir or "") / "metrics.csv").read_text().splitlines()))
+    rates = [float(row["superpipeline/fetch_gbps"]) for row in rows if row.get("superpipeline/fetch_gbps")]
+    assert len(rates) == 6
+    assert min(rates) > 0
+    counted = trainer.strategy.stats()  # type: ignore[attr-defined]
+    counted.fetches.clear()
+    assert trainer.strategy.stats().fetches, "each call returns a copy of its own"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("metrics", "columns"),
     [

@@ -347,3 +347,26 @@ def test_after_the_run_parameters_are_ordinary() -> None:
     )
     assert {type(p) for p in module.parameters()} == {nn.Parameter}
     gc.collect()
+
+
+def _scaled(layer: nn.Linear, _: Acts) -> None:
+    layer.bias = nn.Parameter(layer.bias * 1.1)
+
+
+def _scaled_outside(layer: nn.Linear, _: Acts) -> None:
+    with torch.inference_mode(False):
+        layer.bias = nn.Parameter(layer.bias.detach().clone() * 1.1)
+
+
+def test_weights_made_in_inference_mode() -> None:
+    """Their writes have no number: an error with a remedy, which works."""
+    with pytest.raises(RuntimeError, match=r"'net\.2\.bias' was made in inference mode.*inference_mode\(False\)"):
+        predicted("superpipeline", _scaled)
+    assert_equal(predicted("superpipeline", _scaled_outside), predicted("auto", _scaled_outside), "outputs")
+
+
+def predicted(strategy: str, act: Callable[..., Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = Six()
+    trainer_for(strategy, callbacks=[Acts(act)]).predict(module, loader(vectors(BATCHES)))
+    return module.outputs

@@ -96,6 +96,8 @@ class Updating:
         """
         if running := {layer for layer in self.residency.used if layer.running_calls}:
             self._refuse_in_calls(running, parameters)
+        if self.backward.tasks:
+            self.gradients.settle()
         if not deferred:
             self.updates.wait_for_all()
         with self.lock:

@@ -178,6 +178,9 @@ class GradientSink:
             everything: True to wait for all gradients, because a graph task ends.
         """
 
+    def settle(self) -> None:
+        """Applies all gradients that have arrived, because an optimizer steps in backward and reads ``param.grad``."""
+
     def end(self, *, last: bool) -> None:
         """Issues the transfers of all gradients, because a graph task ends. ``last``: True if it is the outermost task."""
 
@@ -239,6 +242,7 @@ class Gradients(GradientSink):
         self._received: dict[StreamedLayer, _Received] = {}
         # The thread that applies gradients holds this lock, so that several gradients of a parameter are added in order.
         self._applying = threading.RLock()
+        self._applier = 0  # the identifier of this thread; 0 without one
         self._wanted: Wanted | None = None  # in this backward
         # By layer, bytes of gradients that wait on the GPU for the layer's step.
         self._kept_bytes: dict[StreamedLayer, int] = {}
@@ -413,12 +417,22 @@ class Gradients(GradientSink):
         were_kept = bool(retired) and not retired[-1][0][1]
         if not (everything or were_kept or len(retired) > 1) or not self._applying.acquire(blocking=False):
             return
+        before, self._applier = self._applier, threading.get_ident()
         try:
             self.transfers.finish(0 if everything or were_kept else 1)
         finally:
+            self._applier = before
             self._applying.release()
         if everything and not (self.arriving or self.transfers.under_way):
             self.drop()  # clears the records of this backward
+
+    def settle(self) -> None:
+        # In a hook of an accumulated gradient, on plain Lightning later gradients have not been accumulated either.
+        if self._applier == threading.get_ident():
+            return
+        self.end(last=False)
+        with self._applying:
+            self.transfers.finish(0)
 
     def end(self, *, last: bool) -> None:
         """Drains all gradients."""

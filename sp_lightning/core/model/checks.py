@@ -39,6 +39,21 @@ def refuse_cuda_graphs(module: nn.Module) -> None:
             )
 
 
+def refuse_inference_weights(module: nn.Module) -> None:
+    """Checks that no weight was made in inference mode. Such a tensor has no version, so no write to it would be noticed.
+
+    Raises:
+        RuntimeError: a weight is an inference tensor.
+    """
+    for name, weight in module.named_parameters():
+        if weight.is_inference():
+            raise RuntimeError(
+                f"{name!r} was made in inference mode, as in a hook of predict, test or validate. Writes to such a weight are "
+                "not counted. Make it outside of inference mode: `with torch.inference_mode(False):`, or use "
+                "Trainer(inference_mode=False)."
+            )
+
+
 def refuse_computed_weights(module: nn.Module) -> None:
     """Checks that no weight is a tensor with a graph of its own, as in ``functional_call(module, computed, …)``.
 

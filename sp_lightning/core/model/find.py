@@ -32,6 +32,7 @@ from sp_lightning.core.model.checks import (
     note_on_largest,
     notes_on,
     overlapping_pairs,
+    refuse_inference_weights,
     tunes_products,
     why_nothing,
 )
@@ -96,6 +97,7 @@ def find_layers(
     """
     names = {child: name for name, child in reversed(list(module.named_modules()))}
     refuse_without_values(module)
+    refuse_inference_weights(module)
     finder = row_finder()
     chosen, kept = chosen_layers(module, layers, names), chosen_residents(module, keep_on_gpu)
     whole = modules_moved_whole(module, kept)

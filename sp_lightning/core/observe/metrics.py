@@ -41,6 +41,8 @@ def metrics_of(stats: Stats, before: Stats | None, seconds: float, tokens: int |
         - ``device_bytes``: the planned peak of device memory.
     """
     seconds = max(seconds, 1e-9)
+    if before is not None and stats.transfers < before.transfers:  # the engine was built again, and counts from 0
+        before = None
     waited = stats.waited_seconds - (before.waited_seconds if before else 0.0)
     fetched = stats.fetched_bytes - (before.fetched_bytes if before else 0)
     found = {name: float(getattr(stats, name)) for name in _NUMBERS}

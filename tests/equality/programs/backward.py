@@ -1,0 +1,48 @@
+"""User code that runs in a backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.equality.rows import program, tiers
+from tests.support.models import Module, Stack
+
+# Not in poisoned variants: they hide the host's weights in a step, and these steps write them.
+STEPS = tiers(
+    "users' path, k=1, k'=1", rest=["users' path, k=all, k'=1", "simulated, k=1"], long=["simulated, k=2, k'=2"]
+)
+
+
+class StepsInBackward(Module):
+    """Steps an optimizer of its fourth block when gradients arrive at the second one."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.late = torch.optim.SGD(self.net.blocks[3].parameters(), lr=0.1)
+        self.listen()
+
+    def listen(self) -> None:
+        self.net.blocks[1].register_full_backward_pre_hook(lambda *_: self.late.step())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.late.zero_grad()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        late = {id(p) for p in self.net.blocks[3].parameters()}
+        return torch.optim.SGD([p for p in self.parameters() if id(p) not in late], lr=0.1)
+
+
+@program("backward: a step of a block whose backward is over, in a hook of another block", STEPS)
+class InAnotherBlock(StepsInBackward):
+    """The gradients were in flight then, and the step found none: the block was never trained."""
+
+
+@program("backward: a step in a hook of a weight", STEPS)
+class InATensorHook(StepsInBackward):
+    """The hook runs before the weight's own gradient is accumulated."""
+
+    def listen(self) -> None:
+        weight = self.net.blocks[1].inner.weight
+        weight.register_hook(lambda gradient: self.late.step())
