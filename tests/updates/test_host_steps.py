@@ -75,7 +75,7 @@ def test_muons_products_are_counted_as_torch_multiplies() -> None:
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[float, str]:
     """Seconds of a batch, and the answer in words."""
-    asked = ["plan", "tests.planner.test_plan_command:Known", "--k", "1", "--k-prime", "1", *arguments]
+    asked = ["plan", "tests.planner.models:Known", "--k", "1", "--k-prime", "1", *arguments]
     main([*asked, "--json"])
     (window,) = json.loads(capsys.readouterr().out)["windows"]
     main(asked)

@@ -51,7 +51,7 @@ class Small(nn.Module):
         return x
 
 
-SMALL = "tests.planner.test_plan_rates:Small"
+SMALL = "tests.planner.test_rates:Small"
 
 
 # ---------------------------------------------------------------------- measured and used
