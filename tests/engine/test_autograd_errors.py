@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models import Module, Stack, vectors
+from tests.support.moments import At
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.starts import start
 
@@ -26,6 +27,27 @@ def test_a_weight_written_between_forward_and_backward_is_autograds_own_error() 
     for strategy in ("auto", superpipeline(), superpipeline(k=99)):
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch\.\w*FloatTensor \[16, 32\]"):
             start(strategy, Writes(Stack()))
+
+
+class BehindAnEmptyWeight(nn.Module):
+    """A weight without elements begins at the same byte as the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty, self.weight = nn.Parameter(torch.empty(0)), nn.Parameter(torch.eye(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.t()) + self.empty.sum()
+
+
+@pytest.mark.parametrize("strategy", ["auto", "streamed"])
+def test_a_weight_behind_an_empty_one_that_is_written_is_autograds_own_error(strategy: str) -> None:
+    def write(m: Any) -> None:
+        with torch.no_grad():
+            m.net[1].weight.mul_(2)
+
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch\.\w*FloatTensor \[16, 16\]"):
+        start(superpipeline(k=1) if strategy == "streamed" else strategy, At(BehindAnEmptyWeight, after_forward=write))
 
 
 @pytest.mark.rest("takes tenths of a second")

@@ -22,10 +22,11 @@ from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine import graph
 from sp_lightning.core.engine.graph import packs
 from sp_lightning.core.engine.layerwise import LayerwiseStep
+from sp_lightning.core.engine.schedule import Residency
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers import swap
 from sp_lightning.core.updates import background
-from tests.support.engine import Calls, streamer_of
+from tests.support.engine import Calls, Uploads, step, streamed, streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
@@ -341,3 +342,67 @@ def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch:
         trainer_for(superpipeline(k=1)).fit(CallsBetween(Stack()), loader(vectors(2)))
     assert struck
     assert not packs()
+
+
+def test_after_a_transfer_that_fails_only_a_layer_in_use_keeps_its_slot() -> None:
+    """The bytes of the others may be half of one layer and half of another."""
+    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    with streamed(net, Device(torch.device("cpu")), k=2, k_prime=2) as streamer:
+        slots, send = streamer._slots, Uploads.send
+        (first, second), (slot, other) = streamer._layers[:2], slots.all[:2]
+
+        def fails(self: Uploads, layer: Any, target: Tensor, source: Tensor) -> None:
+            if layer is second:
+                raise OSError("not read")
+            send(self, layer, target, source)
+
+        for in_use in (False, True):
+            slots.fetch([(first, slot, (first.block.weights, None))])
+            if in_use:
+                slots.lock(first)
+            with mock.patch.object(Uploads, "send", fails), pytest.raises(OSError, match="not read"):
+                slots.fetch([(each, at, (each.block.weights, None)) for each, at in ((first, slot), (second, other))])
+            assert (first.slot is slot) is in_use
+            assert second.slot is None
+            if in_use:
+                slots.release(first, slot)
+
+
+def test_a_call_that_cannot_begin_ends_the_step_only_if_it_is_outside_of_one() -> None:
+    net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(1, 4)
+    expected = net(x)
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+
+        def call_that_fails() -> None:
+            failing = mock.patch.object(Residency, "begin_call", side_effect=OSError("not read"))
+            with failing, pytest.raises(OSError, match="not read"):
+                net(x)
+
+        call_that_fails()
+        assert not streamer._swap.on_device
+
+        def goes_on() -> Tensor:
+            call_that_fails()
+            assert streamer._step.running
+            result: Tensor = net(x)
+            return result
+
+        assert torch.equal(step(streamer, goes_on), expected)
+
+
+def test_an_error_that_user_code_catches_ends_no_step_and_any_other_does() -> None:
+    net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(1, 4)
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+
+        def catches() -> bool:
+            net(x)
+            streamer.abort()
+            return streamer._step.running
+
+        assert step(streamer, catches)
+        for over in (False, True):
+            streamer.begin("train", training=True, manual=True)
+            net(x)
+            streamer.abort(over=over)
+            assert not streamer._step.running
+            assert not streamer._swap.on_device

@@ -344,6 +344,48 @@ def test_auto_offloads_activations_of_layers_that_are_written_in_between() -> No
     assert "offload" in strategy.activations.values()
 
 
+class GivesOnce(nn.Module):
+    """Gives its weight other memory in the first call of a step, and may write that memory in the others."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+        self.linear, self.given = nn.Linear(16, 16), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.given:
+            self.linear.weight.data = given = self.linear.weight.data * 0.5
+            self.given.append(given)
+        elif self.writes:
+            self.given[0].mul_(0.5)
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize(("inside", "precision"), [(False, "32-true"), (True, "32-true"), (False, "bf16-mixed")])
+@pytest.mark.parametrize("changes", [True, False], ids=["written", "not written"])
+def test_given_memory_is_written_between_two_calls_of_a_step_and_in_them(
+    changes: bool, inside: bool, precision: Any
+) -> None:
+    def loss(m: Any, batch: Tensor) -> Tensor:
+        for block in m.net:
+            block.given.clear()
+        with torch.no_grad():
+            m.net(batch)
+            for block in m.net if changes else ():
+                block.given[0].mul_(0.5)
+            m.seen.append(m.net(batch).clone())
+            for block in m.net:
+                block.given[0].add_(0.1)
+            m.seen.append([block.linear.weight.detach().clone() for block in m.net])
+        result: Tensor = m.net(batch).square().mean()
+        return result
+
+    make = lambda: At(lambda: GivesOnce(inside), loss=loss)  # noqa: E731
+    ours, plain = (fit(make, vectors(2), each, precision=precision) for each in (superpipeline(k=1), "auto"))
+    assert_same(ours, plain)
+    assert_equal(ours.module.seen, plain.module.seen, "what a step has seen")  # type: ignore[union-attr]
+
+
 # ---------------------------------------------------------------------- states that no option forces
 
 UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {

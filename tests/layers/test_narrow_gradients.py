@@ -207,6 +207,20 @@ def test_the_norm_has_the_bits_of_the_widened_one(came: torch.dtype) -> None:
             wide.mul_(1 / 3)
 
 
+def test_norms_of_two_dtypes_are_computed_each_in_its_own() -> None:
+    norms, came = Norms(), (WIDE / 3).bfloat16()
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        parameter = nn.Parameter(torch.zeros(3, 4, dtype=dtype))
+        keep_narrow(parameter, came, looked_at=lambda: None)
+        change(parameter, lambda gradient: gradient.mul_(1 / 3))
+        norm = norms.of(stored(parameter))  # type: ignore[arg-type]
+        assert norm.dtype is dtype
+        assert torch.equal(norm, torch.linalg.vector_norm(came.to(dtype).mul_(1 / 3)))
+        buffer = norms._wide.data_ptr()
+        norms.of(stored(parameter))  # type: ignore[arg-type]
+        assert norms._wide.data_ptr() == buffer, "the buffer is kept for the next gradient"
+
+
 def test_an_engine_that_is_closed_leaves_plain_tensors() -> None:
     """Another one may be built over the same parameters in the middle of a run, and takes their classes for the user's."""
     net = Stack()

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.bare import assert_like_plain, bare
-from tests.support.models import Block, FunctionalCall, Module, Stack
-from tests.support.runs import assert_equal, superpipeline
+from tests.support.models import Block, FunctionalCall, Module, Stack, vectors
+from tests.support.moments import At
+from tests.support.runs import assert_equal, fit, superpipeline
 from tests.support.tiers import first
 
 
@@ -173,3 +174,24 @@ class CopiedInStep(Module):
 def test_copies_and_files_of_weights_in_a_step_are_those_of_their_class() -> None:
     """A deep copy lost the weight's class, a file its attributes; an attribute that was set could not be deleted (Opacus)."""
     assert_like_plain(CopiedInStep)
+
+
+class Deciding(Tensor):
+    """Torch's own treatment of a user's class: results are of that class."""
+
+
+def test_between_two_batches_of_an_evaluation_results_are_of_the_users_class() -> None:
+    def multiply(m: Any) -> None:
+        weight = m.net[0].first.weight
+        for result in (
+            weight * torch.ones(16).as_subclass(Deciding),
+            torch.pow(torch.full((), 2.0).as_subclass(Deciding), weight),
+        ):
+            m.seen.append((type(result).__name__, result.detach().as_subclass(Tensor).clone()))
+
+    ours, plain = (
+        fit(lambda: At(on_validation_batch_end=multiply), vectors(1), *strategy, val=vectors(2))
+        for strategy in ((superpipeline(k=1),), ())
+    )
+    assert_equal(ours.module.seen, plain.module.seen, "results and their classes")  # type: ignore[union-attr]
+    assert {name for name, _ in plain.module.seen} == {"Deciding"}  # type: ignore[union-attr]
