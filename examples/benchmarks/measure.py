@@ -233,7 +233,8 @@ class Meter(Callback):
 
     def _count(self, trainer: Any) -> None:
         if hasattr(trainer.strategy, "stats"):
-            self.counters.append(dataclasses.asdict(trainer.strategy.stats()))
+            counted = dataclasses.asdict(trainer.strategy.stats())
+            self.counters.append({name: value for name, value in counted.items() if not isinstance(value, dict)})
 
 
 # Read, as Lightning's own progress bar was: with it in the Trainer, superpipeline fetches ahead as without.

@@ -193,7 +193,7 @@ class UnseenRouter(stacked.Router):
 ACTIVATIONS = "`activations`"
 WINDOW, LOCKS = "`k`", "`pin_memory`"
 OVERLAP, CASTS, EXPERTS = "`optimizer_overlap`", "16-bit weights of compiled blocks", "used experts only"
-BEFORE, AFTER = "before", "after"
+BEFORE, AFTER = "no", "yes"
 MIXED: dict[str, Any] = {"trainer": {"precision": "bf16-mixed"}, "device": nullcontext, "exact": False}
 EXPERT = {"make": lambda: Module(stacked.Routers()), "device": nullcontext, "exact": False}
 TORN = "These weights are not those of any whole step"

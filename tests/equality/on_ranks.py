@@ -181,7 +181,7 @@ def train_ours(
     on_devices: bool = False,
 ) -> dict[str, Any]:
     with simulated() if on_devices else nullcontext(), _disk(strategy) as disk:
-        ours = SuperpipelineStrategy(**strategy, **disk)
+        ours = SuperpipelineStrategy(**{**strategy, **disk})
         outcome = _train(name, ranks, ours, options, fuse)
     if disk and ours.local_rank == 0:  # type: ignore[attr-defined]  # Lightning's class for several devices has it
         assert ours.ledger is not None

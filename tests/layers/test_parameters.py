@@ -190,8 +190,8 @@ def test_between_two_batches_of_an_evaluation_results_are_of_the_users_class() -
             m.seen.append((type(result).__name__, result.detach().as_subclass(Tensor).clone()))
 
     ours, plain = (
-        fit(lambda: At(on_validation_batch_end=multiply), vectors(1), *strategy, val=vectors(2))
-        for strategy in ((superpipeline(k=1),), ())
+        fit(lambda: At(on_validation_batch_end=multiply), vectors(1), strategy, val=vectors(2))
+        for strategy in (superpipeline(k=1), "auto")
     )
     assert_equal(ours.module.seen, plain.module.seen, "results and their classes")  # type: ignore[union-attr]
     assert {name for name, _ in plain.module.seen} == {"Deciding"}  # type: ignore[union-attr]
