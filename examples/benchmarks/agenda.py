@@ -225,7 +225,7 @@ def now() -> Agenda:
 
 
 def several_gpus() -> Agenda:
-    """The tests of several GPUs. Has not run yet."""
+    """The tests of several GPUs. They have not run yet."""
     return [Tests("several", ("test_several_devices.py",), 90)]
 
 

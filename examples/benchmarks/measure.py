@@ -166,11 +166,11 @@ class Clock:
         self._mark()
 
     def is_over(self) -> bool:
-        """Whether the budget is spent, with three measured steps at least."""
+        """Returns True if the time budget is spent and at least three steps are measured."""
         return len(self.moments) >= self.warm_up + 3 and time.perf_counter() - self._started > self.seconds
 
     def step_seconds(self) -> list[float]:
-        """Of each measured step."""
+        """Returns the seconds of each measured step."""
         marks = self.moments[self.warm_up :]
         if torch.cuda.is_available():
             return [start.elapsed_time(end) / 1e3 for start, end in zip(marks, marks[1:])]  # noqa: B905
@@ -273,7 +273,7 @@ def registered_bytes(module: nn.Module) -> int:
 
 
 def memory() -> dict[str, int | None]:
-    """Peaks of this process so far, in bytes; None where there is no accelerator."""
+    """Returns the peaks of this process so far, in bytes; None for GPU memory without a GPU."""
     cuda = torch.cuda.is_available()
     return {
         "peak_allocated_bytes": torch.cuda.max_memory_allocated() if cuda else None,

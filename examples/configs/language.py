@@ -27,7 +27,7 @@ def small_llama(layers: int = 6, hidden: int = 96) -> nn.Module:
 
 
 def load_language_model(model: str) -> nn.Module:
-    """``from_pretrained`` in float32: a folder, or a name on a hub. It comes in evaluation mode, and Lightning keeps the mode."""
+    """Loads a model in float32 from a folder or a hub, in training mode: Lightning does not change the mode."""
     return AutoModelForCausalLM.from_pretrained(model, dtype="float32").train()
 
 

@@ -117,7 +117,7 @@ class Bridge(nn.Module):
 
 
 class BridgeEncoder(Encoder):
-    """The rows of a bridge: the image is no token of the text, but stands before it."""
+    """Encodes rows for a bridge: the image is not a token of the text, and stands before the text."""
 
     def questions(self, rows: Sequence[dict[str, Any]], side: str = "left") -> dict[str, Tensor]:
         batch = super().questions(rows, side)  # a processor refuses images without tokens for them

@@ -112,7 +112,7 @@ def delink(shared: nn.Module, real: nn.Module, optimizer: torch.optim.Optimizer)
     A module with several places is in a state dict under each of its names. So the names say what goes where.
 
     What justifies copies of the moments? Adam's step is m / √v, so it would be the same if m were divided by n and v by n²:
-    each block's next step is, but for its own new gradient, the one that the shared block would have made. What comes
+    each block's next step is that of the shared block, except for the block's own new gradient. What comes
     then is a guess. The shared gradient was the sum of n, and a block's own is n times smaller if all n agree, and √n times
     if they have nothing in common. m forgets the sums in 10 steps, v in 50 (with β = 0.9 and 0.98), and meanwhile steps are
     shorter by about that factor. That is one more warm-up, which errs on the safe side.
@@ -280,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         print(f"One block became many, and the loss stayed {delinked[0]:.6f}, bit for bit.")
     rate = tokens / sum(taken for _, taken in trained)
     print(f"Loss on held-out text: {first:.3f} → {last:.3f}, after {tokens:,} tokens, {rate:,.0f} per second.")
-    print(f"The learning rate came to {trainer.optimizers[0].param_groups[0]['lr']:.1e} as the time was over.")
+    print(f"The learning rate was {trainer.optimizers[0].param_groups[0]['lr']:.1e} at the end of the time.")
     print(f"Saved: {saved}. To generate: python examples/generate_llm.py --model {saved}")
     return Result(losses, [first, last], delinked)
 

@@ -93,16 +93,16 @@ class Trial(NamedTuple):
 
     @property
     def bits(self) -> list[str]:
-        """The losses in a form that is equal if and only if all bits are, where a loss is no number, too."""
+        """Returns the losses in a form that is equal only if all bits are equal, also for NaN."""
         return [loss.hex() for loss in self.losses]
 
 
 class Result(NamedTuple):
-    """What the trials came to, in the order of their learning rates.
+    """The results of the trials, in the order of their learning rates.
 
     Attributes:
         trials: all at once.
-        base_bytes: what came of the frozen model to the device, once for all trials.
+        base_bytes: uploaded bytes of the frozen model, once for all trials.
         alone: the same trials one after the other; empty without ``--compare``.
     """
 

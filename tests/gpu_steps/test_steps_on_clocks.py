@@ -69,7 +69,7 @@ def measure(overlap: Any, precision: Any, ratio: float) -> Row:
         trainer.fit(module, DataLoader(torch.ones(STEPS, 2, WIDTH), batch_size=None))  # type: ignore[arg-type]
     plan = strategy.plan
     gradients = sum(layer.gradient_bytes for layer in plan.trained)
-    # Of the last step: the first one has no state yet.
+    # The last step's figures, because the first step makes the state.
     uploaded, downloaded = (sum(moved[-LAYERS:]) / gradients for moved in device.moved.values())
     forward = [Visit((layer,), 1.0) for layer in plan.order]
     visits = [*forward, *(Visit((layer,), 1.0, True, (layer,)) for layer in reversed(plan.order))]

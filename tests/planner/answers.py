@@ -81,7 +81,7 @@ def versions() -> str:
 
 
 def differs(row: Row, said: tuple[str, ...], written_by: str) -> bool:
-    """Whether a command prints something else now.
+    """Returns True if a command prints something else now.
 
     With other libraries than those that a table was written by, their models may have other numbers, but not other words.
     """

@@ -26,7 +26,7 @@ def _in_the_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(table: Path) -> list[Any]:
-    """Of the answers, those of the two smallest models without an option are in the first tier."""
+    """The first tier has the answers of the two smallest models without an option."""
 
     def marks(row: Row) -> tuple[pytest.MarkDecorator, ...]:
         if row.slow:

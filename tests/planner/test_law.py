@@ -53,7 +53,7 @@ def batch(k: int, k_prime: int, ratio: float, *, training: bool, download: float
 
 
 def _moves(slots: int) -> bool:
-    """Whether at most half of the layers are uploaded for each batch of inference. Then others are in the next batch."""
+    """Returns True if at most half of the layers are uploaded for each batch of inference. Then the next batch uploads others."""
     return 2 * (COUNT - slots + 1) < COUNT
 
 

@@ -49,6 +49,27 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     assert all(error is not None and message in error for error in caught.value.errors)
 
 
+class StepsInBackward(Net):
+    """Another optimizer steps when gradients arrive at an earlier block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        late = torch.optim.SGD(self.net.blocks[3].parameters(), lr=0.1)
+        self.net.blocks[1].register_full_backward_pre_hook(lambda *_: late.step())
+
+
+def train_with_a_step_in_backward() -> None:
+    fit(StepsInBackward, vectors(2), SuperpipelineStrategy(), devices=2)
+
+
+@pytest.mark.long("starts two ranks")
+def test_a_step_in_a_hook_of_backward() -> None:
+    """The gradients are not summed then: without the error, the step would do nothing."""
+    with pytest.raises(RanksFailed, match=r"Step after backward\(\)") as caught:
+        in_ranks(2, train_with_a_step_in_backward)
+    assert all(error is not None for error in caught.value.errors)
+
+
 class Wrapper(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner

@@ -261,6 +261,10 @@ class Backward(WatchesEngine):
                 self.gradients.make_room(layers)
             self.gradients.apply()
 
+    def settle(self) -> None:
+        """Makes ``param.grad`` complete as far as backward has come, because an optimizer steps in a hook of it."""
+        self.gradients.settle(self._arrivals)
+
     def given_by_nested(self) -> Callable[[], str | None]:
         """Records backwards that begin from now on inside the running forward, or inside the forward that runs again.
 

@@ -76,10 +76,15 @@ class Updating:
         return None if place is None else place[0].owner
 
     def order(self) -> Iterator[StreamedLayer]:
-        """Returns all layers: residents and tables first, then the others in the order in which the next forward needs them."""
+        """Returns all layers: residents and tables first, then the others in the order in which the next forward needs them.
+
+        With several devices, the others are in the plan's order: batches may be routed to experts in another order on each
+        process, and all processes update the layers in one order.
+        """
         residents = [layer for layer in self.layers if layer.kind is Kind.RESIDENTS]
         tables = [layer for layer in self.layers if layer.kind is Kind.TABLE]
-        return iter(dict.fromkeys((*residents, *tables, *self.residency.prefetch.order("train"), *self.layers)))
+        needed = () if self.several else self.residency.prefetch.order("train")
+        return iter(dict.fromkeys((*residents, *tables, *needed, *self.layers)))
 
     def before(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
         """Prepares an optimizer's step: nothing reads the host's weights while the step writes them.
@@ -97,7 +102,7 @@ class Updating:
         if running := {layer for layer in self.residency.used if layer.running_calls}:
             self._refuse_in_calls(running, parameters)
         if self.backward.tasks:
-            self.gradients.settle()
+            self.backward.settle()
         if not deferred:
             self.updates.wait_for_all()
         with self.lock:

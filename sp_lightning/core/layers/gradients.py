@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any, Generic, TypeVar
@@ -178,8 +179,12 @@ class GradientSink:
             everything: True to wait for all gradients, because a graph task ends.
         """
 
-    def settle(self) -> None:
-        """Applies all gradients that have arrived, because an optimizer steps in backward and reads ``param.grad``."""
+    def settle(self, arrivals: AbstractContextManager[Any]) -> None:
+        """Applies all gradients that have arrived, because an optimizer steps in backward and reads ``param.grad``.
+
+        Args:
+            arrivals: the lock under which gradients arrive. It is not held while hooks of the user run.
+        """
 
     def end(self, *, last: bool) -> None:
         """Issues the transfers of all gradients, because a graph task ends. ``last``: True if it is the outermost task."""
@@ -417,22 +422,29 @@ class Gradients(GradientSink):
         were_kept = bool(retired) and not retired[-1][0][1]
         if not (everything or were_kept or len(retired) > 1) or not self._applying.acquire(blocking=False):
             return
-        before, self._applier = self._applier, threading.get_ident()
         try:
-            self.transfers.finish(0 if everything or were_kept else 1)
+            self._finish(0 if everything or were_kept else 1)
         finally:
-            self._applier = before
             self._applying.release()
         if everything and not (self.arriving or self.transfers.under_way):
             self.drop()  # clears the records of this backward
 
-    def settle(self) -> None:
+    def _finish(self, keep: int) -> None:
+        """Applies retired gradients, except the ``keep`` latest ones. The caller holds ``_applying``."""
+        before, self._applier = self._applier, threading.get_ident()
+        try:
+            self.transfers.finish(keep)
+        finally:
+            self._applier = before
+
+    def settle(self, arrivals: AbstractContextManager[Any]) -> None:
         # In a hook of an accumulated gradient, on plain Lightning later gradients have not been accumulated either.
         if self._applier == threading.get_ident():
             return
-        self.end(last=False)
+        with arrivals:
+            self.end(last=False)
         with self._applying:
-            self.transfers.finish(0)
+            self._finish(0)
 
     def end(self, *, last: bool) -> None:
         """Drains all gradients."""

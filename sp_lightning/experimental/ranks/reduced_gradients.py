@@ -10,7 +10,9 @@ ranks may take different paths through the model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -265,6 +267,13 @@ class ReducedGradients(GradientSink):
                 family.overwritten.append((place, targets[-1], present(family, place, begin, source.nbytes)))
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         self.transfers.send(family.owner.index, targets, sources, [*family.waiting.values(), *used], None)
+
+    def settle(self, arrivals: AbstractContextManager[Any]) -> None:
+        """Raises a RuntimeError: gradients are summed over the ranks until the backward ends, and are not in ``param.grad``."""
+        raise RuntimeError(
+            "An optimizer stepped in a hook of backward. With several devices, gradients are summed over them until the "
+            "backward ends. Step after backward(), or use Trainer(devices=1)."
+        )
 
     # ------------------------------------------------------------------ backward ends
 

@@ -30,7 +30,7 @@ class StepsInBackward(Module):
         self.late.zero_grad()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        late = {id(p) for p in self.net.blocks[3].parameters()}
+        late = {id(p) for group in self.late.param_groups for p in group["params"]}
         return torch.optim.SGD([p for p in self.parameters() if id(p) not in late], lr=0.1)
 
 
@@ -46,3 +46,13 @@ class InATensorHook(StepsInBackward):
     def listen(self) -> None:
         weight = self.net.blocks[1].inner.weight
         weight.register_hook(lambda gradient: self.late.step())
+
+
+@program("backward: a step of two blocks in a hook of the first one's accumulated gradient", STEPS)
+class InAccumulation(StepsInBackward):
+    """The other block's gradients may have arrived, but on plain Lightning they come after this hook."""
+
+    def listen(self) -> None:
+        self.late.add_param_group({"params": [*self.net.blocks[2].parameters()]})
+        last = [*self.net.blocks[3].parameters()][-1]
+        last.register_post_accumulate_grad_hook(lambda _: self.late.step())

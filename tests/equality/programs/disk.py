@@ -139,9 +139,9 @@ def counts(m: Any) -> None:
 
 
 @contextmanager
-def some_room() -> Iterator[None]:
+def room(nbytes: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        without_room(patch, 40 * 2**10)
+        without_room(patch, nbytes)
         yield
 
 
@@ -149,7 +149,7 @@ def some_away(ours: Outcome) -> None:
     assert 0 < ours.module.noted[0] < 2 * len(list(ours.module.parameters()))
 
 
-@at_step("layers in memory as far as they fit", OFF, inside=some_room, also=some_away)
+@at_step("layers in memory as far as they fit", OFF, inside=partial(room, 40 * 2**10), also=some_away)
 def _(m: Any) -> None:
     """State of some layers is on the disk, that of others is not."""
     counts(m)
@@ -352,18 +352,11 @@ def _(m: Any, optimizer: Any) -> None:
     optimizer.add_param_group({"params": moved, "lr": 1e-4, **fused})
 
 
-@contextmanager
-def room_for_some() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        without_room(patch, 18 * 2**10)
-        yield
-
-
 def some_were_away(ours: Outcome) -> None:
     assert 0 < ours.module.noted[0] < 20
 
 
-@once("state on the disk for a layer in memory", EACH_STATE, inside=room_for_some, also=some_were_away)
+@once("state on the disk for a layer in memory", EACH_STATE, inside=partial(room, 18 * 2**10), also=some_were_away)
 def _(m: Any, optimizer: Any) -> None:
     """A layer whose state stays in memory kept a tensor that is on the disk."""
     m.noted.append(away(optimizer))

@@ -16,11 +16,11 @@ from tests.support.runs import Outcome
 from tests.support.stacked import Router, Routers
 
 FIRST = tiers("k=1")
-"""Whatever did not come is NaN."""
+"""Experts that were not uploaded are NaN there."""
 
 
 def uploads(most: float) -> Callable[[Outcome], None]:
-    """Few experts come: at most so many times all of them."""
+    """Asserts that at most ``most`` times the bytes of all experts are uploaded."""
 
     def also(ours: Outcome) -> None:
         strategy: Any = ours.trainer.strategy
@@ -80,7 +80,7 @@ class NothingRouted(Router):
 
 
 def misses(most: int) -> Callable[[Outcome], None]:
-    """At most so many experts come for each use."""
+    """Asserts that at most ``most`` experts are uploaded for each use."""
 
     def also(ours: Outcome) -> None:
         strategy: Any = ours.trainer.strategy

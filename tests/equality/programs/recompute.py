@@ -155,9 +155,9 @@ class Late(Codebook):
         return super().factor(x) * self.pair[0] * self.pair[1] * float(self.older.normal())
 
 
-@program("recompute: what is no state", RECOMPUTE, of=twice)
+@program("recompute: attributes that are not state", RECOMPUTE, of=twice)
 class Odd(Block):
-    """What is no state, and does not like to be looked at."""
+    """Attributes that are not state, and raise an error when they are read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ _OF_CONTAINERS = ("__len__", "__iter__", "__eq__", "__hash__", "__bool__", "__ge
 
 
 class Holds(Block):
-    """Has objects of classes that refuse what a container does, as e3nn's ``Irrep`` does, a tuple without a length."""
+    """Objects whose classes raise an error for operations of a container, such as e3nn's ``Irrep``, a tuple without a length."""
 
     def __init__(self, kind: type) -> None:
         super().__init__()
@@ -745,7 +745,7 @@ for model in (Transformer, LooksAtCache):
 
 
 def cloned(module: nn.Module) -> Any:
-    """As learn2learn's ``clone_module``: another object with the same attributes, but for the weights and the modules."""
+    """As learn2learn's ``clone_module``: another object with the same attributes, except weights and modules."""
     clone: Any = module.__new__(type(module))
     clone.__dict__ = module.__dict__.copy()
     clone._parameters = {name: p.clone() for name, p in module._parameters.items() if p is not None}

@@ -100,11 +100,14 @@ def compiled(source: str) -> Any:
     return torch.jit.CompilationUnit(f"def scripted(x: Tensor, y: Tensor) -> Tensor:\n    return {source}\n").scripted
 
 
+SCRIPTED = r"Unrepeatable: The forward of 'net.blocks.0' calls 'scripted' in TorchScript, which saves"
+OTHER_GRAPH = "its second run saves the tensors of another graph: gradients were wrong without an error"
+
+
 @refused(
     "TorchScript in the middle of a layer",
-    r"Unrepeatable: The forward of 'net.blocks.0' calls 'scripted' in TorchScript, which saves",
-    of=twice, variant="recompute",
-    covers="its second run saves the tensors of another graph: gradients were wrong without a word",
+    SCRIPTED,
+    of=twice, variant="recompute", covers=OTHER_GRAPH,
 )  # fmt: skip
 class ScriptedInTheMiddle(Block):
     def __init__(self) -> None:
@@ -117,9 +120,8 @@ class ScriptedInTheMiddle(Block):
 
 @refused(
     "TorchScript at the end of a layer",
-    r"Unrepeatable: The forward of 'net.blocks.0' calls 'scripted' in TorchScript, which saves",
-    of=twice, variant="recompute",
-    covers="its second run saves the tensors of another graph: gradients were wrong without a word",
+    SCRIPTED,
+    of=twice, variant="recompute", covers=OTHER_GRAPH,
 )  # fmt: skip
 class ScriptedAtTheEnd(Block):
     """As schnetpack sums the messages of atoms."""
@@ -136,7 +138,7 @@ class ScriptedAtTheEnd(Block):
     "a module in TorchScript",
     r"Unrepeatable: The forward of 'net.blocks.0' calls 'forward' in TorchScript, which saves",
     of=twice, variant="recompute",
-    covers="its second run saves the tensors of another graph: gradients were wrong without a word",
+    covers=OTHER_GRAPH,
 )  # fmt: skip
 class ScriptedModule(Block):
     def __init__(self) -> None:
@@ -736,7 +738,7 @@ class Steered(Module):
 
 
 for kind in AROUND:
-    covers = "gradients were wrong without a word, as torch's own checkpoint leaves them"
+    covers = "gradients were wrong without an error, as torch's own checkpoint leaves them"
     if kind in EQUAL:
         program(f"recompute: {kind} around a forward", tiers(long=["recompute, k=1"]), covers=covers)(
             lambda kind=kind: Steered(kind)
