@@ -11,7 +11,8 @@ from time import perf_counter
 from types import FunctionType
 from typing import Any, TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -28,6 +29,7 @@ from sp_lightning.core.torch_compat.private import (
 )
 from sp_lightning.core.updates.background import updates_here
 from sp_lightning.core.updates.fused import OF_EACH, divide, runs_fused, settings_on_cpu
+from sp_lightning.registry import is_declared
 from sp_lightning.trainer.user_hooks import calls_closure_first
 
 _ONE_CLASS_PAGE = "examples/guide/updates.md#optimizers-that-are-heavy-on-the-cpu"
@@ -86,8 +88,9 @@ class StepHooks:
         self._stepping: list[Optimizer] = []  # the optimizers whose steps are running, the innermost last
         self._changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Groups that have other settings during a step, with the user's values of these settings."""
-        self._divided: list[tuple[Optimizer, list[dict[str, Any]], set[Any]]] = []
-        """Optimizers whose groups are divided by place while they step, with their user's groups, and the keys of their state."""
+        self._divided: list[tuple[Optimizer, list[dict[str, Any]], set[Any], Sequence[Tensor] | None]] = []
+        """Optimizers whose groups are divided by place while they step, with their user's groups, the keys of their state, and
+        the states of random generators if only a declaration says that the step may be divided."""
         self._hooks_of: dict[Optimizer, list[RemovableHandle]] = {}  # hooks on single optimizers, while they step
         self._scope = scope.get()
 
@@ -276,7 +279,8 @@ class StepHooks:
         """
         parts = [(group, divide(group, stay)) for group in optimizer.param_groups]
         if any(here["params"] and there["params"] for _, (here, there) in parts):
-            self._divided.append((optimizer, optimizer.param_groups, set(state_of(optimizer))))
+            random = self._engine.device.random_states() if is_declared(optimizer) else None
+            self._divided.append((optimizer, optimizer.param_groups, set(state_of(optimizer)), random))
             optimizer.param_groups = [
                 each for group, both in parts for each in (both if all(p["params"] for p in both) else (group,))
             ]
@@ -295,18 +299,21 @@ class StepHooks:
             hooked: the arguments of torch's hooks, if torch calls this after a step.
 
         Raises:
-            RuntimeError: a step whose groups were divided by place has written settings of them.
+            RuntimeError: a step whose groups were divided by place has written settings of them, or has drawn random numbers.
         """
         if updates_here():
             return
         for group, settings in reversed(self._changed):
             group.update(settings)
         self._changed.clear()
-        for optimizer, groups, known in reversed(self._divided):
+        for optimizer, groups, known, random in reversed(self._divided):
             parts, optimizer.param_groups, state = optimizer.param_groups, groups, state_of(optimizer)
-            if hooked and any(map(_writes, parts, _of_parts(parts, groups))):
+            what = "writes settings of them" if any(map(_writes, parts, _of_parts(parts, groups))) else ""
+            if random is not None and not all(map(torch.equal, random, self._engine.device.random_states())):
+                what = "draws random numbers, in another order then"
+            if hooked and what:
                 raise RuntimeError(
-                    f"gpu_layers divides param_groups by place, but {type(optimizer).__name__}.step writes settings of them. "
+                    f"gpu_layers divides param_groups by place, but {type(optimizer).__name__}.step {what}. "
                     "Leave gpu_layers out, or give each place param_groups of its own."
                 )
             order_new_state(state, _parameters(optimizer), known)

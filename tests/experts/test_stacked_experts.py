@@ -84,6 +84,7 @@ def test_an_expert_comes_alone_and_its_gradient_goes_alone() -> None:
     whole = sum(parameter.nbytes for parameter in ours.module.parameters())
     unrouted = sum((EXPERTS - 2) * layer.row_bytes for layer in stacks)
     assert drained == len(batches()) * (whole - unrouted)
+    assert strategy.stats().expert_misses <= len(batches()) * len(stacks) * 2 * 2, "two experts, forward and backward"
 
 
 def test_gradients_of_which_few_rows_left_are_gone_as_a_whole() -> None:

@@ -124,6 +124,12 @@ def test_the_step_of_layers_that_stay_is_checked_too() -> None:
         trainer_for(on_device(gpu_layers=1.0)).fit(Stepped(made(group_counts)), loader(vectors()))
 
 
+def test_a_step_that_is_divided_by_place_draws_no_random_numbers() -> None:
+    """Each place would draw its own, in another order than plain Lightning."""
+    with pytest.raises(RuntimeError, match=r"Declared\.step draws random numbers.*Leave gpu_layers out"):
+        trainer_for(half_stay()).fit(Stepped(made(REFUSED["random numbers"][0])), loader(vectors()))
+
+
 @pytest.mark.parametrize(
     ("generator", "draw"),
     [

@@ -326,6 +326,51 @@ def test_a_prediction_sees_it_too(how: str) -> None:
     assert_equal(predict(superpipeline(k=1)), predict("auto"), how)
 
 
+class UsesCaptured(Module):
+    """Captures a weight, and has functions use it in each batch of a prediction, and after each batch."""
+
+    def __init__(self, in_batch: Callable[[Any, Tensor], Tensor], after: Callable[[Any], Any]) -> None:
+        super().__init__(Stack())
+        self.captured, self.seen = [self.net.blocks[1].inner.weight], list[Any]()
+        self.in_batch, self.after = in_batch, after
+
+    def predict_step(self, batch: Tensor) -> Tensor:
+        return self.in_batch(self, batch)
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self.after(self)
+
+
+def written_late(m: UsesCaptured, batch: Tensor) -> Tensor:
+    """The memory is taken before the layer's use in the batch, written after it, and dropped."""
+    data = m.captured[0].data
+    result: Tensor = m.net(batch)
+    data.mul_(0.9)
+    return result
+
+
+def penalty(m: UsesCaptured) -> None:
+    with torch.enable_grad():
+        m.captured[0].square().sum().backward()
+    m.seen.append(m.captured[0].grad.clone())
+
+
+@pytest.mark.parametrize(
+    ("in_batch", "after"),
+    [(written_late, lambda m: None), (lambda m, batch: m.net(batch), penalty)],
+    ids=["written late", "gradient between batches"],
+)
+def test_a_captured_weight_of_a_prediction(in_batch: Any, after: Any) -> None:
+    """Copies on the device stay valid between batches, unless user code may write a weight. A graph takes the weight itself."""
+    seen = []
+    for strategy in (superpipeline(k=8), "auto"):
+        pl.seed_everything(7, verbose=False)
+        module = UsesCaptured(in_batch, after)
+        results = trainer_for(strategy, inference_mode=False).predict(module, loader(vectors(4)))
+        seen.append([*results, *module.seen])
+    assert_equal(*seen, "predictions")
+
+
 @pytest.mark.parametrize("how", ["mul_", "copy_", "detach"])
 def test_autograds_own_error_comes_where_a_graph_has_saved_the_weight(how: str) -> None:
     class Saves(WritesInItsCall):

@@ -361,7 +361,9 @@ class GivesOnce(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-@pytest.mark.parametrize(("inside", "precision"), [(False, "32-true"), (True, "32-true"), (False, "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("inside", "precision"), [(False, "32-true"), (True, "32-true"), (False, "bf16-mixed"), (True, "bf16-mixed")]
+)
 @pytest.mark.parametrize("changes", [True, False], ids=["written", "not written"])
 def test_given_memory_is_written_between_two_calls_of_a_step_and_in_them(
     changes: bool, inside: bool, precision: Any

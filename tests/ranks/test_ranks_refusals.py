@@ -65,7 +65,7 @@ def train_with_a_step_in_backward() -> None:
 @pytest.mark.long("starts two ranks")
 def test_a_step_in_a_hook_of_backward() -> None:
     """The gradients are not summed then: without the error, the step would do nothing."""
-    with pytest.raises(RanksFailed, match=r"Step after backward\(\)") as caught:
+    with pytest.raises(RanksFailed, match=r"Do it after backward\(\)") as caught:
         in_ranks(2, train_with_a_step_in_backward)
     assert all(error is not None for error in caught.value.errors)
 

@@ -262,7 +262,7 @@ class Backward(WatchesEngine):
             self.gradients.apply()
 
     def settle(self) -> None:
-        """Makes ``param.grad`` complete as far as backward has come, because an optimizer steps in a hook of it."""
+        """Makes ``param.grad`` complete as far as backward has come, because a hook of it uses ``param.grad``."""
         self.gradients.settle(self._arrivals)
 
     def given_by_nested(self) -> Callable[[], str | None]:

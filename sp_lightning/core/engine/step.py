@@ -267,7 +267,7 @@ class Step:
 
     def resume(self) -> None:
         """Puts device parameters into the modules again after :meth:`hold_host` or :meth:`await_backward`."""
-        if self._holds_host and (self.running or self._stepping):
+        if self._holds_host and self.running:
             self.activate()
 
     def show_host(self) -> None:

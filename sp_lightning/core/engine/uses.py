@@ -277,6 +277,20 @@ class Uses:
             return slot.layer
         return self.residents.layer if address == self.residents.address else None
 
+    # ------------------------------------------------------------------ gradients are used in backward
+
+    def gradient_is_used(self, layer: StreamedLayer) -> None:
+        """Prepares for user code that reads or sets ``param.grad`` of a layer.
+
+        In a hook of backward, makes ``param.grad`` complete as far as backward has come: gradients may be in flight.
+
+        Raises:
+            RuntimeError: the running backward has updated the layer already; or there are several devices.
+        """
+        if self.backward.tasks:
+            self.backward.settle()  # may complete the layer's gradients, so that the layer is updated
+            layer.refuse_updated("a hook used p.grad of one of its weights")
+
     # ------------------------------------------------------------------ threads, hooks, refusals
 
     def close(self) -> None:

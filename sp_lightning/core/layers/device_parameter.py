@@ -115,16 +115,20 @@ class DeviceParameter(nn.Parameter):
                 tensor_data.__set__(self, value)
 
     @property
+    @never_compiled  # backward may run, and gradients arrive
     def grad(self) -> Tensor | None:
+        self._of.engine.gradient_is_used(self._of.layer)
         return self.host.grad
 
     @grad.setter
+    @never_compiled
     def grad(self, value: Tensor | None) -> None:
+        self._of.engine.gradient_is_used(self._of.layer)
         self.host.grad = value
 
     @grad.deleter
     def grad(self) -> None:
-        self.host.grad = None
+        self.grad = None
 
     @property
     def requires_grad(self) -> bool:

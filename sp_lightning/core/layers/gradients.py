@@ -180,7 +180,7 @@ class GradientSink:
         """
 
     def settle(self, arrivals: AbstractContextManager[Any]) -> None:
-        """Applies all gradients that have arrived, because an optimizer steps in backward and reads ``param.grad``.
+        """Applies all gradients that have arrived, because a hook of backward uses ``param.grad``, or steps an optimizer.
 
         Args:
             arrivals: the lock under which gradients arrive. It is not held while hooks of the user run.
@@ -294,8 +294,7 @@ class Gradients(GradientSink):
             return
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.DRAIN_AFTER_GRADIENT)
         copies, staging, targets, sources = self._place(gradients)
-        if not owner.whole:
-            owner.rows.sparse_on_device = False  # the layer's next gradient sets it again
+        owner.rows.sparse_on_device = False  # a table's next gradient sets it again
         self.transfers.send(owner.index, targets, sources, list(gradients.values()), (owner, copies, staging))
 
     def expect(self, wanted: Wanted | None = None) -> None:

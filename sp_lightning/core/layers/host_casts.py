@@ -106,11 +106,13 @@ class Casts(NoCasts):
     def offer(self, views: Sequence[Tensor]) -> None:
         """Offers views of the casts on the device in place of the masters, if the casts are current.
 
-        If the masters are on the device, no casts are offered, because user code may write the masters there.
+        No casts are offered if user code may write the masters elsewhere than on the host: the masters are on the device, or user
+        code has given one of them other memory (``param.data = other``) and holds it.
         """
-        group = self._layer.parameters
+        group, guard = self._layer.parameters, self._layer.guard
         group.sync_requires_grad()
-        group.casts = views if self._layer.slot is None and self.current else None
+        elsewhere = self._layer.slot is not None or (guard is not None and guard.replaced)
+        group.casts = views if self.current and not elsewhere else None
 
     def withdraw(self) -> None:
         """Withdraws the casts, because the layer is detached."""

@@ -233,8 +233,8 @@ class StreamedLayer:
         rows: which rows of the layer are uploaded: :class:`AllRows`, unless a finder of rows has replaced this object.
         fetched_by_use: True for masters and tables: usually only single operations and look-ups use them, and not a whole module
             call. So they are not in the trace, are not prefetched, and are evicted after each use.
-        whole: True if the layer is uploaded whole and unchanged, so that its rows and casts have nothing to do. Frequent code
-            tests this first, which saves calls.
+        whole: True if uploads into slots are whole and unchanged, so that rows and casts have nothing to do there. Frequent code
+            tests this first, which saves calls. (The rows of a table that a batch looks up are in no slot.)
         state: where the layer's weights are: :class:`~sp_lightning.core.layers.states.LayerState`.
         slot: the slot that has the weights, after the event ``transfer``. If this is None, the weights are on the host alone.
         guard: records possible writes that no version counter shows; None if user code has made no such write possible.
@@ -281,7 +281,7 @@ class StreamedLayer:
         self.spans = (*planned.spans, *planned.casts)
         self.fetched_by_use = kind in (Kind.MASTERS, Kind.TABLE)
         self.rows = AllRows()
-        self.whole = kind is not Kind.TABLE and not planned.rows and planned.masters is None
+        self.whole = not planned.rows and planned.masters is None
         self.update: Future[None] | None = None
         self.downloaded: Any = None
         self.stepped: Any = None

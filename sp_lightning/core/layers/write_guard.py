@@ -15,6 +15,7 @@ step                                       and each may be written at any time. 
                                            the written one is copied to the other. If both were written, an error is raised.
 other memory for a weight  ``replaced``    User code has set ``param.data = other`` and holds ``other``. The weight stays in
                                            that memory in its layer's next uses. Before each use the memory is copied to the host.
+                                           A master in such memory is used itself, and not its cast.
 a weight of another dtype  ``retyped``     The slot has no place for the weight. The weight has device memory of its own, to which
                                            each use copies the host's values.
 =========================  ==============  ==================================================================================

@@ -396,6 +396,7 @@ class WriteBack:
         guard_of(layer).replace({i: value for i, value in given.items() if shared(value)})
         if guard_of(layer).replaced:
             self.replaced.add(layer)
+            layer.parameters.casts = None  # user code may write that memory at any time, so each use reads it
         else:
             self.replaced.discard(layer)
             drop_if_empty(layer)

@@ -271,8 +271,8 @@ class ReducedGradients(GradientSink):
     def settle(self, arrivals: AbstractContextManager[Any]) -> None:
         """Raises a RuntimeError: gradients are summed over the ranks until the backward ends, and are not in ``param.grad``."""
         raise RuntimeError(
-            "An optimizer stepped in a hook of backward. With several devices, gradients are summed over them until the "
-            "backward ends. Step after backward(), or use Trainer(devices=1)."
+            "A hook of backward used p.grad, or stepped an optimizer. With several devices, gradients are summed over them until "
+            "the backward ends. Do it after backward(), or use Trainer(devices=1)."
         )
 
     # ------------------------------------------------------------------ backward ends

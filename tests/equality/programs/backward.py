@@ -56,3 +56,29 @@ class InAccumulation(StepsInBackward):
         self.late.add_param_group({"params": [*self.net.blocks[2].parameters()]})
         last = [*self.net.blocks[3].parameters()][-1]
         last.register_post_accumulate_grad_hook(lambda _: self.late.step())
+
+
+@program(
+    "backward: gradients that a hook of another block changes if they are there",
+    {**STEPS, "bf16-mixed, k=1": 2, "updated under backward, not accumulated": 2},
+    refused={
+        "updated under backward, not accumulated": 'RuntimeError: .*"backward" had updated layer .* when, in the same backward, '
+        "a hook used p.grad of one of its weights"
+    },
+)  # fmt: skip
+class ChangesGradients(Module):
+    """Gradients in flight were not there for the hook, and changes of earlier ones had no effect."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.seen: list[Any] = []
+        self.net.blocks[1].register_full_backward_hook(lambda *_: self.change())
+
+    def change(self) -> None:
+        for at in (3, 2, 1):
+            for p in self.net.blocks[at].parameters():
+                self.seen.append(None if p.grad is None else p.grad.clone())
+                if at == 3:
+                    p.grad = None
+                elif p.grad is not None:
+                    p.grad.mul_(0.5)
