@@ -100,16 +100,6 @@ def test_training_is_measured_and_equal(tmp_path: Path, capsys: pytest.CaptureFi
         assert len(plain["optimizer_seconds"]) == 3
 
 
-@pytest.mark.long("processes that measure for half a minute; the second tier has training's")
-def test_prediction_is_measured_and_equal(tmp_path: Path) -> None:
-    out = str(tmp_path / "rows.jsonl")
-    plain, ours, other = contest.main(
-        ["predict", *SHORT, "--contestants", "plain", "superpipeline", "accelerate", "--out", out]
-    )
-    assert plain["losses"] == ours["losses"]
-    assert other["status"] == "missing" or other["losses"] == plain["losses"]
-
-
 @pytest.mark.long("processes that measure for seconds; the second tier has training's")
 def test_ways_of_activations_are_measured_and_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As on the command line, but in this process: fourteen would take a minute to start.
@@ -245,21 +235,6 @@ def test_too_little_host_memory_is_said_before_anything_is_built() -> None:
     assert "bf16-true" in row["error"]
     small = Workload("train", precision="32-true")
     assert contest.obstacle(small, contestants.by_name("superpipeline-2:1"), contest.Limits()) is None
-
-
-@pytest.mark.long("takes a second or more")
-def test_what_no_longer_fits_the_budget_is_a_row(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    everything.run(agenda.pretended(), everything.Budget(0), 1.0, out)
-    assert [row["item"] for row in rows.read(out)] == [item.name for item in agenda.pretended()]
-    assert {row["status"] for row in rows.read(out)} == {"skipped"}
-
-
-def test_all_contestants_of_the_lists_exist() -> None:
-    lists = [item for make in agenda.LISTS.values() for item in make()]
-    for item in [*lists, *agenda.of_size("tiny", "32-true"), *agenda.of_size("1.5B", "bf16-mixed")]:
-        if isinstance(item, agenda.Contest):
-            assert all(item.workload.task in contestants.by_name(name).host_copies for name in item.contestants)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from examples import finetune_llm
 from tests.support.small_recipes import CHAT, LLAMA, common, run, write_rows
@@ -150,12 +150,6 @@ def test_the_precision_of_the_default_model_on_a_cpu(more: list[str], precision:
     options = finetune_llm.parse(["--accelerator", "cpu", *more])
     common.prepare(options)
     assert options.precision == precision
-
-
-@pytest.mark.rest("a second run of the same recipe")
-def test_the_saved_tokenizer_has_the_chat_template(folder: Path, tokenizer: Any) -> None:
-    run("llm", "ours", "--steps", "1")
-    assert AutoTokenizer.from_pretrained("ours/model").chat_template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from examples import finetune_moe
@@ -67,19 +66,6 @@ def test_adapters_beside_experts_in_4_bits_and_adapters_of_experts(
     assert {name for name in saved[1] if "lora_" in name} == {*saved[0]}
     packed = [type(value).__name__ for value in saved[1].values()].count("PackedStack")
     assert packed == 4 * ("--experts" in more)
-
-
-@pytest.mark.long("a checkpoint resumes in the tests of packed experts")
-@pytest.mark.parametrize("strategy", ["superpipeline", "auto"])
-def test_a_run_with_packed_experts_resumes(
-    strategy: str, base: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = [*base, "--experts", "4bit", "--lora-experts", "--strategy", strategy, "--steps"]
-    # The learning rate is constant: the schedule of a run with fewer steps would be another one.
-    monkeypatch.setattr(finetune_moe, "cosine_with_warmup", lambda optimizer, *_: LambdaLR(optimizer, lambda _: 1.0))
-    whole = run("moe", "whole", *arguments, "6")
-    run("moe", "part", *arguments, "4")
-    assert_same(run("moe", "part", *arguments, "6", "--resume"), whole)
 
 
 @pytest.mark.long("takes a second or more")

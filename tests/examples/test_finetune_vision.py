@@ -45,25 +45,6 @@ def test_a_model_of_transformers_trains(more: list[str], folder: Path) -> None:
     assert frozen == bool(more)
 
 
-@pytest.mark.long("a second run of the same recipe")
-def test_the_head_alone_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = run("vision", "run", "--model", "test_vit", "--no-pretrained", "--head-only", "--epochs", "1").model
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"head.weight", "head.bias"}
-    with pytest.raises(SystemExit):  # the same weights, but more of them are trained
-        run("vision", "run", "--model", "test_vit", "--no-pretrained", "--resume", "run/last.ckpt")
-    assert (
-        "run/last.ckpt: a checkpoint of another model or of a run with other options (--head-only)"
-        in capsys.readouterr().err
-    )
-
-
-@pytest.mark.long("a training until it has learned")
-def test_digits_are_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    module = recipe.main(["--accelerator", "cpu"])
-    assert module.trainer.callback_metrics["accuracy"] > 0.3
-
-
 def test_one_image_in_ten_is_for_validation_and_never_augmented(folder: Path) -> None:
     images = recipe.Images(DATA, batch_size=2, augment="strong")
     training, validation = images.train_dataloader(), images.val_dataloader()

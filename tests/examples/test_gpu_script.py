@@ -52,39 +52,10 @@ def test_a_list_is_run_in_nine_minutes_and_ends_as_it_does(arguments: list[str],
     assert asked in done[-1]
 
 
-def test_what_a_list_says_has_a_mebibyte_at_most(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nhead -c 3000000 /dev/zero\n")
-    python.chmod(0o755)
-    script = Path(everything.__file__).with_name("gpu.sh")
-    environment = {**os.environ, "PYTHON": str(python), "OUT": str(tmp_path)}
-    run = subprocess.run(["bash", script, "now"], env=environment, capture_output=True)
-    assert run.returncode == 0
-    assert len(run.stdout) >= 3_000_000
-    assert (tmp_path / "now.txt").stat().st_size == 2**20
-
-
 # ---------------------------------------------------------------------- the list
 
 
 FIRST = ["train llm 1.5B, bf16-mixed", "train llm 8B, bf16-true", "AdamW"]
-
-
-@pytest.mark.parametrize("most", [540, 400])
-def test_the_first_call_is_first_and_fits(
-    most: int, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(everything, "RESULTS", tmp_path)
-    monkeypatch.setattr(everything, "FIRST_CALL", most)
-    monkeypatch.setattr(rows, "_code", lambda path: b"")  # of all files: seconds
-    with pytest.raises(SystemExit) as ended:
-        everything.main(["--list", "now", "--dry-run", "--out", str(tmp_path)])
-    assert ended.value.code == (most < 540)
-    order = [line[16:] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert [each.startswith(name) for each, name in zip(order, FIRST, strict=False)] == [True] * 3
-    tables = ["train llm 1.5B", "predict llm 7B", "train vlm 7B", "predict vlm 7B", "train vision", "predict vision"]
-    rest = ["train llm 1.5B", "train llm 8B", "train llm 1.5B", "everyday", "quantised", "all"]
-    assert [each.startswith(name) for each, name in zip(order[4:], [*tables, *rest], strict=False)] == [True] * 12
 
 
 @pytest.mark.long("a process that collects tests")
@@ -149,15 +120,6 @@ def test_what_has_a_row_of_the_present_code_is_done(item: agenda.Item, repositor
     assert not agenda.is_done(item, found)
 
 
-def test_the_last_run_says_how_long_an_item_takes(repository: Path) -> None:
-    module, contest_, tests = ITEMS
-    assert [agenda.expected(item, []) for item in ITEMS] == [60, 80, 60]
-    assert agenda.expected(module, [row_of(module, seconds=9.0), row_of(module, status="failed")]) == 9
-    assert agenda.expected(tests, [row_of(tests, left_out=0, seconds=9.0), row_of(tests, left_out=3)]) == 9
-    shared = {"workload": asdict(WORKLOAD), "limits": {"device_gib": None}, "kind": "train", "process_seconds": 9.0}
-    assert agenda.expected(contest_, [{**row_of(module), **shared, "contestant": "plain"}]) == 9 + 40
-
-
 def run_with(
     monkeypatch: pytest.MonkeyPatch, results: dict[str, str] | None, known: Any, out: Path, minutes: float
 ) -> Any:
@@ -204,16 +166,6 @@ def test_what_needs_more_than_what_is_left_is_not_begun(repository: Path, monkey
     assert tests["status"] == "skipped"
     (*_, tests), _ = run_with(monkeypatch, {ONE: "passed"}, known, tmp_path / "rows.jsonl", 50 / 60)
     assert tests["status"] == "ok"
-
-
-def test_tests_of_what_is_not_installed_are_missing(repository: Path, monkeypatch: Any, tmp_path: Path) -> None:
-    item = agenda.Tests("forks", ("test_fork.py",), needs=("torch-of-nowhere",))
-    everything.run([item], everything.Budget(60), 1.0, tmp_path / "rows.jsonl")
-    (row,) = rows.read(tmp_path / "rows.jsonl")
-    assert (row["status"], row["error"]) == (
-        "missing",
-        "not installed: torch-of-nowhere. Put their wheels into wheels/.",
-    )
 
 
 @pytest.mark.rest("a time that has to pass")
@@ -311,17 +263,6 @@ def test_every_contestant_of_the_list_runs_on_a_cpu(workload: Workload, name: st
     """Lightning refused one of them: it does not clip fused optimizers in mixed precision."""
     row = each_contestant.run(workload, name)
     assert each_contestant.works(row), row
-
-
-def test_the_list_tables_every_family_in_training_and_prediction() -> None:
-    """Those of prediction were missing for vision and for images with text."""
-    windows = {name for name in agenda.DIAL if name != "plain"}
-    found = {
-        (item.workload.task, item.workload.family)
-        for item in agenda.now()
-        if isinstance(item, agenda.Contest) and windows <= {*item.contestants}
-    }
-    assert found == {(task, family) for task in ("train", "predict") for family in ("llm", "vlm", "vision")}
 
 
 @pytest.mark.parametrize("failing", [None, "superpipeline-2:1"])

@@ -184,11 +184,6 @@ def test_the_two_commands_of_readme_are_one_line_each() -> None:
     assert tests.endswith(" && python -m pytest")
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=named)
-def test_pages_have_one_name_of_the_command(page: Path) -> None:
-    assert "python -m sp_lightning" not in page.read_text()
-
-
 @pytest.mark.parametrize("page", LINKED, ids=named)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(page.read_text()):
@@ -206,9 +201,3 @@ def test_recipes_that_are_named_have_the_options_that_are_shown(page: Path) -> N
         source = "".join((ROOT / file).read_text() for file in (script, "examples/common.py"))
         for option in re.findall(r"--[\w-]+", options):
             assert f'"{option}"' in source, f"{script} {option}"
-
-
-def test_readme_stays_short() -> None:
-    text = (ROOT / "README.md").read_text()
-    without_links = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", re.sub(r"```bibtex.*?```", "", text, flags=re.DOTALL))
-    assert len([word for word in without_links.split() if re.search(r"\w", word)]) <= 600

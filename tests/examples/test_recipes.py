@@ -12,12 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import LightningCLI
 
 from examples import (
     finetune_diffusion,
@@ -30,7 +27,6 @@ from examples import (
 )
 from examples.demos import bridge_vlm, cram_llm, sweep_lora, train_sparse
 from sp_lightning.__main__ import main
-from tests.support.tiers import first
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
@@ -48,19 +44,6 @@ RECIPES = [
     sweep_lora,
     train_sparse,
 ]
-
-
-@pytest.mark.long("eight runs of each recipe; the dial is tested in tests/comparison")
-@pytest.mark.parametrize("recipe", RECIPES[2:9])
-def test_the_dial_of_a_recipe_has_six_windows(
-    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    recipe.main(["--dial", "--accelerator", "cpu", "--batch-size", "2"])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| k=")]
-    assert len(rows) == 6
-    assert all(row.split("|")[4].strip() for row in rows), "each has a time"
-    assert list(tmp_path.rglob("*.ckpt")) == []
 
 
 @pytest.mark.long("tests/sharing has trials in the first tier")
@@ -81,17 +64,6 @@ def test_learning_rates_at_once_have_the_losses_of_one_after_the_other(
     other = one._replace(losses=[*one.losses[:-1], math.nextafter(one.losses[-1], 0)])
     with pytest.raises(RuntimeError, match=r"learning rate 0\.003 has other losses than alone, from number 4 on"):
         sweep_lora.compare(result.trials, [result.alone[0], other, result.alone[2]])
-
-
-@pytest.mark.long("a second run of the same demonstration")
-def test_learning_rates_share_a_base_of_16_bits_in_mixed_precision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep_lora, "BASE_STEPS", 2)
-    arguments = ["--rates", "1e-3", "1e-2", "--steps", "2", "--precision", "bf16-mixed", "--accelerator", "cpu"]
-    result = sweep_lora.main([*arguments, *TEXT, "--output", str(tmp_path)])
-    assert result.base_bytes > 0
-    assert result.alone == []
 
 
 def test_a_loss_that_is_no_number_is_not_the_best() -> None:
@@ -229,34 +201,3 @@ def test_a_config_of_two_devices_trains(tmp_path: Path) -> None:
     rows = (tmp_path / "runs" / "fit_llm" / "version_0" / "metrics.csv").read_text().splitlines()
     assert len(rows) == 3  # a head, ten steps and their validation
     assert torch.load(tmp_path / "runs" / "fit_llm" / "last.ckpt", weights_only=True)["global_step"] == 10
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize(
-    ("config", "more"),
-    first(
-        [
-            ("fit_llm", [*SMALL, "--trainer.max_steps", "2"]),
-            ("predict_llm", [*SMALL, "--model.generation.max_new_tokens", "3"]),
-            (
-                "fit_vision",
-                ["--data.batch_size", "8", "--trainer.limit_train_batches", "2", "--trainer.max_epochs", "1"],
-            ),
-        ],
-        if_=lambda each: each[0] == "fit_llm",
-        why="the other configs",
-    ),
-)
-def test_configs_run_by_a_lightning_cli_of_ones_own(
-    config: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = [config.split("_")[0], "--config", str(CONFIGS / f"{config}.yaml"), *QUIET, *more]
-    monkeypatch.setenv(
-        "JSONARGPARSE_DEPRECATION_WARNINGS", "off"
-    )  # Lightning 2.6 calls what jsonargparse 4.53 deprecates
-    monkeypatch.setattr(sys, "argv", ["cli.py", *arguments])
-    cli = LightningCLI()
-    assert isinstance(cli.model, LightningModule)
-    assert cli.trainer.strategy.stats().fetched_layers > 0
-    assert list((tmp_path / "runs" / config).iterdir())

@@ -103,11 +103,6 @@ def test_figures_of_the_guide_are_measured_again() -> None:
     assert [row for row in shown if row not in measured] == []
 
 
-def test_the_guide_is_at_most_500_words() -> None:
-    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", GUIDE.read_text())
-    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 500
-
-
 def test_its_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     offload = page.Superpipeline.offload_gradients
 

@@ -86,15 +86,6 @@ def test_training_is_that_of_plain_lightning(
     assert len(levels(ours.state)) == 2 * 7
 
 
-@pytest.mark.long("a precision and a way to update of which other models are tests")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_updates_in_backward_are_those_of_plain_lightning(precision: Any) -> None:
-    expected = fit(fused(small), BATCHES, precision=precision, recorded="losses")
-    strategy = SuperpipelineStrategy(optimizer_overlap="backward")
-    ours = fit(fused(small), BATCHES, strategy, precision=precision, recorded="losses")
-    assert_same(ours, expected)
-
-
 @pytest.mark.rest("takes tenths of a second")
 def test_levels_travel_with_their_layers_and_none_stays_on_the_device() -> None:
     def of(kind: type[FineTune]) -> tuple[int, int]:

@@ -253,3 +253,42 @@ def write_configs(folder: Path) -> Path:
         (folder / f"{name}.json").write_text(json.dumps(config))
     (folder / "shapes").symlink_to(SHAPES, target_is_directory=True)
     return folder
+
+
+class Scales(nn.Module):
+    """Multiplies by the mean of some thousand weights."""
+
+    def __init__(self, thousands: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1024 * thousands))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.mean()
+
+
+class Uneven(nn.Module):
+    """Nine layers of four sizes: with k = 5, slots of one size are chosen, and with k = 6, of two sizes, which take less."""
+
+    sizes: tuple[int, ...] = (13, 28, 28, 19, 19, 19, 28, 13, 28)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*map(Scales, self.sizes))
+        self.example_input_array = torch.zeros(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+
+class Frozen(Uneven):
+    """With all five layers on the device, it takes less than with three and two slots of the largest size."""
+
+    sizes = (9, 9, 9, 9, 10)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.requires_grad_(False)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x))  # type: ignore[no-any-return]

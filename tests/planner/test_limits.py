@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
-from sp_lightning.core.plan.units import in_gib
 from tests.support.answers import plan
 from tests.support.tiers import some
 
@@ -28,22 +27,6 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         1 if re.match(r"(It does not fit|You don't need .*\nWith this strategy it does not)", text) else 0
     )
     return text
-
-
-@pytest.mark.rest("some plans of a model")
-def test_device_memory_of_plain_lightning_of_checkpoints_and_of_a_window(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each to the byte."""
-    found = plan(capsys, *WIDE)
-    plain, less, least = found["plain_bytes"], found["checkpointed_bytes"], found["windows"][0]["device_bytes"]
-    for limit, first in (
-        (plain, "You don't need sp_lightning: plain Lightning fits ("),
-        (plain - 1, f"Plain Lightning fits if each layer runs in torch.utils.checkpoint ({in_gib(less)} of "),
-        (less - 1, "It fits: Super"),
-    ):
-        assert said(capsys, *WIDE, "--gpu-memory", f"{limit}B").startswith(first)
-    kept = (*WIDE, "--activations", "keep", "--gpu-memory")
-    assert said(capsys, *kept, f"{least}B").startswith("It fits: ")
-    assert " available, 3 B short." in said(capsys, *kept, f"{least - 3}B")
 
 
 _ENOUGH = r"does not fit.*?(?:at least ([\d.]+) GiB of GPU|--host-memory ([\d.]+)GiB is enough)"
@@ -107,13 +90,23 @@ def test_the_largest_window_that_fits_is_tried(capsys: pytest.CaptureFixture[str
     assert sizes == sorted(sizes), "a larger k takes more"
 
 
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("limit", [(), ("--gpu-memory", "100GiB")])
-def test_a_window_with_a_slot_for_each_layer_is_tried(
-    capsys: pytest.CaptureFixture[str], limit: tuple[str, ...]
-) -> None:
-    found = plan(capsys, "tests.planner.models:Sixteen", *limit)
-    assert {(14, 2), (15, 1)} <= {(each["k"], each["k_prime"]) for each in found["windows"]}
+@pytest.mark.rest("some plans of a model")
+def test_a_larger_window_that_takes_less_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bisection said that k = 4 is the largest."""
+    uneven = ("tests.planner.models:Uneven", "--predict", "--precision", "32-true", "--k-prime", "1")
+    five, six, seven = (each["device_bytes"] for each in plan(capsys, *uneven, "--k", "5", "6", "7")["windows"])
+    assert six < five < seven
+    windows = plan(capsys, *uneven, "--gpu-memory", f"{six}B")["windows"]
+    assert max(each["k"] for each in windows if each["fits"]) == 6
+
+
+@pytest.mark.rest("some plans of a model")
+def test_more_staying_layers_that_take_less_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bisection said that two of five fit."""
+    frozen = ("tests.planner.models:Frozen", "--precision", "32-true", "--k", "1", "--k-prime", "1", "--gpu-layers")
+    three, five = (plan(capsys, *frozen, number)["windows"][0]["device_bytes"] for number in ("3", "5"))
+    assert five < three
+    assert plan(capsys, *frozen, "auto", "--gpu-memory", f"{five}B")["best"]["gpu_layers"] == 5
 
 
 @pytest.mark.rest("some plans of a model")

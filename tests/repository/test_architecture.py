@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -154,17 +153,6 @@ class Mine(Strategy):
     ]
 
 
-def classes(source: str) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
-
-
-@pytest.mark.long("takes a second or more")
-def test_no_two_classes_have_one_name() -> None:
-    """But for what has a second base class in ``pytorch_lightning``, where it is to have the same name."""
-    names = [name for file, source in FILES.items() if file != "pytorch_lightning" for name in classes(source)]
-    assert sorted(set(names)) == sorted(names)
-
-
 @pytest.mark.long("takes a second or more")
 def test_one_file_touches_the_accelerator() -> None:
     found = {
@@ -284,33 +272,6 @@ def test_the_check_for_privates_can_fail() -> None:
     assert torch_privates("class A(S):\n  def _apply(self): return super()._apply()") == {"_apply"}
     assert torch_privates("class A:\n  def f(self):\n    self._values = 1\n    return self._values") == set()
     assert torch_privates("def f(module): return module._parameters, module.weight._version") == set()
-
-
-def test_the_options_are_frozen() -> None:
-    """Each new option is a decision, and is written down here."""
-    parameters = inspect.signature(SuperpipelineStrategy).parameters
-    assert {name: each.default for name, each in parameters.items()} == {
-        "k": "auto",
-        "k_prime": "auto",
-        "gpu_layers": 0,
-        "gpu_memory": None,
-        "activations": "auto",
-        "layers": None,
-        "keep_on_gpu": (),
-        "pin_memory": True,
-        "optimizer_overlap": "auto",
-        "optimizer_on": "cpu",
-        "save_frozen": True,
-        "load_weights_from": None,
-        "disk": None,
-        "host_memory": None,
-        "callback": True,
-        "device": None,
-        "accelerator": None,
-        "checkpoint_io": None,
-        "precision_plugin": None,
-    }
-    assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_the_public_names_are_frozen() -> None:

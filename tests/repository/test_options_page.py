@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, get_args, get_type_hints
 
 from sp_lightning import SuperpipelineStrategy
@@ -35,6 +35,7 @@ def test_defaults_of_options_are_those_of_the_signature() -> None:
     parameters = signature(SuperpipelineStrategy).parameters
     shown = {name: ast.literal_eval(default) for name, (default, _) in _options().items()}
     assert shown == {name: parameter.default for name, parameter in parameters.items()}
+    assert {parameter.kind for parameter in parameters.values()} == {Parameter.KEYWORD_ONLY}
 
 
 def test_choices_of_options_are_those_of_the_signature() -> None:

@@ -10,6 +10,9 @@ _MOST_RINGS = 4
 """The most sizes of slots."""
 _WORTH = 9 / 10
 """One more size of slots is chosen only if it reduces the bytes of all slots to this share or less."""
+LEAST_SHARE = _WORTH**2
+"""A larger window takes at least this share of a smaller one's bytes. It may take less than all of them: with the same sizes of
+slots it takes no less, but other sizes, and separate slots, are chosen only if they are worth it."""
 _MOST_SIZES = 64
 """The most sizes that are tried. A layer of another size uses slots of the next larger size."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from sp_lightning.core.plan.choices import Modes
 from sp_lightning.core.plan.plan import Plan
+from sp_lightning.core.plan.rings import LEAST_SHARE
 from sp_lightning.tools.planner.arguments import Question
 from sp_lightning.tools.planner.estimate import SAME, Estimate
 from sp_lightning.tools.planner.host import HostMemory
@@ -213,10 +214,20 @@ def _windows(estimate: Estimate) -> list[tuple[int, int]]:
 def _largest_that_fits(estimate: Estimate, gpu_memory: int, k_prime: int, most: int) -> int:
     """Returns the largest k of at most ``most`` whose window fits beside the activations; 1 if none fits."""
 
-    def needed(k: int) -> int:
-        return estimate.plan(k, k_prime).peak_device_bytes + estimate.activation_bytes
+    def beyond(k: int, share: float = 1.0) -> int:
+        """Returns the bytes that are lacking if all slots had this share of their bytes."""
+        plan = estimate.plan(k, k_prime)
+        others = plan.peak_device_bytes - plan.slot_bytes + estimate.activation_bytes
+        return int(share * plan.slot_bytes) + others - gpu_memory
 
-    return max(1, bisect_right(range(1, most + 1), gpu_memory, key=needed))
+    # A larger k may need less memory, with slots of other sizes. So larger ones are tried until no further one can fit.
+    largest = bisect_right(range(1, most + 1), 0, key=beyond)
+    for k in range(largest + 1, most + 1):
+        if beyond(k) <= 0:
+            largest = k
+        elif beyond(k, LEAST_SHARE) > 0:
+            break
+    return max(1, largest)
 
 
 def _smallest(rows: Sequence[Row]) -> Row:

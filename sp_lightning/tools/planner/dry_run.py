@@ -58,6 +58,7 @@ class Cost:
         moved: bytes that all other operators read and write.
         needs: in backward, the indices of the layers whose weights are needed, as keys in the order of use.
         share: in forward, the share of stacked experts that tokens are routed to.
+        continues: True for the rest of a forward, after the call of a layer inside it.
     """
 
     layers: tuple[int, ...]
@@ -67,6 +68,7 @@ class Cost:
     moved: int = 0
     needs: dict[int, None] = field(default_factory=dict)
     share: float = 1.0
+    continues: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class Work:
                 cost.backward,
                 tuple(cost.needs),
                 share=cost.share,
+                continues=cost.continues,
             )
             for cost in self.costs
         ]
@@ -304,6 +307,7 @@ class _Trial(TorchDispatchMode):
         """
         above = self._above.pop()
         self.now = self.begin(above.layers, backward=above.backward)
+        self.now.continues = not above.backward and bool(above.layers)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(partial(self._touch, layers))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -158,6 +157,12 @@ class Estimate:
         found = self.found if share in (0, "auto") else self.find(share)  # type: ignore[arg-type]
         return found, plan_contents(found)
 
+    @cached_property
+    def _counted(self) -> list[Estimate]:
+        """The estimate with each number of staying layers."""
+        numbers = range(len(self.found.layers) + 1)
+        return [replace(self, question=self.question.but(gpu_layers=number)) for number in numbers]
+
     def staying(self, k: int, k_prime: int) -> Estimate:
         """Returns the estimate for a window, with ``--gpu-layers auto`` replaced by a number of layers.
 
@@ -166,17 +171,21 @@ class Estimate:
         """
         question = self.question
         limit = question.gpu_memory
-        count = len(self.found.layers)
         if question.gpu_layers != "auto" or limit is None:
             return self
-        counted = [replace(self, question=question.but(gpu_layers=number)) for number in range(count + 1)]
-        needed = self.activation_bytes
-        fitting = bisect_right(counted, limit - needed, key=lambda each: each.plan(k, k_prime).peak_device_bytes)
-        if not fitting:
-            return counted[0]
-        most = fitting - 1
+        counted = self._counted
+        room = limit - self.activation_bytes
+
+        def fits(number: int) -> bool:
+            own = sum(weights + 4 * gradients for _, weights, gradients in counted[number]._staying[0].stay_bytes)
+            return own <= room and counted[number].plan(k, k_prime).peak_device_bytes <= room
+
+        # Not a bisection: if more layers stay, slots may be smaller, and less memory is needed.
+        most = next((number for number in reversed(range(len(counted))) if fits(number)), 0)
         seconds: dict[int, float] = {}
         for number in {round(share * most) for share in _SHARES}:
+            if number < most and not fits(number):
+                continue
             plan = counted[number].plan(k, k_prime)
             seconds[number] = counted[number].predict(plan, counted[number].modes(plan)).seconds
         enough = SAME * min(seconds.values())
@@ -247,16 +256,13 @@ class Estimate:
 
     def _visits(self, plan: Plan, modes: Modes, *, flops: float, memory: float) -> list[Visit]:
         """Returns the layer calls of a batch, with times for a device of these operations and bytes per second."""
-        index_of, first = {layer.name: at for at, layer in enumerate(plan.layers)}, len(plan.stay)
+        index_of, first = {layer.name: at for at, layer in enumerate(self.found.layers)}, len(plan.stay)
 
         def streamed(layers: Iterable[int]) -> tuple[int, ...]:  # the first layers stay, and are not among the plan's
             return tuple(layer - first for layer in layers if layer >= first)
 
-        visits = [
-            replace(each, layers=streamed(each.layers), needs=streamed(each.needs))
-            for each in self.work.visits(flops=flops, memory=memory)
-        ]
-        return visited(visits, self.work.calls, index_of, modes)
+        visits = visited(self.work.visits(flops=flops, memory=memory), self.work.calls, index_of, modes)
+        return [replace(each, layers=streamed(each.layers), needs=streamed(each.needs)) for each in visits]
 
     def modes(self, plan: Plan) -> Modes:
         """Returns the activation mode of each unit. As in a run, ``auto`` offloads the oldest activations if not all fit."""

@@ -78,6 +78,8 @@ def _host(answer: Answer) -> list[str]:
     estimate, question, host = answer.estimate, answer.question, answer.host
     node = " of the node" if question.devices > 1 else ""
     parts = ", ".join(f"{name} {in_gib(nbytes)}" for name, nbytes in host.parts.items() if nbytes)
+    if not parts:
+        return [f"host memory{node} {in_gib(host.nbytes)}: everything stays on the GPU"]
     each = f"{host.nbytes / max(estimate.parameters, 1):.3g} bytes per parameter"
     line = f"host memory{node} {in_gib(host.nbytes)}, {each}: {parts}"
     if question.host_memory is None:

@@ -69,7 +69,7 @@ class ClockDevice(Device):
                 self.pass_disk(stream, ["read"], source.layer, source.on_disk, source.nbytes / self._rates.upload)
             self.transfer("fetch" if stream is Stream.UPLOAD else "drain", source.layer, source.nbytes)
 
-    def transfer(self, kind: Kind, layer: int, nbytes: int) -> None:
+    def transfer(self, kind: Kind, layer: int | None, nbytes: int) -> None:
         """Simulates a copy to the device (weights or activations) or to the host: advances the clock of its stream."""
         upload = kind in RESOURCES["fetch"]
         stream, rate = (Stream.UPLOAD, self._rates.upload) if upload else (Stream.DOWNLOAD, self._rates.download)

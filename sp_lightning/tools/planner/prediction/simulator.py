@@ -264,10 +264,11 @@ class Walk:
             for layer in layers:
                 if self._last_backward[layer.index] == at and layer.planned.gradient_bytes:
                     self._drain(layer)
-        elif layers:
+        elif layers or visit.moved:  # layers that stay on the device offload their activations, too
             self._store_activations(visit)
-            residency.end_call(layers)
-            residency.fetch_ahead()
+            if layers:
+                residency.end_call(layers)
+                residency.fetch_ahead()
 
     def _timed(self, layer: StreamedLayer, use: Callable[[StreamedLayer], Any]) -> None:
         """Uses a layer and records the time that compute waited for it."""
@@ -288,19 +289,20 @@ class Walk:
         self._wait_until_left()
         if visit.moved:
             self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.COMPUTE), Wait.STORE_AFTER_SAVE)
-            self.device.transfer("store", visit.layers[0], visit.moved)
+            self.device.transfer("store", next(iter(visit.layers), None), visit.moved)
             self._left = self.device.record(Stream.DOWNLOAD)
 
     def _return_activations(self, at: int) -> None:
         """Uploads the activations of a backward, and prefetches those of the next backward."""
         device = self.device
         self._wait_until_left()
-        ahead = next((later for later in range(at + 1, len(self._visits)) if self._visits[later].layers), at)
+        later = range(at + 1, len(self._visits))
+        ahead = next((each for each in later if self._visits[each].layers or self._visits[each].moved), at)
         for wanted in dict.fromkeys((at, ahead)):
             visit = self._visits[wanted]
             if visit.moved and visit.backward and wanted not in self._back:
                 device.wait(Stream.UPLOAD, device.record(Stream.COMPUTE), Wait.RETURN_AFTER_USE)
-                device.transfer("return", visit.layers[0], visit.moved)
+                device.transfer("return", next(iter(visit.layers), None), visit.moved)
                 self._back[wanted] = device.record(Stream.UPLOAD)
         device.wait(Stream.COMPUTE, self._back.get(at), Wait.USE_AFTER_RETURN)
 

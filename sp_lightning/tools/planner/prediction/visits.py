@@ -29,6 +29,7 @@ class Visit:
         needs: in backward, the layers whose weights are needed, in this order. The backward of an embedding needs none.
         moved: bytes of activations that are offloaded after a forward, or uploaded for a backward.
         share: the share of stacked experts that a forward uses.
+        continues: True for the rest of a forward, after the call of a layer inside it (experts in a block).
     """
 
     layers: tuple[int, ...]
@@ -37,6 +38,7 @@ class Visit:
     needs: tuple[int, ...] = ()
     moved: int = 0
     share: float = 1.0
+    continues: bool = False
 
 
 @dataclass(frozen=True)
