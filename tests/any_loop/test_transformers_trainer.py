@@ -14,32 +14,36 @@ from sp_lightning import StreamedTrainer
 from tests.support.models import llama, lora, tokens
 from tests.support.runs import assert_equal
 from tests.support.simdevice import simulated
-from tests.support.tiers import first
+from tests.support.tiers import some
 
 
 class Streamed(StreamedTrainer, transformers.Trainer):
     pass
 
 
-def trained(kind: Any, folder: Path, make: Any, resume: str | None = None, **options: Any) -> tuple[Any, list[Any]]:
-    """Trains six steps with a checkpoint after the third. Returns the trainer, and all that it has computed."""
-    transformers.set_seed(7)
-    model = make().net
+def trainer_of(kind: Any, folder: Path, model: Any, count: int = 12, more: Any = None, **options: Any) -> Any:
     settings: dict[str, Any] = {
         "output_dir": str(folder), "use_cpu": True, "max_steps": 6, "per_device_train_batch_size": 1, "logging_steps": 1,
         "save_steps": 3, "report_to": "none", "disable_tqdm": True, "dataloader_pin_memory": False, "learning_rate": 1e-2,
     }  # fmt: skip
     arguments = transformers.TrainingArguments(**{**settings, **options})
-    rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(12)]
-    more = {"stream": {"k": 1}} if issubclass(kind, StreamedTrainer) else {}
-    trainer = kind(model, arguments, train_dataset=rows, eval_dataset=rows[:2], **more)
+    rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(count)]
+    given = {"stream": {"k": 1}, **(more or {})} if issubclass(kind, StreamedTrainer) else more or {}
+    return kind(model, arguments, train_dataset=rows, eval_dataset=rows[:2], **given)
+
+
+def trained(kind: Any, folder: Path, make: Any, resume: str | None = None, **options: Any) -> tuple[Any, list[Any]]:
+    """Trains six steps with a checkpoint after the third, and evaluates. Returns the trainer, and all that it has computed."""
+    transformers.set_seed(7)
+    trainer = trainer_of(kind, folder, make().net, **options)
     trainer.train(resume_from_checkpoint=resume)
+    trainer.evaluate()
     metrics = [
         {k: v for k, v in each.items() if "runtime" not in k and "second" not in k}
         for each in trainer.state.log_history
     ]
     state = trainer.optimizer.state_dict()
-    return trainer, [metrics, dict(model.state_dict()), state, torch.get_rng_state()]
+    return trainer, [metrics, dict(trainer.model.state_dict()), state, torch.get_rng_state()]
 
 
 WAYS: dict[str, Any] = {
@@ -53,8 +57,8 @@ WAYS: dict[str, Any] = {
 }
 
 
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("way", first(WAYS, "LoRA in bfloat16", why="other settings of the same"))
+@pytest.mark.rest("takes a second")
+@pytest.mark.parametrize("way", some(WAYS, "LoRA in bfloat16", why="other settings of the same"))
 def test_trainings(way: str, tmp_path: Path) -> None:
     """Losses, gradient norms after clipping, weights, optimizer state and random state."""
     make, options = WAYS[way]
@@ -125,25 +129,19 @@ def test_a_loss_that_holds_the_model_goes_to_the_device_and_the_model_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stayed on the CPU with the model, while the model's outputs are on the device."""
-    trainer = trained(StreamedWithLoss, tmp_path, llama, max_steps=1)[0]
-    own = {id(parameter) for parameter in trainer.loss["a"].classifier.parameters()}
+    trainer = trainer_of(StreamedWithLoss, tmp_path, llama().net)
     monkeypatch.setattr(type(trainer.args), "device", torch.device("meta"))
     trainer._place_losses()
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cpu"}
     assert {each.device.type for each in trainer.loss["a"].classifier.parameters()} == {"meta"}
     assert trainer.loss["a"].loss.weight.device.type == "meta"
-    assert own
 
 
 def test_a_model_that_has_moved_itself_returns_to_the_cpu(tmp_path: Path) -> None:
-    trainer = trained(Streamed, tmp_path, llama, max_steps=1)[0]
-    moved = torch.nn.Linear(2, 2)
-    calls: list[Any] = []
+    trainer, moved, calls = trainer_of(Streamed, tmp_path, llama().net), nn.Linear(2, 2), list[Any]()
     moved.to = calls.append  # type: ignore[method-assign, assignment]
-    trainer._move_model_to_device(moved, torch.device("cpu"))
-    trainer._move_model_to_device(
-        torch.nn.Linear(2, 2, device="meta"), torch.device("cpu")
-    )  # not moved by its constructor
+    for model in (moved, nn.Linear(2, 2, device="meta")):  # the second one was not moved by its constructor
+        trainer._move_model_to_device(model, torch.device("cpu"))
     assert calls == ["cpu"]
 
 
@@ -168,17 +166,11 @@ def test_a_schedule_reaches_inner_optimizers_as_on_the_plain_trainer(tmp_path: P
         model = llama(layers=2).net
         matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
         optimizer = Both(torch.optim.SGD(matrices, lr=0.1), torch.optim.Adam(vectors, lr=1e-2))
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), use_cpu=True, max_steps=4, logging_steps=1, report_to="none", disable_tqdm=True,
-            per_device_train_batch_size=1, save_strategy="no", dataloader_pin_memory=False,
-        )  # fmt: skip
-        rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(4)]
-        more = {"stream": {"k": 1}} if issubclass(kind, StreamedTrainer) else {}
-        trainer = kind(model, arguments, train_dataset=rows, optimizers=(optimizer, None), **more)
+        more = {"optimizers": (optimizer, None)}
+        trainer = trainer_of(kind, tmp_path, model, 4, more, max_steps=4, save_strategy="no")
         trainer.train()
-        return [
-            (each.get("loss"), each.get("grad_norm"), each.get("learning_rate")) for each in trainer.state.log_history
-        ]
+        names = ("loss", "grad_norm", "learning_rate")
+        return [[each.get(name) for name in names] for each in trainer.state.log_history]
 
     assert losses(Streamed) == losses(transformers.Trainer)
 
@@ -201,25 +193,11 @@ class OwnScheduleAfterwards(OwnSchedule):
 
 @pytest.mark.rest("trains one step")
 def test_a_class_that_leaves_the_beginning_of_the_stream_out_is_refused(tmp_path: Path) -> None:
-    def run(kind: Any) -> Any:
-        arguments = transformers.TrainingArguments(
-            str(tmp_path), use_cpu=True, max_steps=1, report_to="none", disable_tqdm=True, save_strategy="no"
-        )
-        rows = [{name: value[0] for name, value in batch.items()} for batch in tokens(2)]
-        trainer = kind(llama(layers=1).net, arguments, train_dataset=rows, stream={"k": 1})
-        trainer.train()
-        return trainer
-
     with pytest.raises(RuntimeError, match=r"OwnSchedule.create_scheduler does not call super\(\).create_scheduler"):
-        run(OwnSchedule)
-    assert isinstance(run(OwnScheduleAfterwards).lr_scheduler, torch.optim.lr_scheduler.ConstantLR)
-
-
-@pytest.mark.long("an evaluation within training differs only in its stream")
-def test_an_evaluation_alone(tmp_path: Path) -> None:
-    trainer, _ = trained(Streamed, tmp_path, llama, max_steps=1)
-    plain, _ = trained(transformers.Trainer, tmp_path, llama, max_steps=1)
-    assert trainer.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
+        trainer_of(OwnSchedule, tmp_path, llama(layers=1).net, max_steps=1, save_strategy="no").train()
+    trainer = trainer_of(OwnScheduleAfterwards, tmp_path, llama(layers=1).net, max_steps=1, save_strategy="no")
+    trainer.train()
+    assert isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.ConstantLR)
 
 
 def test_the_order_of_bases_and_options() -> None:

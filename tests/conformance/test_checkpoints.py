@@ -216,7 +216,7 @@ class SlowIO(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-@pytest.mark.long("takes a second or more")
+@pytest.mark.rest("takes a second")
 @feature("Checkpoints", "`AsyncCheckpointIO`")
 def test_async_checkpoints(tmp_path: Path) -> None:
     """A file is of the moment when it was asked for, though training goes on before it is written."""

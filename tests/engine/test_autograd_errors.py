@@ -1,4 +1,4 @@
-"""Errors of autograd's own, and torch.func, are what they are on plain Lightning."""
+"""Errors of autograd's own are what they are on plain Lightning."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.models import Module, Stack, vectors
+from tests.support.models import Module, Stack
 from tests.support.moments import At
-from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.runs import superpipeline
 from tests.support.starts import start
 
 
@@ -82,35 +82,6 @@ def test_an_activation_written_in_place_is_autograds_own_error() -> None:
     for strategy in ("auto", superpipeline()):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             start(strategy, Module(Writes()))
-
-
-def test_torch_func_grad_through_a_streamed_layer() -> None:
-    class Transforms(Module):
-        def loss(self, batch: Any) -> Tensor:
-            return torch.func.grad(lambda x: self.net(x).sum())(batch).sum()
-
-    with pytest.raises(RuntimeError, match=r"torch\.func\.grad.*create_graph=True.*keep_on_gpu="):
-        start(superpipeline(), Transforms(Stack()))
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_torch_func_grad_where_nothing_is_streamed(activations: Any) -> None:
-    class Transforms(Module):
-        def loss(self, batch: Any) -> Tensor:
-            return torch.func.grad(lambda x: self.net(x).square().sum())(batch).square().sum() + super().loss(batch)
-
-    ours = fit(lambda: Transforms(Stack()), vectors(), superpipeline(keep_on_gpu=["**"], activations=activations))
-    assert_same(ours, fit(lambda: Transforms(Stack()), vectors()))
-
-
-def test_torch_func_grad_outside_a_step_names_the_layer() -> None:
-    class Transforms(Module):
-        def on_train_epoch_start(self) -> None:
-            torch.func.grad(lambda x: self.net(x).sum())(torch.ones(2, 16))
-
-    with pytest.raises(RuntimeError, match=r"reached the streamed layer 'net\.stem'.*keep_on_gpu=\['net\.stem'\]"):
-        start(superpipeline(), Transforms(Stack()))
 
 
 @pytest.mark.rest("takes tenths of a second")

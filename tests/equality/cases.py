@@ -12,7 +12,7 @@ import torch
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.registry import is_installed
 from tests.support import experts, kernels, models, quantised, stacked, tables, uneven
-from tests.support.runs import Batches, Make
+from tests.support.runs import Batches, Make, Run
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Case:
         shown_by: what the plan says if it is that case.
         fusible: its optimizer has a fused implementation for its gradients.
         callbacks: makes callbacks of its trainer.
+        run: what the trainer does: train, predict or validate.
     """
 
     make: Make
@@ -38,6 +39,7 @@ class Case:
     shown_by: Callable[[Plan], Any] | None = None
     fusible: bool = True
     callbacks: Callable[[], list[Any]] = list
+    run: Run = "fit"
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in options.items() if name not in self.without}

@@ -1,4 +1,4 @@
-"""The registries of programs and of refusals.
+"""The registries of programs, of loops and of refusals.
 
 A program is user code that runs in a training. It names the variants in which it has to be equal to plain Lightning, and those in
 which it is refused, with the text of the error. To add a test, write a program below ``tests/equality/programs``::
@@ -10,7 +10,10 @@ which it is refused, with the text of the error. To add a test, write a program 
             state["exp_avg"].mul_(0.5)
 
 ``test_programs.py`` runs it: losses, gradients, parameters, buffers, optimizer state, random state and what the program has put
-into ``m.seen`` are compared bitwise.
+into ``m.seen`` are compared bitwise. With ``run="predict"`` or ``run="validate"`` the trainer does that in place of training, and
+what it returns is compared. With ``validated=True`` a training is validated after its epoch.
+
+A loop is such code without a Trainer (:func:`loop`). A mistake is code that raises an error, with its text (:func:`mistake`).
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from tests.support.models import vectors
 from tests.support.moments import At
 from tests.support.runs import Batches, Make, Outcome
 
-Tiers = Mapping[str, int]
+Tiers = dict[str, int]
 """Variants by name, with the tier in which a program runs in each of them."""
 MARKS: dict[int, Any] = {
     1: (),
@@ -37,6 +40,8 @@ MARKS: dict[int, Any] = {
     3: pytest.mark.long("the second tier has this program in another variant, or one of its kind"),
 }
 T = TypeVar("T")
+Streamed = Callable[..., AbstractContextManager[Any]]
+"""``sp_lightning.stream`` with the options of a variant; or, for the reference, a context that does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,7 @@ class Program(Case):
         variants: how it is trained.
         trainer: options of the trainer, besides those of the variant.
         strategy: options of the strategy, in place of those of the variant.
+        validated: whether a training has a validation, with the first two batches.
         repairable: whether it trains, equal to plain Lightning, with the option that its refusal names.
         inside: a context around our run alone: a fault of the system, or a count of calls. What it yields is
             ``ours.extra["inside"]``.
@@ -56,6 +62,7 @@ class Program(Case):
     variants: Tiers = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     strategy: Mapping[str, Any] = field(default_factory=dict)
+    validated: bool = False
     repairable: bool = True
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     also: Callable[[Outcome], None] = lambda ours: None
@@ -64,7 +71,7 @@ class Program(Case):
         return {**super().options(options), **self.trainer}
 
     def validation(self) -> Batches | None:
-        return None
+        return super().validation() if self.validated else None
 
 
 PROGRAMS: dict[str, Program] = {}
@@ -130,3 +137,72 @@ def rows(*, refused: bool) -> list[Any]:
         for variant, tier in program.variants.items()
         if ((name, variant) in REFUSALS) == refused
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """A loop without a Trainer.
+
+    Args:
+        train: gets :data:`Streamed`, or a Fabric, and returns all that is compared.
+        variants: how it is streamed.
+        covers: one sentence.
+        fabric: makes options of the Fabric that ``train`` gets; None if it gets :data:`Streamed`.
+        inside: a context around our run alone.
+    """
+
+    train: Callable[[Any], Any]
+    variants: Tiers
+    covers: str
+    fabric: Callable[[], dict[str, Any]] | None = None
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Code that raises an error, a pattern of ``Class: text``, in a tier."""
+
+    code: Callable[[], Any]
+    said: str
+    tier: int
+
+
+LOOPS: dict[str, Loop] = {}
+MISTAKES: dict[str, Mistake] = {}
+
+
+def loop(name: str, variants: Tiers, *, covers: str = "", **more: Any) -> Callable[[T], T]:
+    """Registers a loop: a function that trains. For ``more`` see :class:`Loop`."""
+
+    def register(train: Any) -> Any:
+        assert name not in LOOPS, f"two loops are called {name!r}"
+        LOOPS[name] = Loop(train=train, variants=variants, covers=covers or (train.__doc__ or "").strip(), **more)
+        assert len(LOOPS[name].covers.split()) > 2, f"{name!r} needs a sentence that says what it covers"
+        return train
+
+    return register
+
+
+def mistake(name: str, said: str, *, tier: int = 1) -> Callable[[T], T]:
+    """Registers code that raises an error. The code may go on, as the error says, where it catches it itself."""
+
+    def register(code: Any) -> Any:
+        assert name not in MISTAKES, f"two mistakes are called {name!r}"
+        MISTAKES[name] = Mistake(code, said, tier)
+        return code
+
+    return register
+
+
+def loop_rows() -> list[Any]:
+    """Parameters of a test: a loop and a variant, with the mark of their tier."""
+    return [
+        pytest.param(name, variant, id=f"{name} | {variant}", marks=MARKS[tier])
+        for name, each in LOOPS.items()
+        for variant, tier in each.variants.items()
+    ]
+
+
+def mistake_rows() -> list[Any]:
+    """Parameters of a test: mistakes, with the mark of their tier."""
+    return [pytest.param(name, marks=MARKS[each.tier]) for name, each in MISTAKES.items()]

@@ -9,17 +9,21 @@ from dataclasses import replace
 import lightning.pytorch as pl
 import pytest
 
-from tests.equality.programs import PROGRAMS
-from tests.equality.rows import REFUSALS, rows, variant_of
-from tests.equality.training import ours, plain
+from tests.equality.programs import LOOPS, MISTAKES, PROGRAMS
+from tests.equality.rows import REFUSALS, loop_rows, mistake_rows, rows, variant_of
+from tests.equality.training import looped, ours, plain
 from tests.support.runs import Outcome, assert_equal, assert_same
 
 pytestmark = [
     pytest.mark.usefixtures("everything_is_worth_moving"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # torch.func.jvp calls it the first time
+    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node"),  # torch.func.linearize itself
     pytest.mark.filterwarnings("ignore:`torch.nn.utils.spectral_norm` is deprecated"),
+    pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without"),  # these adapters cannot be merged
 ]
-REMEDY = re.compile(r"(?<=Strategy\()(activations)=(\{.*?\}|\"\w+\")|(?<=Pass )(optimizer_overlap)=('\w+')")
+REMEDY = re.compile(
+    r"(?<=Strategy\()(?:(activations)=(\{.*?\}|\"\w+\")|(keep_on_gpu)=(\['.*?'\]))|(?<=Pass )(optimizer_overlap)=('\w+')"
+)
 
 
 def compare(outcome: Outcome, reference: Outcome) -> None:
@@ -65,14 +69,31 @@ def test_a_program_is_refused(name: str, variant_name: str) -> None:
     repaired = program
     while program.repairable and (remedy := REMEDY.search(found)):  # as often as another layer is named
         name_of, value = filter(None, remedy.groups())
-        option = {name_of: ast.literal_eval(value)}
-        assert not option.items() <= repaired.strategy.items(), f"the option does not help: {found}"
-        repaired = replace(repaired, strategy={**repaired.strategy, **option})
+        option, before = ast.literal_eval(value), repaired.strategy.get(name_of)
+        if name_of == "keep_on_gpu":  # one weight is named at a time
+            option = sorted({*(before or ()), *option})
+        assert option != before, f"the option does not help: {found}"
+        repaired = replace(repaired, strategy={**repaired.strategy, name_of: option})
         try:
             outcome, _ = ours(repaired, variant)
         except RuntimeError as error:
             found = text_of(error)
             continue
-        if "activations" in option:  # plain Lightning's fused steps do not take what ours refuse in one mode only
+        if (
+            name_of != "optimizer_overlap"
+        ):  # plain Lightning's fused steps do not take what ours refuse in one mode only
             compare(outcome, plain(name, program, variant))
         return
+
+
+@pytest.mark.parametrize(("name", "variant_name"), loop_rows())
+def test_a_loop_is_equal(name: str, variant_name: str) -> None:
+    """Without a Trainer, in a stream or with our strategy of Fabric."""
+    assert_equal(looped(LOOPS[name], variant_of(variant_name)), looped(LOOPS[name], None), name)
+
+
+@pytest.mark.parametrize("name", mistake_rows())
+def test_a_mistake_is_explained(name: str) -> None:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  # the class is a part of the text
+        MISTAKES[name].code()
+    assert re.match(f"(?s){MISTAKES[name].said}", found := text_of(caught.value)), found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
@@ -16,10 +18,13 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from sp_lightning import SuperpipelineStrategy, compile_blocks
 from tests.equality.cases import Case
+from tests.equality.rows import Loop
 from tests.equality.variants import Variant
 from tests.support.crowded import crowded
 from tests.support.elsewhere import backward_elsewhere
@@ -49,6 +54,31 @@ def ours(case: Case, variant: Variant) -> tuple[Outcome, SuperpipelineStrategy]:
         return outcome, strategy
 
 
+def looped(loop: Loop, variant: Variant | None) -> Any:
+    """Trains in a loop without a Trainer: streamed as a variant says, or plainly. Returns all results and the random state."""
+    streamed = variant is not None
+    with ExitStack() as stack:
+        if variant is not None:
+            stack.enter_context(_memory(variant))
+            stack.enter_context(loop.inside())
+        options = {} if variant is None else variant.strategy
+        pl.seed_everything(7, verbose=False)
+        if loop.fabric is None:
+            from sp_lightning import stream  # a capability that may be missing
+
+            given: Any = partial(stream, **options) if streamed else lambda *_, **__: nullcontext()
+            return [loop.train(given), torch.get_rng_state()]
+        from sp_lightning import FabricStrategy
+
+        strategy: Any = FabricStrategy(**options) if streamed else SingleDeviceStrategy()
+        given = Fabric(accelerator="cpu", devices=1, strategy=strategy, **loop.fabric())
+        given.launch()
+        stack.callback(strategy.teardown)
+        found = copy.deepcopy(loop.train(given))
+        assert not streamed or strategy.streams, "nothing was streamed"
+        return [found, torch.get_rng_state()]
+
+
 def _train(case: Case, variant: Variant, strategy: Any) -> Outcome:
     options = case.options(variant.trainer)
     if options.get("precision") == "16-mixed":
@@ -60,7 +90,9 @@ def _train(case: Case, variant: Variant, strategy: Any) -> Outcome:
     if variant.compiled:  # dynamo's own remarks, on inputs that are not leaves
         warnings.filterwarnings("ignore", category=UserWarning)
     callbacks = case.callbacks()
-    outcome = fit(make, case.batches(), strategy, val=val, recorded=variant.seen, callbacks=callbacks, **options)
+    outcome = fit(
+        make, case.batches(), strategy, val=val, recorded=variant.seen, run=case.run, callbacks=callbacks, **options
+    )  # fmt: skip
     outcome.extra["draws"] = random.random(), float(np.random.rand())
     return outcome
 

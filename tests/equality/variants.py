@@ -26,7 +26,7 @@ ONE_OF_EACH_KIND = frozenset({"stack", "llama-dropout", "rows/looked-up", "exper
 NONE: frozenset[str] = frozenset()
 
 Memory = Literal["plain", "poisoned", "simulated", "crowded"]
-Below = Literal["", "state", "weights", "gradients", "everything"]
+Below = Literal["", "state", "weights", "gradients", "everything", "frozen"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Variant:
         cases: those that it is for.
         quick: those of them that are in the first tier, or in the second if they take longer (:func:`pairs`).
         refused: cases that are refused by name, with what is said; ``"*"`` stands for all others.
-        below: what is on a disk: optimizer state, or that and gradients, trained weights, or both.
+        below: what is on a disk: optimizer state, or that and gradients, trained weights, or both; frozen weights in their files.
         elsewhere: whether backward runs in another thread than forward.
         compiled: whether blocks are compiled, on plain Lightning as well.
     """
@@ -519,6 +519,10 @@ def early() -> Iterator[Variant]:
             f"updated under {mode}", "each layer's update while others compute", {"k": 1, "optimizer_overlap": mode}, {},
             seen="losses", cases=NONE, quick=NONE,
         )  # fmt: skip
+        yield Variant(
+            f"updated under {mode}, simulated", "each layer's update while others compute, on an asynchronous device",
+            {"k": 1, "optimizer_overlap": mode}, {}, "simulated", "losses", NONE, NONE,
+        )  # fmt: skip
 
 
 def treated() -> Iterator[Variant]:
@@ -570,8 +574,37 @@ def in_part() -> Iterator[Variant]:
         )  # fmt: skip
 
 
+def resident() -> Iterator[Variant]:
+    """Everything stays on the GPU."""
+    for mode in ("keep", "recompute"):
+        yield Variant(
+            f"nothing is streamed{', recompute' if mode != 'keep' else ''}", "the engine watches, and moves nothing",
+            {"keep_on_gpu": ["**"], "activations": mode}, cases=NONE, quick=NONE,
+        )  # fmt: skip
+
+
+def in_files() -> Iterator[Variant]:
+    """Frozen weights that are read in place from the user's files."""
+    for name, strategy, trainer in (
+        ("", {}, {}), (", k=2", {"k": 2, "k_prime": 2}, {}), (", k'=9", {"k_prime": 9}, {}),
+        *((f", {mode}", {"activations": mode}, {}) for mode in ("recompute", "offload")),
+        *((f", {mode}", {"optimizer_overlap": mode}, {}) for mode in ("forward", "backward")),
+        (", clipped", {"optimizer_overlap": "forward"}, {"gradient_clip_val": 0.01}),
+        (", accumulated", {}, {"accumulate_grad_batches": 2}),
+        *((f", {precision}", {}, {"precision": precision}) for precision in ("bf16-mixed", "bf16-true")),
+    ):  # fmt: skip
+        for memory in ("plain", "simulated"):
+            yield Variant(
+                f"frozen weights in their files{name}{', simulated' if memory == 'simulated' else ''}",
+                "what was never copied to host memory has the file's values", {"k": 1, **strategy}, trainer, memory,  # type: ignore[arg-type]
+                "losses", NONE, NONE, below="frozen",
+            )  # fmt: skip
+
+
 OF_PROGRAMS: dict[str, Variant] = {
-    variant.name: variant for family in (placed(), early(), treated(), in_part()) for variant in family
+    variant.name: variant
+    for family in (placed(), early(), treated(), in_part(), resident(), in_files())
+    for variant in family
 }
 """Variants that programs name, and that no case is trained in."""
 

@@ -86,14 +86,14 @@ class Loop:
         return {"losses": losses, "gradients": gradients, "scaler": scaler.state_dict()}
 
 
-def trained(make: Callable[[], Any], batches: Any, loop: Loop, options: dict[str, Any] | None) -> dict[str, Any]:
-    """Trains a module in a loop, with a stream if there are options. Returns all results, and whether parameters are ordinary."""
+def trained(make: Callable[[], Any], batches: Any, loop: Loop, streamed: Callable[..., Any]) -> dict[str, Any]:
+    """Trains a module in a loop, in a context that ``streamed`` makes. Returns all results, and whether weights are ordinary."""
     seed_everything(7, verbose=False)
     module = make()
     root = getattr(module, "net", module)
     optimizer = module.configure_optimizers()
     batches = copy.deepcopy(batches)
-    with nullcontext() if options is None else stream(root, optimizer, **options):
+    with streamed(root, optimizer):
         found = loop.run(root, module.loss, optimizer, batches)
     ordinary = {type(p) for p in module.parameters()}
     return {
@@ -107,14 +107,5 @@ def trained(make: Callable[[], Any], batches: Any, loop: Loop, options: dict[str
 
 def assert_streams(make: Callable[[], Any], batches: Any, loop: Loop, **options: Any) -> None:
     """Asserts that a loop with a stream has the bits of the same loop without one."""
-    ours = trained(make, batches, loop, options)
-    assert_equal(ours, trained(make, batches, loop, None), "loop")
-
-
-def compare(train: Callable[[Any], Any]) -> None:
-    """Asserts that a function has the same result with ``stream`` and with a context that does nothing in its place."""
-    found = []
-    for streamed in (stream, lambda *_, **__: nullcontext()):
-        seed_everything(7, verbose=False)
-        found.append([train(streamed), torch.get_rng_state()])
-    assert_equal(found[0], found[1], "loop")
+    ours = trained(make, batches, loop, partial(stream, **options))
+    assert_equal(ours, trained(make, batches, loop, lambda *_: nullcontext()), "loop")

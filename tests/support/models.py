@@ -45,6 +45,11 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
+def fused_adamw(module: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer whose steps may run in the background."""
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+
+
 class EitherOptimization(Module):
     """Optimizes automatically or, with ``manual``, by hand."""
 

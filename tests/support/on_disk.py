@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
+from tests.support.in_files import stay
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
@@ -57,10 +58,16 @@ def everything_below(monkeypatch: pytest.MonkeyPatch, *, window: int) -> None:
 
 
 def put_below(monkeypatch: pytest.MonkeyPatch, what: str, *, window: int = 2) -> None:
-    """Puts optimizer state on the disk, and trained weights, gradients, or everything; a few layers' are in memory at a time."""
+    """Puts optimizer state on the disk, and trained weights, gradients, or everything; a few layers' are in memory at a time.
+
+    With "frozen", weights stay in the user's files.
+    """
     from sp_lightning.capabilities.disk import tier as disk_tier
     from sp_lightning.capabilities.disk.state_placement import OnDisk, choose_on_disk
 
+    if what == "frozen":
+        stay(monkeypatch)
+        return
     if what == "state":
         without_room(monkeypatch)
         return

@@ -24,6 +24,7 @@ from sp_lightning.core.model.wrapped import parts
 Batches = Sequence[Any]
 Make = Callable[[], pl.LightningModule]
 Recorded = Literal["gradients", "losses", "nothing"]
+Run = Literal["fit", "predict", "validate", "test"]
 
 
 class LossRecorder(Callback):
@@ -63,6 +64,7 @@ class Outcome:
         rng: torch's random state on the CPU.
         module: the trained module.
         trainer: its trainer.
+        results: what a prediction or a validation returns.
         extra: values that single tests add.
     """
 
@@ -73,6 +75,7 @@ class Outcome:
     rng: Tensor
     module: pl.LightningModule
     trainer: pl.Trainer
+    results: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,9 +111,10 @@ def fit(
     val: Batches | None = None,
     ckpt_path: Path | None = None,
     recorded: Recorded = "gradients",
+    run: Run = "fit",
     **options: Any,
 ) -> Outcome:
-    """Seeds random states, makes the module, and trains it.
+    """Seeds random states, makes the module, and trains it, or predicts or validates with it.
 
     Args:
         make: makes the module.
@@ -120,6 +124,7 @@ def fit(
         ckpt_path: a checkpoint to resume from.
         recorded: the values to record, with a callback. The callback's hooks have an effect: the strategy does not update layers
             in backward if a hook reads gradients. Use "losses" or "nothing" for tests of that mode.
+        run: what the trainer does.
         options: options of the trainer.
     """
     pl.seed_everything(7, verbose=False)
@@ -127,8 +132,11 @@ def fit(
     recorder = Recorder() if recorded == "gradients" else LossRecorder()
     callbacks = [*options.pop("callbacks", []), *([] if recorded == "nothing" else [recorder])]
     trainer = trainer_for(strategy, callbacks=callbacks, **options)
-    batches = copy.deepcopy(batches)
-    trainer.fit(module, loader(batches), None if val is None else loader(val), ckpt_path=ckpt_path)
+    loaded, results = loader(copy.deepcopy(batches)), None
+    if run == "fit":
+        trainer.fit(module, loaded, None if val is None else loader(val), ckpt_path=ckpt_path)
+    else:
+        results = getattr(trainer, run)(module, loaded, **({} if run == "predict" else {"verbose": False}))
     return Outcome(
         losses=recorder.losses,
         gradients=recorder.gradients,
@@ -137,14 +145,16 @@ def fit(
         rng=torch.get_rng_state(),
         module=module,
         trainer=trainer,
+        results=results,
     )
 
 
 def assert_same(ours: Outcome, plain: Outcome) -> None:
-    """Asserts that losses, gradients, parameters, buffers, optimizer state and random state are bit-identical."""
-    assert plain.losses or plain.optimizers, "the reference run did nothing"
+    """Asserts that losses, gradients, results, parameters, buffers, optimizer state and random state are bit-identical."""
+    assert plain.losses or plain.optimizers or plain.results, "the reference run did nothing"
     assert_equal(ours.losses, plain.losses, "losses")
     assert_equal(ours.gradients, plain.gradients, "gradients")
+    assert_equal(ours.results, plain.results, "results")
     assert_equal(ours.state, plain.state, "state")
     assert_equal(ours.optimizers, plain.optimizers, "optimizers")
     assert torch.equal(ours.rng, plain.rng), "random state differs"

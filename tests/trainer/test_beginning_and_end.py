@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -25,7 +26,8 @@ from tests.support.models import (
     tokens,
     vectors,
 )
-from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.nets import Does
+from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
 
 
@@ -39,23 +41,6 @@ def test_a_copy_of_a_streamed_module_streams_nothing() -> None:
             assert self.trainer.strategy.stats().fetched_layers > before
 
     bare(lambda: CallsCopy(Stack()), superpipeline(k=1))
-
-
-def test_a_failed_rebuild_tells_its_own_error_and_leaves_no_hooks() -> None:
-    """The engine was closed, building it anew failed, and tearing down the closed one hid the reason."""
-
-    class Aliases(Module):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                net: Any = self.net
-                shared = net.blocks[0].inner.weight.data
-                net.blocks[1].inner.weight = nn.Parameter(shared)
-
-    module = Aliases(Stack())
-    with pytest.raises(ValueError, match=r"blocks\.0\.inner\.weight.*blocks\.1\.inner\.weight"):
-        trainer_for(superpipeline(), max_epochs=2).fit(module, loader(vectors()))
-    torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1).step()
-    assert all(p.isfinite().all() for p in module.parameters())
 
 
 def test_an_engine_whose_end_fails_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,78 +66,18 @@ def test_an_engine_whose_end_fails_is_closed_all_the_same(monkeypatch: pytest.Mo
 @pytest.mark.rest("takes tenths of a second")
 def test_engines_are_freed_without_the_garbage_collector() -> None:
     """Autograd holds the hooks of a parameter where the collector does not look: each fit leaked its host store."""
-    import weakref
-
-    alive: list[weakref.ref[Streamer]] = []
+    alive: list[weakref.ref[Any]] = []
     module = llama()
     for _ in range(3):
-        trainer = trainer_for(strategy := superpipeline())
-
-        class Note(pl.Callback):
-            def on_train_start(self, trainer: Any, *args: Any) -> None:
-                alive.append(weakref.ref(streamer_of(trainer.strategy)._gradients))
-
-        trainer.callbacks.append(Note())  # type: ignore[attr-defined]
+        trainer = trainer_for(superpipeline())
+        notes = Does(
+            on_train_start=lambda trainer, _: alive.append(weakref.ref(streamer_of(trainer.strategy)._gradients))
+        )
+        trainer.callbacks.append(notes)  # type: ignore[attr-defined]
         trainer.fit(module, loader(tokens(1)))
-        del trainer, strategy
-    import gc
-
+        del trainer
     gc.collect()
     assert [each() for each in alive] == [None] * 3
-
-
-@pytest.mark.long("takes a second or more")
-def test_a_step_that_weight_averaging_leaves_without_a_backward_is_over() -> None:
-    """For batch statistics it runs an epoch forward only, and then writes the weights: a fetch was still under way."""
-
-    def make() -> Module:
-        stack = Stack()
-        stack.blocks[1] = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))
-        return Module(stack)
-
-    def run(strategy: Any) -> Outcome:
-        averaging = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)
-        return fit(make, vectors(), strategy, max_epochs=3, callbacks=[averaging])
-
-    with simulated():
-        ours = run(superpipeline(k=1))
-    assert_same(ours, run("auto"))
-
-
-def test_a_backward_that_does_nothing_ends_its_step() -> None:
-    """With accumulation no optimizer's step came to end it, and the engine was built anew for the next batch."""
-
-    class Skips(Module):
-        def __init__(self) -> None:
-            super().__init__(Stack())
-            self.hosts: list[bool] = []
-
-        def backward(self, loss: Tensor) -> None:  # type: ignore[override]
-            if self.trainer.fit_loop.epoch_loop.batch_idx % 3 != 1:
-                loss.backward()
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.hosts.append(all(type(p) is nn.Parameter for p in self.parameters()))
-
-    def run(strategy: Any) -> Outcome:
-        return fit(Skips, vectors(9), strategy, accumulate_grad_batches=4)
-
-    ours, plain = run(superpipeline(k=1)), run("auto")
-    assert_same(ours, plain)
-    assert ours.module.hosts == plain.module.hosts == [True] * 9
-
-
-@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start", "on_train_batch_end"])
-def test_a_trainer_is_copied_during_its_run(hook: str) -> None:
-    """Locks of the engine cannot be copied, and callbacks lead to the trainer."""
-    copied: list[pl.Trainer] = []
-    callback = pl.Callback()
-    setattr(callback, hook, lambda trainer, *_: copied.append(copy.deepcopy(trainer)) if not copied else None)
-    ours = fit(lambda: Module(Stack()), vectors(), superpipeline(), callbacks=[callback])
-    assert_same(ours, fit(lambda: Module(Stack()), vectors()))
-    module = copied[0].lightning_module
-    assert all(type(p) is nn.Parameter for p in module.parameters())
-    assert type(copied[0].strategy) is type(ours.trainer.strategy)
 
 
 def test_steps_outside_of_a_run_are_plain() -> None:

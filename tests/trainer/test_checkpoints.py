@@ -6,12 +6,11 @@ import io
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.support.models import CASES, Stack
+from tests.support.models import CASES
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
 from tests.support.tiers import first
 
@@ -43,25 +42,16 @@ NAMES = ["llama-dropout", "gpt2-tied", "resnet50", "lstm", "frozen"]
 
 
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("name", first(NAMES, *NAMES[:2], *NAMES[3:], why="a large model"))
-def test_files_are_equal(name: str, tmp_path: Path) -> None:
-    ours = torch.load(save(name, superpipeline(), tmp_path / "ours"), weights_only=True)
-    plain = torch.load(save(name, "auto", tmp_path / "plain"), weights_only=True)
-    for content in (ours, plain):
+@pytest.mark.parametrize(
+    "name", first(NAMES, if_=lambda name: name != "resnet50", second=[], why="a larger model, with the same parts")
+)
+def test_files_are_equal_and_resume_across_strategies(name: str, tmp_path: Path) -> None:
+    ours, plain = save(name, superpipeline(k=1), tmp_path / "ours"), save(name, "auto", tmp_path / "plain")
+    contents = [torch.load(each, weights_only=True) for each in (ours, plain)]
+    for content in contents:
         for callback in content["callbacks"].values():  # paths and times differ
             callback.clear()
-    assert_equal(ours, plain, "checkpoint")
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize(
-    "name",
-    first(
-        NAMES, if_=lambda name: name != "resnet50", second=[], why="a larger model, with the same parts of a checkpoint"
-    ),
-)
-def test_resumes_across_strategies(name: str, tmp_path: Path) -> None:
-    ours, plain = save(name, superpipeline(k=1), tmp_path / "ours"), save(name, "auto", tmp_path / "plain")
+    assert_equal(*contents, "checkpoint")
     reference = resume(name, "auto", plain)
     assert_equal(resume(name, "auto", ours), reference, "ours resumed by plain")
     assert_equal(resume(name, superpipeline(), plain), reference, "plain resumed by ours")
@@ -76,31 +66,3 @@ def test_a_single_parameter_is_saved_alone() -> None:
     torch.save(weight.detach(), alone)
     torch.save(weight.detach().clone(), copied)
     assert alone.tell() == copied.tell()
-
-
-def test_a_checkpoint_taken_when_a_step_fails_is_whole(tmp_path: Path) -> None:
-    """``save_on_exception`` runs before the strategy hears of the failure."""
-
-    class Fails(Stack):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.training and x[0, 0] > 50:
-                raise KeyError("in forward")
-            return super().forward(x)
-
-    from tests.support.models import Module, vectors
-
-    batches = [*vectors(2), torch.full((4, 16), 100.0)]
-    saver = ModelCheckpoint(tmp_path, filename="broken", save_on_exception=True)
-    torch.manual_seed(7)
-    pl.seed_everything(7, verbose=False)
-    module = Module(Fails())
-    trainer = trainer_for(superpipeline(k=1), callbacks=[saver], enable_checkpointing=True)
-    with pytest.raises(KeyError, match="in forward"):
-        trainer.fit(module, loader(batches))
-    files = list(tmp_path.glob("*.ckpt"))
-    assert files
-    saved = torch.load(files[0], weights_only=True)["state_dict"]
-    pl.seed_everything(7, verbose=False)
-    reference = fit(lambda: Module(Fails()), batches[:2])
-    assert_equal(saved, reference.state, "state")
-    assert_equal(dict(module.state_dict()), reference.state, "module")

@@ -16,23 +16,20 @@ from lightning.pytorch.strategies.strategy import Strategy
 from torch import Tensor, nn
 
 from sp_lightning.trainer import compat
+from tests.support.models import Module, vectors
+from tests.support.nets import Does
+from tests.support.runs import loader, trainer_for
 
 
-class Small(pl.LightningModule):
+class Small(Module):
     """Logs its loss in each step."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-        self.norm = nn.BatchNorm1d(2)
+        super().__init__(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.layer(self.norm(batch)).square().mean()
-        self.log("loss", loss)
+        self.log("loss", loss := self.loss(batch))
         return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 class WithTwo(Small):
@@ -43,45 +40,25 @@ class WithTwo(Small):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        for optimizer in self.optimizers():
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=1e-3) for _ in range(2)]
 
 
-def trainer_with(*callbacks: Callback, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu", callbacks=list(callbacks), logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **{"max_epochs": 1, **options},
-    )  # fmt: skip
-
-
-def batches(count: int) -> Any:
-    return torch.utils.data.DataLoader(torch.randn(2 * count, 2), batch_size=2)
-
-
-class Ask(Callback):
-    """Notes an answer after each training step."""
-
-    def __init__(self, question: Any) -> None:
-        self.question = question
-        self.answers: list[Any] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.answers.append(self.question(trainer))
-
-
-def asked(question: Any, module: pl.LightningModule, count: int, **options: Any) -> list[Any]:
-    ask = Ask(question)
-    trainer_with(ask, **options).fit(module, batches(count))
-    return ask.answers
+def asked(question: Any, module: pl.LightningModule, count: int, *callbacks: Callback, **options: Any) -> list[Any]:
+    """The answers after each training step."""
+    answers: list[Any] = []
+    ask = Does(on_train_batch_end=lambda trainer, *_: answers.append(question(trainer)))
+    trainer_for("auto", callbacks=[*callbacks, ask], **options).fit(module, loader(vectors(count)))
+    return answers
 
 
 def test_trainer_of() -> None:
-    module, trainer = Small(), trainer_with(fast_dev_run=True)
+    module, trainer = Small(), trainer_for("auto")
     assert compat.trainer_of(module) is None
-    trainer.fit(module, batches(1))
+    trainer.fit(module, loader(vectors(1)))
     assert compat.trainer_of(module) is trainer
 
 
@@ -97,10 +74,9 @@ def test_attach_callback() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_skips_backward() -> None:
-    ask, average = Ask(compat.skips_backward), StochasticWeightAveraging(1e-3, swa_epoch_start=1)
-    trainer_with(average, ask, max_epochs=2).fit(Small(), batches(2))
+    average = StochasticWeightAveraging(1e-3, swa_epoch_start=1)
     # The two epochs; then one more over the batches, for the statistics of BatchNorm.
-    assert ask.answers == [False, False, False, False, True, True]
+    assert asked(compat.skips_backward, Small(), 2, average, max_epochs=2) == [False] * 4 + [True] * 2
 
 
 def test_accumulates() -> None:
@@ -132,9 +108,9 @@ def test_look_at_loaders(method: str) -> None:
     class Unread:
         def __iter__(self) -> Any:
             assert self in seen.values()
-            return iter([torch.ones(2, 2)])
+            return iter(vectors(1))
 
-    given, trainer = Unread(), trainer_with()
+    given, trainer = Unread(), trainer_for("auto")
     compat.look_at_loaders(trainer, lambda name, loaders: seen.update({name: loaders}))
     getattr(trainer, method)(Loads(), None if method == "validate" else given)
     name = {"fit": "train", "validate": "val"}.get(method, method)
@@ -159,7 +135,7 @@ def test_is_no_optimizer() -> None:
 
     found = []
     for module in (Untrained(), Small()):
-        trainer = trainer_with()
+        trainer = trainer_for("auto")
         trainer.strategy.connect(module)
         module.trainer = trainer
         trainer.strategy.setup_optimizers(trainer)

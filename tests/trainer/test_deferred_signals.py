@@ -14,12 +14,15 @@ import pytest
 
 from sp_lightning.trainer.signals import DeferredSignals
 
+USER, INT, TIMER = map(int, (signal.SIGUSR1, signal.SIGINT, signal.SIGALRM))
+Handled = list[Any]
+
 
 @pytest.fixture
-def handled() -> Iterator[list[int]]:
+def handled() -> Iterator[Handled]:
     """SIGUSR1, SIGINT and SIGALRM have handlers, which note that they have run."""
-    found: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGALRM)}
+    found: Handled = []
+    before = {number: signal.getsignal(number) for number in (USER, INT, TIMER)}
     for number in before:
         signal.signal(number, lambda number, frame: found.append(number))
     yield found
@@ -28,181 +31,143 @@ def handled() -> Iterator[list[int]]:
 
 
 @pytest.fixture
-def deferring(handled: list[int]) -> Iterator[DeferredSignals]:
+def deferring(handled: Handled) -> Iterator[DeferredSignals]:
     made = DeferredSignals()
     made.install()
     yield made
     made.remove()
 
 
-def test_a_handler_runs_between_two_batches_once(handled: list[int], deferring: DeferredSignals) -> None:
-    for _ in range(2):
-        signal.raise_signal(signal.SIGUSR1)
-    assert handled == []
-    deferring.run_deferred()
-    assert handled == [signal.SIGUSR1]
-    deferring.run_deferred()
-    assert handled == [signal.SIGUSR1]
-
-
-def test_a_timer_acts_at_once(handled: list[int], deferring: DeferredSignals) -> None:
-    """It may be a watchdog's, which ends a batch that hangs."""
-    signal.raise_signal(signal.SIGALRM)
-    assert handled == [signal.SIGALRM]
-
-
-def test_a_second_ctrl_c_acts_at_once(handled: list[int], deferring: DeferredSignals) -> None:
-    """So that a step that hangs can be ended. Others arrive twice for other reasons."""
-    for _ in range(2):
-        signal.raise_signal(signal.SIGUSR1)
-    signal.raise_signal(signal.SIGINT)
-    assert handled == []
-    signal.raise_signal(signal.SIGINT)
-    assert handled == [signal.SIGINT]
-    deferring.run_deferred()
-    assert handled == [signal.SIGINT, signal.SIGUSR1]
-
-
-def test_a_handler_whose_work_is_done_is_dropped(handled: list[int], deferring: DeferredSignals) -> None:
-    for number in (signal.SIGINT, signal.SIGUSR1):
+def strike(*numbers: int) -> None:
+    for number in numbers:
         signal.raise_signal(number)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "at_once", "between"),
+    [
+        ([USER, USER], [], [USER]),
+        ([TIMER], [TIMER], [TIMER]),  # it may be a watchdog's, which ends a batch that hangs
+        ([USER, USER, INT, INT], [INT], [INT, USER]),  # a second Ctrl-C ends a step that hangs
+    ],
+)
+def test_a_handler_runs_between_two_batches_once(
+    numbers: list[int], at_once: list[int], between: list[int], handled: Handled, deferring: DeferredSignals
+) -> None:
+    strike(*numbers)
+    assert handled == at_once
+    for _ in range(2):
+        deferring.run_deferred()
+        assert handled == between
+
+
+def test_a_handler_whose_work_is_done_is_dropped(handled: Handled, deferring: DeferredSignals) -> None:
+    strike(INT, USER)
     deferring.drop(signal.SIGINT)
     deferring.remove()
-    assert handled == [signal.SIGUSR1]
+    assert handled == [USER]
 
 
-def test_handlers_are_as_they_were_afterwards(handled: list[int]) -> None:
+def test_handlers_are_as_they_were_afterwards(handled: Handled) -> None:
+    """They do not pile up over runs: code that keeps what it found, and puts it back, may keep one of a run that is over."""
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    deferring = DeferredSignals()
-    deferring.install()
-    here = signal.getsignal(signal.SIGUSR1)
-    assert here == before[signal.SIGUSR1]
-    assert here.__name__ == "<lambda>"  # type: ignore[union-attr]
-    assert {here: 1}[before[signal.SIGUSR1]] == 1
-    signal.raise_signal(signal.SIGUSR1)
-    deferring.remove()
-    assert handled == [signal.SIGUSR1]
-    after = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    assert all(after[number] is before[number] for number in before)
-
-
-def test_a_handler_that_is_set_meanwhile_is_deferred_and_stays(handled: list[int], deferring: DeferredSignals) -> None:
-    seen: list[str] = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append("new"))
-    deferring.install()
-    signal.raise_signal(signal.SIGUSR1)
-    assert seen == []
-    deferring.remove()
-    assert seen == ["new"]
-    signal.raise_signal(signal.SIGUSR1)
-    assert seen == ["new", "new"]
-    signal.signal(signal.SIGUSR1, before)  # as code does that had one for a while
-    signal.raise_signal(signal.SIGUSR1)
-    assert handled == [signal.SIGUSR1]
-
-
-def test_a_handler_that_was_replaced_twice_is_released(handled: list[int], deferring: DeferredSignals) -> None:
-    original = signal.getsignal(signal.SIGUSR1).handler  # type: ignore[union-attr]
-    first = signal.signal(signal.SIGUSR1, lambda *_: None)
-    deferring.install()
-    signal.signal(signal.SIGUSR1, first)
-    deferring.remove()
-    assert signal.getsignal(signal.SIGUSR1) is original
-    signal.raise_signal(signal.SIGUSR1)
-    assert handled == [signal.SIGUSR1]
-
-
-def test_a_handler_calls_the_one_that_it_has_replaced(handled: list[int], deferring: DeferredSignals) -> None:
-    found: list[str] = []
-    before: Any = signal.getsignal(signal.SIGUSR1)
-
-    def chained(number: int, frame: Any) -> None:
-        found.append("begins")
-        before(number, frame)
-        found.append(f"ends after {handled}")
-
-    signal.signal(signal.SIGUSR1, chained)
-    deferring.install()
-    signal.raise_signal(signal.SIGUSR1)
-    deferring.run_deferred()
-    assert found == ["begins", f"ends after {[int(signal.SIGUSR1)]}"]
-
-
-def test_a_signal_that_arrives_while_a_handler_runs_is_deferred(handled: list[int], deferring: DeferredSignals) -> None:
-    """A handler that saves runs the package's own code."""
-    order: list[str] = []
-
-    def saves(number: int, frame: Any) -> None:
-        order.append("begins")
-        signal.raise_signal(signal.SIGINT)
-        order.append(f"ends after {handled}")
-
-    signal.signal(signal.SIGUSR1, saves)
-    deferring.install()
-    signal.raise_signal(signal.SIGUSR1)
-    deferring.run_deferred()
-    assert order == ["begins", "ends after []"]
-    assert handled == [signal.SIGINT]
-
-
-def test_handlers_do_not_pile_up_over_runs(handled: list[int]) -> None:
-    """Code that keeps what it found, and puts it back, may keep one of a run that is over."""
-    original = signal.getsignal(signal.SIGUSR1)
-    for _ in range(3):
+    for _ in range(2):
         deferring = DeferredSignals()
         deferring.install()
-        found = signal.getsignal(signal.SIGUSR1)
+        here: Any = signal.getsignal(USER)
+        assert here == before[USER]
+        assert here.__name__ == "<lambda>"
+        assert {here: 1}[before[USER]] == 1
+        strike(USER)
         deferring.remove()
-        signal.signal(signal.SIGUSR1, found)
-    assert found.handler is original  # type: ignore[union-attr]
+        after = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        assert all(after[number] is before[number] for number in before)
+        signal.signal(USER, here)
+    assert handled == [USER, USER]
+    assert here.handler is before[USER]
 
 
-def test_a_run_inside_a_run(handled: list[int], deferring: DeferredSignals) -> None:
+def test_a_handler_that_is_set_meanwhile_is_deferred_and_stays(handled: Handled, deferring: DeferredSignals) -> None:
+    seen: list[str] = []
+    original = signal.getsignal(USER).handler  # type: ignore[union-attr]
+    before = signal.signal(USER, lambda *_: seen.append("new"))
+    deferring.install()
+    strike(USER)
+    assert seen == []
+    deferring.remove()
+    strike(USER)
+    assert seen == ["new", "new"]
+    deferring.install()
+    signal.signal(USER, before)  # as code does that had one for a while
+    deferring.remove()
+    assert signal.getsignal(USER) is original
+    strike(USER)
+    assert handled == [USER]
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_a_handler_calls_the_one_that_it_has_replaced(
+    chained: bool, handled: Handled, deferring: DeferredSignals
+) -> None:
+    """Another signal that arrives meanwhile is deferred: a handler that saves runs the package's own code."""
+    before: Any = signal.getsignal(USER)
+
+    def handler(number: int, frame: Any) -> None:
+        handled.append("begins")
+        before(number, frame) if chained else strike(INT)
+        handled.append("ends")
+
+    signal.signal(USER, handler)
+    deferring.install()
+    strike(USER)
+    deferring.run_deferred()
+    assert handled == (["begins", USER, "ends"] if chained else ["begins", "ends", INT])
+
+
+def test_a_run_inside_a_run(handled: Handled, deferring: DeferredSignals) -> None:
     inner = DeferredSignals()
     inner.install()
-    signal.raise_signal(signal.SIGUSR1)
+    strike(USER)
     inner.run_deferred()
     assert handled == [], "the outer run's step is under way"
-    for _ in range(2):
-        signal.raise_signal(signal.SIGINT)
-    assert handled == [signal.SIGINT]
+    strike(INT, INT)
+    assert handled == [INT]
     inner.remove()
     deferring.run_deferred()
-    assert handled == [signal.SIGINT, signal.SIGUSR1]
+    assert handled == [INT, USER]
 
 
-def test_a_handler_that_raises_keeps_no_other_from_running(handled: list[int], deferring: DeferredSignals) -> None:
+def test_a_handler_that_raises_keeps_no_other_from_running(handled: Handled, deferring: DeferredSignals) -> None:
     def fails(number: int, frame: Any) -> None:
         raise KeyError(number)
 
-    signal.signal(signal.SIGINT, fails)
+    signal.signal(INT, fails)
     deferring.install()
-    signal.raise_signal(signal.SIGUSR1)
-    signal.raise_signal(signal.SIGINT)
+    strike(USER, INT)
     with pytest.raises(KeyError):
         deferring.run_deferred()
-    assert handled == [signal.SIGUSR1]
+    assert handled == [USER]
 
 
-def test_other_threads_change_no_handlers(handled: list[int]) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
+def test_other_threads_change_no_handlers(handled: Handled) -> None:
+    before = signal.getsignal(USER)
     thread = threading.Thread(target=DeferredSignals().install)
     thread.start()
     thread.join()
-    assert signal.getsignal(signal.SIGUSR1) is before
+    assert signal.getsignal(USER) is before
 
 
-def test_a_forked_process_defers_nothing(handled: list[int], deferring: DeferredSignals, monkeypatch: Any) -> None:
+def test_a_forked_process_defers_nothing(handled: Handled, deferring: DeferredSignals, monkeypatch: Any) -> None:
     with monkeypatch.context() as child:
         child.setattr(os, "getpid", lambda: -1)
-        signal.raise_signal(signal.SIGUSR1)
-    assert handled == [signal.SIGUSR1]
+        strike(USER)
+    assert handled == [USER]
 
 
-def test_copies_defer_nothing(handled: list[int], deferring: DeferredSignals) -> None:
+def test_copies_defer_nothing(handled: Handled, deferring: DeferredSignals) -> None:
     for copied in (copy.deepcopy(deferring), pickle.loads(pickle.dumps(deferring))):
         copied.run_deferred()
         copied.remove()
-    assert copy.deepcopy(signal.getsignal(signal.SIGUSR1)) is signal.getsignal(signal.SIGUSR1).handler  # type: ignore[union-attr]
-    signal.raise_signal(signal.SIGUSR1)
+    assert copy.deepcopy(signal.getsignal(USER)) is signal.getsignal(USER).handler  # type: ignore[union-attr]
+    strike(USER)
     assert handled == []

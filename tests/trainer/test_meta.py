@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +33,8 @@ from tests.support.models import (
     tokens,
     vectors,
 )
-from tests.support.runs import Batches, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.runs import Batches, Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.starts import start
-from tests.support.tiers import some
 
 Make = Callable[[], pl.LightningModule]
 
@@ -50,19 +49,20 @@ def on_meta(make: Make) -> Make:
     return made
 
 
-def loaded(make: Make, state: dict[str, Tensor]) -> Make:
-    """Makes the module without values and gives it these as a whole, as one does without the strategy's help."""
+def loaded(make: Make, state: dict[str, Tensor] | None = None) -> Make:
+    """Makes the module without random numbers, and gives it values as a whole, as one does without the strategy's help."""
 
     def made() -> pl.LightningModule:
         with torch.random.fork_rng():
             module = make()
-        module.load_state_dict(state)
+        if state is not None:
+            module.load_state_dict(state)
         return module
 
     return made
 
 
-def other_values(make: Make) -> pl.LightningModule:
+def other_values(make: Make) -> Any:
     """The module with values that no seed of the tests gives."""
     with torch.random.fork_rng():
         torch.manual_seed(1234)
@@ -76,42 +76,52 @@ def vit() -> Classifier:
     return Classifier(net)
 
 
-class Normed(nn.Sequential):
+def stack() -> Module:
+    return Module(Stack())
+
+
+def normed() -> Module:
     """It has buffers that are in files."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    return Module(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)))
 
 
-def tied_llama() -> Transformer:
-    return llama(tie_word_embeddings=True)
-
-
-CASES: dict[str, tuple[Make, Batches]] = {
+tied_llama = partial(llama, tie_word_embeddings=True)
+CASES: dict[str, tuple[Any, Batches]] = {
     "llama": (llama, tokens()),
     "tied llama": (tied_llama, tokens()),
     "gpt2": (gpt2, tokens()),
     "bert": (bert, tokens()),
     "vit": (vit, images(16)),
     "lstm": (lambda: Module(Recurrent()), [torch.randn(2, 3, 16) for _ in range(3)]),
-    "normed": (lambda: Module(Normed()), vectors()),
+    "normed": (normed, vectors()),
 }
+
+
+def same(ours: Outcome, plain: Outcome) -> None:
+    assert_same(ours, plain)
+    assert_equal(dict(ours.module.named_buffers()), dict(plain.module.named_buffers()), "buffers")
+
+
+def from_file(folder: Path, net: nn.Module, **options: Any) -> SuperpipelineStrategy:
+    """A strategy that loads a net's weights from a file."""
+    save_model(net, str(folder / "net.safetensors"))
+    return superpipeline(load_weights_from=folder / "net.safetensors", **options)
 
 
 # ---------------------------------------------------------------------- a file of weights
 
 
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("name", CASES)
-def test_values_from_safetensors(name: str, tmp_path: Path) -> None:
-    """The file is that of the network, whose names lack the prefix of the LightningModule's. Nothing is drawn for it."""
+@pytest.mark.parametrize(
+    ("name", "content"), [*((name, "net") for name in CASES), ("normed", "state"), ("normed", "checkpoint")]
+)
+def test_values_from_files(name: str, content: str, tmp_path: Path) -> None:
+    """The names of a network's file lack the prefix of the LightningModule's. Nothing is drawn for the module."""
     make, batches = CASES[name]
-    source = other_values(make)
-    save_model(source.net, str(tmp_path / "net.safetensors"))
-    ours = fit(on_meta(make), batches, superpipeline(load_weights_from=tmp_path / "net.safetensors"))
-    plain = fit(loaded(make, source.state_dict()), batches)
-    assert_same(ours, plain)
-    assert_equal(dict(ours.module.named_buffers()), dict(plain.module.named_buffers()), "buffers")
+    source, file = other_values(make), tmp_path / "one.ckpt"
+    strategy = superpipeline(load_weights_from=file) if content != "net" else from_file(tmp_path, source.net)
+    torch.save(source.net.state_dict() if content == "state" else {"state_dict": source.state_dict(), "epoch": 1}, file)
+    same(fit(on_meta(make), batches, strategy), fit(loaded(make, source.state_dict()), batches))
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -137,25 +147,8 @@ def test_what_save_pretrained_writes(precision: str, tmp_path: Path) -> None:
             self.net = kind.from_pretrained(tmp_path).train()
 
     ours = fit(Ours, tokens(), superpipeline(load_weights_from=str(tmp_path)), precision=precision)
-    plain = fit(Plain, tokens(), precision=precision)
-    assert_same(ours, plain)
-    assert_equal(dict(ours.module.named_buffers()), dict(plain.module.named_buffers()), "buffers")
-    head, embedding = ours.module.net.get_output_embeddings(), ours.module.net.get_input_embeddings()
-    assert head.weight is embedding.weight
-
-
-@pytest.mark.parametrize("content", ["checkpoint", "state"])
-def test_values_from_files_of_torch(content: str, tmp_path: Path) -> None:
-    source = other_values(lambda: Module(Normed()))
-    if content == "checkpoint":
-        trainer = trainer_for("auto")
-        trainer.strategy.connect(source)
-        trainer.save_checkpoint(tmp_path / "one.ckpt")
-    else:
-        torch.save(source.net.state_dict(), tmp_path / "one.ckpt")
-    make = CASES["normed"][0]
-    ours = fit(on_meta(make), vectors(), superpipeline(load_weights_from=tmp_path / "one.ckpt"))
-    assert_same(ours, fit(loaded(make, source.state_dict()), vectors()))
+    same(ours, fit(Plain, tokens(), precision=precision))
+    assert ours.module.net.get_output_embeddings().weight is ours.module.net.get_input_embeddings().weight
 
 
 def test_a_parameter_keeps_its_dtype_its_strides_and_its_identity(tmp_path: Path) -> None:
@@ -167,62 +160,45 @@ def test_a_parameter_keeps_its_dtype_its_strides_and_its_identity(tmp_path: Path
         return module
 
     source = other_values(make).to(torch.float32)
-    save_model(source.net, str(tmp_path / "net.safetensors"))
     module = on_meta(make)()
     kept, declared = list(module.parameters()), [(p.dtype, p.stride(), p.requires_grad) for p in module.parameters()]
-    kept[0].note = "kept"
-    strategy = superpipeline(load_weights_from=tmp_path / "net.safetensors")
+    kept[0].note = "kept"  # type: ignore[attr-defined]
+    strategy = from_file(tmp_path, source.net)
     strategy.connect(module)
     strategy._given.complete(module, training=True)
     assert all(ours is before for ours, before in zip(module.parameters(), kept, strict=True))
     assert [(p.dtype, p.stride(), p.requires_grad) for p in kept] == declared
-    assert kept[0].note == "kept"
+    assert kept[0].note == "kept"  # type: ignore[attr-defined]
     assert_equal([p.float() for p in kept], [p.detach() for p in source.parameters()], "values")
 
 
 def test_what_has_values_already_takes_those_of_the_file_too(tmp_path: Path) -> None:
     """As buffers have that accelerate leaves on the CPU. The head is in no file and stays as it was made."""
-    source = other_values(CASES["normed"][0])
-    source.net[1].running_mean.normal_()
-    save_model(source.net, str(tmp_path / "net.safetensors"))
+    source = other_values(normed).net
+    source[1].running_mean.normal_()
 
     class WithHead(Module):
-        def __init__(self) -> None:
-            net = Normed()
+        def __init__(self, *, whole: bool) -> None:
+            with torch.random.fork_rng():
+                net: Any = normed().net
             super().__init__(net)
             self.head = nn.Linear(16, 16)
-            with torch.device("meta"):
-                net[0], net[2] = nn.Linear(16, 16), nn.Linear(16, 16)
+            if whole:
+                net.load_state_dict(source.state_dict())
+            else:
+                with torch.device("meta"):
+                    net[0], net[2] = nn.Linear(16, 16), nn.Linear(16, 16)
 
         def loss(self, batch: Any) -> Tensor:
             return self.head(self.net(batch)).square().mean()
 
-    class Plain(WithHead):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Normed()
-            self.net.load_state_dict(source.net.state_dict())
-
-    def plain() -> Plain:
-        """Of the two it draws the numbers of the head last, after those of the network, as ours does."""
-        torch.manual_seed(7)
-        head = WithHead().head
-        state = torch.get_rng_state()
-        module = Plain()
-        module.head = head
-        torch.set_rng_state(state)
-        return module
-
-    ours = fit(WithHead, vectors(), superpipeline(load_weights_from=tmp_path / "net.safetensors"))
-    assert_same(ours, fit(plain, vectors()))
+    ours = fit(lambda: WithHead(whole=False), vectors(), from_file(tmp_path, source))
+    assert_same(ours, fit(lambda: WithHead(whole=True), vectors()))
 
 
 def test_a_file_is_read_once(tmp_path: Path) -> None:
     """A second run goes on with the weights that the first has trained."""
-    make = CASES["normed"][0]
-    save_model(other_values(make).net, str(tmp_path / "net.safetensors"))
-    module = on_meta(make)()
-    trainer = trainer_for(superpipeline(load_weights_from=tmp_path / "net.safetensors"))
+    module, trainer = on_meta(normed)(), trainer_for(from_file(tmp_path, other_values(normed).net))
     trainer.fit(module, loader(vectors()))
     trained = {name: value.clone() for name, value in module.state_dict().items()}
     trainer.validate(module, loader(vectors()), verbose=False)
@@ -232,11 +208,10 @@ def test_a_file_is_read_once(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- a checkpoint
 
 
-def checkpoint_of(
-    make: Make, batches: Batches, file: Path, strategy: Any = "auto", count: int = 2, **options: Any
-) -> None:
-    """Trains for some steps and writes a checkpoint."""
-    fit(make, batches, strategy, max_steps=count, **options).trainer.save_checkpoint(file)
+def checkpoint_of(make: Make, batches: Batches, file: Path, strategy: Any = "auto", **options: Any) -> dict[str, Any]:
+    """Trains for some steps and writes a checkpoint. Returns options of a run that goes on."""
+    fit(make, batches, strategy, **{"max_steps": 2, **options}).trainer.save_checkpoint(file)
+    return {"ckpt_path": file, "max_steps": 3, "max_epochs": 2}
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -244,29 +219,21 @@ def checkpoint_of(
 def test_training_resumes(name: str, tmp_path: Path) -> None:
     """Bitwise as with a module that was built on the CPU, and then has as many random numbers drawn."""
     make, batches = CASES[name]
-    checkpoint_of(make, batches, tmp_path / "last.ckpt")
-
-    def undrawn() -> pl.LightningModule:
-        with torch.random.fork_rng():
-            return make()
-
-    resumed = {"ckpt_path": tmp_path / "last.ckpt", "max_steps": 3, "max_epochs": 2}
-    ours, plain = fit(on_meta(make), batches, superpipeline(), **resumed), fit(undrawn, batches, **resumed)
+    resumed = checkpoint_of(make, batches, tmp_path / "last.ckpt")
+    ours = fit(on_meta(make), batches, superpipeline(), **resumed)
     assert len(ours.losses) == 1
-    assert_same(ours, plain)
-    assert_equal(dict(ours.module.named_buffers()), dict(plain.module.named_buffers()), "buffers")
+    same(ours, fit(loaded(make), batches, **resumed))
 
 
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("loop", ["validate", "test", "predict"])
-def test_loops_restore_a_checkpoint(loop: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", ["validate", "predict"])
+def test_loops_restore_a_checkpoint(run: str, tmp_path: Path) -> None:
     checkpoint_of(tied_llama, tokens(), tmp_path / "last.ckpt")
     results = []
     for make, strategy in ((on_meta(tied_llama), superpipeline()), (tied_llama, "auto")):
-        module, trainer = make(), trainer_for(strategy)
-        results.append(getattr(trainer, loop)(module, loader(tokens()), ckpt_path=tmp_path / "last.ckpt"))
+        results.append(getattr(trainer_for(strategy), run)(make(), loader(tokens()), ckpt_path=tmp_path / "last.ckpt"))
     assert results[0]
-    assert_equal(results[0], results[1], loop)
+    assert_equal(results[0], results[1], run)
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -278,21 +245,17 @@ def test_a_checkpoint_comes_over_a_file(tmp_path: Path) -> None:
         module.net.model.requires_grad_(False)
         return module
 
-    source = other_values(make)
+    source, last, whole = other_values(make), tmp_path / "last.ckpt", tmp_path / "whole.ckpt"
     source.net.save_pretrained(tmp_path)
-    resumed = {"ckpt_path": tmp_path / "last.ckpt", "max_steps": 3, "max_epochs": 2}
     frozen = {"load_weights_from": tmp_path, "save_frozen": False}
-    checkpoint_of(on_meta(make), tokens(), tmp_path / "last.ckpt", superpipeline(**frozen))
-    state = torch.load(tmp_path / "last.ckpt")["state_dict"]
+    resumed = checkpoint_of(on_meta(make), tokens(), last, superpipeline(**frozen))
+    state = torch.load(last)["state_dict"]
     assert list(state) == ["net.lm_head.weight"]
+    torch.save({**torch.load(last), "state_dict": {**source.state_dict(), **state}}, whole)
     ours = fit(on_meta(make), tokens(), superpipeline(**frozen), **resumed)
-    whole = {**source.state_dict(), **state}
-    torch.save({**torch.load(tmp_path / "last.ckpt"), "state_dict": whole}, tmp_path / "whole.ckpt")
-    plain = fit(loaded(make, whole), tokens(), **{**resumed, "ckpt_path": tmp_path / "whole.ckpt"})
-    assert_same(ours, plain)
-    with pytest.raises(
-        RuntimeError, match=r"leaves out the frozen weight 'net\.model.* Load the same pretrained weights"
-    ):
+    assert_same(ours, fit(loaded(make), tokens(), **{**resumed, "ckpt_path": whole}))
+    said = r"leaves out the frozen weight 'net\.model.* Load the same pretrained weights"
+    with pytest.raises(RuntimeError, match=said):
         fit(on_meta(make), tokens(), superpipeline(save_frozen=False), **resumed)
 
 
@@ -300,40 +263,29 @@ def test_frozen_weights_that_came_from_a_checkpoint_stay_in_the_next(tmp_path: P
     """A module on the meta device does not have them by itself."""
 
     def make() -> pl.LightningModule:
-        module = Module(Stack())
-        module.net.stem.requires_grad_(False)
+        module = stack()
+        module.net.stem.requires_grad_(False)  # type: ignore[union-attr, operator]
         return module
 
-    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
-    checkpoint_of(make, vectors(), first)
-    checkpoint_of(
-        on_meta(make), vectors(), second, superpipeline(save_frozen=False), count=3, max_epochs=2, ckpt_path=first
-    )
-    state = torch.load(second)["state_dict"]
-    assert list(state) == list(make().state_dict())
+    resumed = checkpoint_of(make, vectors(), tmp_path / "first.ckpt")
+    checkpoint_of(on_meta(make), vectors(), tmp_path / "second.ckpt", superpipeline(save_frozen=False), **resumed)
+    assert list(torch.load(tmp_path / "second.ckpt")["state_dict"]) == list(make().state_dict())
 
 
 def test_a_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
-    checkpoint_of(lambda: Module(Stack()), vectors(), tmp_path / "last.ckpt")
+    resumed = checkpoint_of(stack, vectors(), tmp_path / "last.ckpt")
     checkpoint = torch.load(tmp_path / "last.ckpt")
     del checkpoint["state_dict"]["net.stem.weight"]
     torch.save(checkpoint, tmp_path / "last.ckpt")
     with pytest.raises(RuntimeError, match=r"Missing key\(s\).*net\.stem\.weight"):
-        fit(on_meta(lambda: Module(Stack())), vectors(), superpipeline(), ckpt_path=tmp_path / "last.ckpt")
-    lenient = on_meta(lambda: Module(Stack()))()
+        fit(on_meta(stack), vectors(), superpipeline(), **resumed)
+    lenient = on_meta(stack)()
     lenient.strict_loading = False
     with pytest.raises(ValueError, match=r"'net\.stem\.weight' is on the meta device"):
-        fit(lambda: lenient, vectors(), superpipeline(), ckpt_path=tmp_path / "last.ckpt")
+        fit(lambda: lenient, vectors(), superpipeline(), **resumed)
 
 
 # ---------------------------------------------------------------------- refused
-
-
-def test_a_module_without_values() -> None:
-    with pytest.raises(
-        ValueError, match=r"'net\.stem\.weight' is on the meta device.*load_weights_from=FILE.*on the CPU"
-    ):
-        start(superpipeline(), on_meta(lambda: Module(Stack()))())
 
 
 def test_buffers_that_are_nowhere(tmp_path: Path) -> None:
@@ -351,15 +303,9 @@ def test_buffers_that_are_nowhere(tmp_path: Path) -> None:
         return Module(nn.Sequential(Masked(), Masked()))
 
     source = other_values(make)
-    save_model(source.net, str(tmp_path / "net.safetensors"))
     with pytest.raises(ValueError, match=r"Buffer 'net\.0\.mask' is on the meta device.*init_empty_weights"):
-        start(superpipeline(load_weights_from=tmp_path / "net.safetensors"), on_meta(make)())
-
-    def remedied() -> Module:
-        with accelerate.init_empty_weights():
-            return make()
-
-    ours = fit(remedied, vectors(), superpipeline(load_weights_from=tmp_path / "net.safetensors"))
+        start(from_file(tmp_path, source.net), on_meta(make)())
+    ours = fit(accelerate.init_empty_weights()(make), vectors(), from_file(tmp_path, source.net))
     plain = fit(loaded(make, source.state_dict()), vectors())
     assert_equal(ours.state, plain.state, "state")  # accelerate draws what it throws away
 
@@ -383,8 +329,7 @@ def test_buffers_that_transformers_computes_in_part() -> None:
 
     with torch.device("meta"):
         model = Partly()
-    module = Module(model)
-    before = torch.get_rng_state()
+    module, before = Module(model), torch.get_rng_state()
     SuperpipelineStrategy()._given.restore(module, {"net.weight": torch.full((1,), 3.0)})
     SuperpipelineStrategy()._given.complete(module, training=True)
     assert torch.equal(torch.get_rng_state(), before)
@@ -392,81 +337,58 @@ def test_buffers_that_transformers_computes_in_part() -> None:
     assert (model.computed.tolist(), model.weight.item()) == ([1.0] * 4, 3.0)
 
 
-def test_values_that_nobody_needs(tmp_path: Path) -> None:
-    save_model(Stack(), str(tmp_path / "net.safetensors"))
-    with pytest.raises(ValueError, match=r"all parameters of Module have values. Leave it out"):
-        start(superpipeline(load_weights_from=tmp_path / "net.safetensors"))
-
-
-def hooked(weight: nn.Parameter) -> None:
-    weight.register_hook(lambda gradient: gradient)
-
-
-def hooked_after(weight: nn.Parameter) -> None:
-    weight.register_post_accumulate_grad_hook(lambda weight: None)
-
-
 class Special(nn.Parameter):
     pass
 
 
-SPECIAL: dict[str, tuple[Callable[[Module], Any], str]] = {
-    "hook": (lambda module: hooked(module.net.stem.weight), "has hooks"),
-    "late hook": (lambda module: hooked_after(module.net.stem.weight), "has hooks"),
-    "class": (lambda module: setattr(module.net.stem, "weight", Special(module.net.stem.weight)), "of class Special"),
+SPECIAL: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "nothing": (lambda stem: None, "load_weights_from=FILE"),
+    "hook": (lambda stem: stem.weight.register_hook(lambda gradient: gradient), "has hooks"),
+    "late hook": (lambda stem: stem.weight.register_post_accumulate_grad_hook(lambda weight: None), "has hooks"),
+    "class": (lambda stem: setattr(stem, "weight", Special(stem.weight)), "of class Special"),
     "view": (
-        lambda module: setattr(module.net.stem, "bias", nn.Parameter(module.net.stem.weight[0])),
+        lambda stem: setattr(stem, "bias", nn.Parameter(stem.weight[0])),
         r"view of the memory of 'net\.stem\.weight'",
     ),
-    "script": (lambda module: setattr(module.net, "stem", torch.jit.script(module.net.stem)), "ScriptModule"),
+    "script": (torch.jit.script, "ScriptModule"),
 }
 
 
 @pytest.mark.parametrize("name", SPECIAL)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-def test_parameters_that_are_not_simple(name: str, tmp_path: Path) -> None:
+def test_parameters_that_are_not_simple_or_have_no_file(name: str, tmp_path: Path) -> None:
     make_special, said = SPECIAL[name]
-    save_model(Stack(), str(tmp_path / "net.safetensors"))
-    module = on_meta(lambda: Module(Stack()))()
-    make_special(module)
-    with pytest.raises(ValueError, match=rf"'net\.stem\.(weight|bias)' is on the meta device and .*{said}.*on the CPU"):
-        start(superpipeline(load_weights_from=tmp_path / "net.safetensors"), module)
+    module: Any = on_meta(stack)()
+    module.net.stem = make_special(module.net.stem) if name == "script" else module.net.stem
+    make_special(module.net.stem)
+    strategy = superpipeline() if name == "nothing" else from_file(tmp_path, Stack())
+    with pytest.raises(ValueError, match=rf"'net\.stem\.(weight|bias)' is on the meta device.*{said}.*on the CPU"):
+        start(strategy, module)
 
 
-def changed(**changes: Tensor | None) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda state: {name: value for name, value in {**state, **changes}.items() if value is not None}
-
-
-WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
-    "missing": (
-        changed(**{"stem.weight": None}),
-        r"its 'net'\. It lacks 'net\.stem\.weight' of shape \(16, 16\)\. The file",
-    ),
-    "unexpected": (changed(more=torch.ones(3)), r"its 'net'\. The module has no 'more' of shape \(3,\)"),
-    "another": (
-        lambda state: {"a": torch.ones(1), "b": torch.ones(1)},
-        r"does not fit Module\. It lacks .* and \d+ more",
-    ),
-    "shape": (
-        changed(**{"stem.weight": torch.ones(2, 3)}),
-        r"It lacks 'net\.stem\.weight' of shape \(16, 16\)\. The module has no 'stem\.weight' of shape \(2, 3\)",
-    ),
-}
+STEM, MORE = "stem.weight", r"It lacks 'net\.stem\.weight' of shape \(16, 16\)\. The "
+WRONG: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "missing": (lambda state: state.pop(STEM), rf"its 'net'\. {MORE}file"),
+    "unexpected": (lambda state: state.update(more=torch.ones(3)), r"its 'net'\. The module has no 'more' of shape \(3,\)"),
+    "another": (lambda state: [state.clear(), state.update(a=torch.ones(1))], r"does not fit Module\. It lacks .* and \d+ more"),
+    "shape": (lambda state: state.update({STEM: torch.ones(2, 3)}), rf"{MORE}module has no 'stem\.weight' of shape \(2, 3\)"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_files_that_do_not_fit(name: str, tmp_path: Path) -> None:
     """It is said before anything is read."""
     change, said = WRONG[name]
-    save_file(change(dict(Stack().state_dict())), tmp_path / "net.safetensors")
-    module = on_meta(lambda: Module(Stack()))()
+    state, module = dict(Stack().state_dict()), on_meta(stack)()
+    change(state)
+    save_file(state, tmp_path / "net.safetensors")
     with pytest.raises(ValueError, match=said):
         start(superpipeline(load_weights_from=tmp_path / "net.safetensors"), module)
     assert all(parameter.is_meta for parameter in module.parameters())
 
 
 def test_files_that_are_not_there(tmp_path: Path, monkeypatch: Any) -> None:
-    module = on_meta(lambda: Module(Stack()))()
+    module, index = on_meta(stack)(), tmp_path / "model.safetensors.index.json"
 
     def refused(kind: type[Exception], said: str, path: Path = tmp_path) -> None:
         with pytest.raises(kind, match=said):
@@ -474,109 +396,34 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: Any) -> None:
 
     refused(FileNotFoundError, "file not found", tmp_path / "none.safetensors")
     refused(ValueError, "found neither.*save_pretrained")
-    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
-    save_file({"a": torch.ones(1)}, tmp_path / "two.safetensors")
+    for name in ("one", "two"):
+        save_file({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     refused(ValueError, r"several \*\.safetensors \(one\.safetensors, two\.safetensors\)")
-    index = tmp_path / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": "three.safetensors"}}')
     refused(FileNotFoundError, "names 'three.safetensors', which is not beside it")
-    torch.save([1], tmp_path / "list.pt")
-    refused(ValueError, "expected a Lightning checkpoint .* found list", tmp_path / "list.pt")
-    torch.save({"a": 1}, tmp_path / "numbers.pt")
-    refused(ValueError, "found int", tmp_path / "numbers.pt")
+    for content, said in (([1], "expected a Lightning checkpoint .* found list"), ({"a": 1}, "found int")):
+        torch.save(content, tmp_path / "other.pt")
+        refused(ValueError, said, tmp_path / "other.pt")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     refused(ImportError, "pip install safetensors", tmp_path / "one.safetensors")
     with pytest.raises(TypeError, match=r'path of a file or a folder, found 3. For example load_weights_from="model"'):
         superpipeline(load_weights_from=3)
-
-
-@pytest.mark.long("takes a second or more")
-def test_more_than_the_host_has(tmp_path: Path, monkeypatch: Any) -> None:
-    save_model(Stack(), str(tmp_path / "net.safetensors"))
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 1000)
-    with pytest.raises(MemoryError, match="for the weights"):
-        start(superpipeline(load_weights_from=tmp_path / "net.safetensors"), on_meta(lambda: Module(Stack()))())
-    # All of them are trained, so that none stays in the file.
-    with pytest.raises(MemoryError, match="for the weights"):
-        start(
-            superpipeline(load_weights_from=tmp_path / "net.safetensors", disk=tmp_path),
-            on_meta(lambda: Module(Stack()))(),
-        )
+    with pytest.raises(ValueError, match=r"all parameters of Module have values. Leave it out"):
+        start(superpipeline(load_weights_from=tmp_path / "one.safetensors"))
 
 
 @pytest.mark.rest("takes tenths of a second")
-def test_more_than_host_memory_without_a_disk(tmp_path: Path, monkeypatch: Any) -> None:
-    save_model(Stack(), str(tmp_path / "net.safetensors"))
-    monkeypatch.setattr(host_memory, "resident_bytes", lambda: 2**30)
-    strategy = superpipeline(load_weights_from=tmp_path / "net.safetensors", host_memory=2**30 + 96 * 2**20)
-    with pytest.raises(MemoryError, match=r'host_memory="1120MiB" is too little: .* for the weights'):
-        start(strategy, on_meta(lambda: Module(Stack()))())
-
-
-# ---------------------------------------------------------------------- memory
-
-SET_UP = """
-import sys, threading, time
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.utils.data import DataLoader
-from sp_lightning import SuperpipelineStrategy
-
-file, how = sys.argv[1:]
-
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        with torch.device("cpu" if how == "cpu" else "meta"):
-            self.net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(24)))  # 16 MiB each
-
-    def validation_step(self, batch, batch_idx):
-        self.net(batch)
-
-def resident(key):
-    return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024
-
-def watch():
-    global peak
-    while not over:
-        peak = max(peak, resident("RssAnon"))
-        time.sleep(0.001)
-
-weights, checkpoint = {"weights": (file, None), "checkpoint": (None, file), "cpu": (None, None)}[how]
-strategy = SuperpipelineStrategy(k=1, k_prime=1, load_weights_from=weights)
-trainer = pl.Trainer(
-    strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-    enable_checkpointing=False, inference_mode=False,
-)
-if weights:
-    import safetensors
-peak, over, before, anonymous = 0, False, resident("VmRSS"), resident("RssAnon")
-watcher = threading.Thread(target=watch)
-watcher.start()
-trainer.validate(Model(), DataLoader(torch.ones(1, 2048), batch_size=1), ckpt_path=checkpoint, verbose=False)
-over = True
-watcher.join()
-print((resident("VmHWM") - before) / 2**24, (peak - anonymous) / 2**24)  # ru_maxrss would be that of the parent
-"""
-
-
-@pytest.mark.long("subprocesses that import torch and fill memory")
-@pytest.mark.parametrize("how", some(["weights", "checkpoint", "cpu"], "weights", why="the same store"))
-def test_set_up_takes_the_store_and_a_few_layers(how: str, tmp_path: Path) -> None:
-    """24 layers of 16 MiB, and on this host the two slots. Without a file a module on the CPU takes no more."""
-    if not Path("/proc/self/status").exists():
-        pytest.skip("reads the memory of a process from /proc")
-    net, file = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(24))), tmp_path / "file"
-    if how == "weights":
-        file = tmp_path / "net.safetensors"
-        save_model(net, str(file))
-    if how == "checkpoint":
-        torch.save({"state_dict": {f"net.{name}": value for name, value in net.state_dict().items()},
-                    "pytorch-lightning_version": pl.__version__}, file)  # fmt: skip
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", SET_UP, str(file), how], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    resident, anonymous = map(float, ran.stdout.split()[-2:])
-    assert 24 < anonymous < 24 + 2 + 3
-    if how != "checkpoint":  # the pages of a checkpoint stay until all is read; the system may take them before
-        assert resident < 24 + 2 + 8
+@pytest.mark.parametrize(
+    ("patched", "options", "said"),
+    [
+        (("available_bytes", 1000), {}, "for the weights"),
+        (("available_bytes", 1000), {"disk": True}, "for the weights"),  # all are trained, so that none stays in the file
+        (("resident_bytes", 2**30), {"host_memory": 2**30 + 96 * 2**20},
+         r'host_memory="1120MiB" is too little: .* for the weights'),
+    ],
+)  # fmt: skip
+def test_more_than_the_host_has(patched: Any, options: Any, said: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(host_memory, patched[0], lambda: patched[1])
+    options = {"disk": tmp_path} if "disk" in options else options
+    with pytest.raises(MemoryError, match=said):
+        start(from_file(tmp_path, Stack(), **options), on_meta(stack)())

@@ -107,9 +107,16 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def made(options: dict[str, Any], **more: Any) -> tuple[Fused, pl.Trainer]:
+def made(name: str, strikes: Callable[[int], object] | None = None, **more: Any) -> tuple[Fused, pl.Trainer]:
     pl.seed_everything(7, verbose=False)
-    return Fused(), trainer_for(SuperpipelineStrategy(k=1, **options), **more)
+    module = Fused()
+    module.strikes = strikes or module.strikes
+    return module, trainer_for(SuperpipelineStrategy(k=1, **OPTIONS[name]), **more)
+
+
+def at(number: int, *steps: int, times: int = 1) -> Callable[[int], object]:
+    """A signal arrives in the middle of backward, in these steps."""
+    return lambda step: [signal.raise_signal(number) for _ in range(times if step in steps else 0)]  # type: ignore[func-returns-value]
 
 
 def assert_is_a_step(file: Path, plain: dict[int, Any]) -> int:
@@ -128,9 +135,10 @@ def assert_end(module: Fused, plain: dict[int, Any]) -> None:
 class Saves:
     """A handler that saves checkpoints."""
 
-    def __init__(self, trainer: pl.Trainer, folder: Path) -> None:
+    def __init__(self, number: int, trainer: pl.Trainer, folder: Path) -> None:
         self.trainer, self.folder = trainer, folder
         self.files: list[Path] = []
+        signal.signal(number, self)
 
     def __call__(self, number: int, frame: Any) -> None:
         self.files.append(self.folder / f"{len(self.files)}.ckpt")
@@ -139,15 +147,20 @@ class Saves:
 
 @pytest.mark.parametrize("name", first(OPTIONS, "backward", "forward", why="their other modes"))
 def test_a_handler_saves_in_the_middle_of_backward(name: str, tmp_path: Path, plain: dict[int, Any]) -> None:
-    module, trainer = made(OPTIONS[name])
-    saves = Saves(trainer, tmp_path)
-    signal.signal(signal.SIGUSR1, saves)
-    module.strikes = lambda step: signal.raise_signal(signal.SIGUSR1) if step in (1, BATCHES - 1) else None
+    """Lightning notes the user's handlers, and they are as they were afterwards."""
+    module, trainer = made(name, at(signal.SIGUSR1, 1, BATCHES - 1))
+    saves = Saves(signal.SIGUSR1, trainer, tmp_path)
+    noted: list[Any] = []
+    callback = Callback()
+    callback.on_train_start = lambda trainer, _: noted.extend(trainer._signal_connector._original_handlers.values())  # type: ignore[method-assign]
+    trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     trainer.fit(module, loader(vectors(BATCHES)))
-    steps = [assert_is_a_step(file, plain) for file in saves.files]
-    assert steps == [2, BATCHES]
+    assert [assert_is_a_step(file, plain) for file in saves.files] == [2, BATCHES]
     assert_end(module, plain)
-    assert signal.getsignal(signal.SIGUSR1) is saves
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+    assert noted
+    assert not any(hasattr(each, "deferred_by") for each in (*noted, *before.values()))
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -158,12 +171,10 @@ def test_slurm_requeues_a_job_whose_signal_comes_in_backward(
     for name in ("SLURM_NTASKS", "SLURM_JOB_NAME", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"):
         monkeypatch.delenv(name, raising=False)
     called: list[Any] = []
-    connector = sys.modules["lightning.pytorch.trainer.connectors.signal_connector"]
-    monkeypatch.setattr(connector, "call", called.append)
-    module, trainer = made(OPTIONS["backward"], default_root_dir=tmp_path)
+    monkeypatch.setattr(sys.modules["lightning.pytorch.trainer.connectors.signal_connector"], "call", called.append)
+    module, trainer = made("backward", at(signal.SIGUSR1, 1), default_root_dir=tmp_path)
     environment = SLURMEnvironment(auto_requeue=True)
     monkeypatch.setattr(trainer._accelerator_connector, "cluster_environment", environment)
-    module.strikes = lambda step: signal.raise_signal(signal.SIGUSR1) if step == 1 else None
     trainer.fit(module, loader(vectors(BATCHES)))
     assert called == [["scontrol", "requeue", "7"]]
     assert assert_is_a_step(tmp_path / "hpc_ckpt_1.ckpt", plain) == 2
@@ -171,31 +182,25 @@ def test_slurm_requeues_a_job_whose_signal_comes_in_backward(
 
 
 @pytest.mark.filterwarnings("ignore:.*(without a model|no last checkpoint):UserWarning")  # of OnExceptionCheckpoint
-@pytest.mark.parametrize("name", first(OPTIONS, "backward", why="their other modes"))
-def test_ctrl_c_in_backward_is_saved(name: str, tmp_path: Path, plain: dict[int, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "number"),
+    first(
+        [*((name, signal.SIGINT) for name in OPTIONS), ("backward", signal.SIGTERM)],
+        ("backward", signal.SIGINT), ("backward", signal.SIGTERM), why="their other modes",
+    ),
+)  # fmt: skip
+def test_what_ends_the_run_in_backward_is_saved(name: str, number: int, tmp_path: Path, plain: dict[int, Any]) -> None:
     callbacks = [ModelCheckpoint(tmp_path, save_on_exception=True), OnExceptionCheckpoint(tmp_path, "second")]
-    module, trainer = made(OPTIONS[name], callbacks=callbacks, enable_checkpointing=True)
-    module.strikes = lambda step: signal.raise_signal(signal.SIGINT) if step == 2 else None
+    module, trainer = made(name, at(number, 2), callbacks=callbacks, enable_checkpointing=True)
     with pytest.raises(SystemExit):
         trainer.fit(module, loader(vectors(BATCHES)))
-    files = sorted(tmp_path.iterdir())
-    assert len(files) == 2
-    assert [assert_is_a_step(file, plain) for file in files] == [3, 3]
-
-
-@pytest.mark.filterwarnings("ignore:.*(without a model|no last checkpoint):UserWarning")  # of OnExceptionCheckpoint
-def test_sigterm_in_backward_ends_the_run_after_the_step(tmp_path: Path, plain: dict[int, Any]) -> None:
-    module, trainer = made(OPTIONS["backward"], callbacks=[OnExceptionCheckpoint(tmp_path)], enable_checkpointing=True)
-    module.strikes = lambda step: signal.raise_signal(signal.SIGTERM) if step == 2 else None
-    with pytest.raises(SystemExit):
-        trainer.fit(module, loader(vectors(BATCHES)))
-    assert assert_is_a_step(next(tmp_path.iterdir()), plain) in (3, 4)
+    steps = [assert_is_a_step(file, plain) for file in tmp_path.iterdir()]
+    assert steps in ([3, 3], [4, 4] if number == signal.SIGTERM else [])
 
 
 def test_a_second_ctrl_c_ends_a_step_that_hangs(tmp_path: Path, plain: dict[int, Any]) -> None:
     """How far updates have got by then depends on the threads: the error names the layers whose weights have changed."""
-    module, trainer = made(OPTIONS["backward"])
-    module.strikes = lambda step: [signal.raise_signal(signal.SIGINT) for _ in range(2 * (step == 2))]  # type: ignore[func-returns-value]
+    module, trainer = made("backward", at(signal.SIGINT, 2, times=2))
     with pytest.raises(SystemExit):
         trainer.fit(module, loader(vectors(BATCHES)))
     changed = {name for name, value in module.state_dict().items() if not torch.equal(value, plain[2][0][name])}
@@ -210,7 +215,6 @@ def test_a_second_ctrl_c_ends_a_step_that_hangs(tmp_path: Path, plain: dict[int,
 
 def test_an_error_after_the_signal_is_no_reason_to_lose_it(plain: dict[int, Any]) -> None:
     """The handler runs once the step is given up."""
-    module, trainer = made(OPTIONS["backward"])
     seen: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
 
@@ -219,7 +223,7 @@ def test_an_error_after_the_signal_is_no_reason_to_lose_it(plain: dict[int, Any]
         assert not seen
         raise KeyError("in backward")
 
-    module.strikes = strike
+    module, trainer = made("backward", strike)
     with pytest.raises(KeyError):
         trainer.fit(module, loader(vectors(BATCHES)))
     assert seen == [signal.SIGUSR1]
@@ -227,30 +231,30 @@ def test_an_error_after_the_signal_is_no_reason_to_lose_it(plain: dict[int, Any]
 
 @pytest.mark.rest("takes tenths of a second")
 def test_with_accumulation_a_handler_saves_the_last_whole_step(tmp_path: Path) -> None:
-    module, trainer = made(OPTIONS["backward"], accumulate_grad_batches=2)
-    saves = Saves(trainer, tmp_path)
-    signal.signal(signal.SIGUSR1, saves)
     counts: list[int] = []
 
     def strike(step: int) -> None:
         signal.raise_signal(signal.SIGUSR1)
         counts.append(len(saves.files))
 
-    module.strikes = strike
+    module, trainer = made("backward", strike, accumulate_grad_batches=2)
+    saves = Saves(signal.SIGUSR1, trainer, tmp_path)
     trainer.fit(module, loader(vectors(4)))
     assert counts == [0, 1, 2, 3]
     assert [torch.load(file)["global_step"] for file in saves.files] == [0, 1, 1, 2]
 
 
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("place", ["while device parameters are attached", "after the step, before it is counted"])
-def test_a_signal_arrives_while_state_is_half_changed(place: str, tmp_path: Path, plain: dict[int, Any]) -> None:
-    module, trainer = made(OPTIONS["forward"])
-    saves = Saves(trainer, tmp_path)
-    signal.signal(signal.SIGUSR1, saves)
-    owner: Any = swap if place.startswith("while") else optimizer_steps.OptimizerSteps
-    name = "_swap" if place.startswith("while") else "run"
-    original = getattr(owner, name)
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(swap, "_swap"), (optimizer_steps.OptimizerSteps, "run")],
+    ids=["while device parameters are attached", "after the step, before it is counted"],
+)
+def test_a_signal_arrives_while_state_is_half_changed(
+    owner: Any, name: str, tmp_path: Path, plain: dict[int, Any]
+) -> None:
+    module, trainer = made("forward")
+    saves, original = Saves(signal.SIGUSR1, trainer, tmp_path), getattr(owner, name)
 
     def half(*args: Any, **options: Any) -> Any:
         result = original(*args, **options)
@@ -267,10 +271,8 @@ def test_a_signal_arrives_while_state_is_half_changed(place: str, tmp_path: Path
 
 def test_a_timer_is_not_deferred_and_cannot_save_half_a_step(tmp_path: Path, plain: dict[int, Any]) -> None:
     """SIGALRM belongs to watchdogs. A handler that saves in backward finds layers updated, and others not yet."""
-    module, trainer = made(OPTIONS["backward"])
-    saves = Saves(trainer, tmp_path)
-    signal.signal(signal.SIGALRM, saves)
-    module.strikes = lambda step: signal.raise_signal(signal.SIGALRM) if step == 2 else None
+    module, trainer = made("backward", at(signal.SIGALRM, 2))
+    saves = Saves(signal.SIGALRM, trainer, tmp_path)
     with pytest.raises(RuntimeError, match="not those of any whole step"):
         trainer.fit(module, loader(vectors(BATCHES)))
     assert saves.files
@@ -280,8 +282,8 @@ def test_a_timer_is_not_deferred_and_cannot_save_half_a_step(tmp_path: Path, pla
 def at_random_moments(seed: int, name: str, folder: Path, plain: dict[int, Any]) -> int:
     """Another thread sends signals during one run, whose handler saves. Returns the number of checkpoints."""
     chance = random.Random(f"{seed} {name}")
-    module, trainer = made(OPTIONS[name])
-    saves = Saves(trainer, folder)
+    module, trainer = made(name, lambda step: thread.start() if step == 0 else None)
+    saves = Saves(signal.SIGUSR1, trainer, folder)
     over, handled = threading.Event(), threading.Event()
 
     def save(number: int, frame: Any) -> None:
@@ -296,7 +298,6 @@ def at_random_moments(seed: int, name: str, folder: Path, plain: dict[int, Any])
 
     signal.signal(signal.SIGUSR1, save)
     thread = threading.Thread(target=strike)
-    module.strikes = lambda step: thread.start() if step == 0 else None
     try:
         trainer.fit(module, loader(vectors(BATCHES)))
     finally:
@@ -322,33 +323,13 @@ def test_a_handler_saves_at_many_random_moments(tmp_path: Path, plain: dict[int,
     assert sum(at_random_moments(seed, name, tmp_path, plain) for seed, name in runs) > 1000
 
 
-def test_lightning_notes_the_users_handlers_and_puts_them_back(tmp_path: Path) -> None:
-    module, trainer = made(OPTIONS["off"])
-    noted: list[Any] = []
-
-    class Looks(Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            noted.extend(trainer._signal_connector._original_handlers.values())
-
-    trainer.callbacks.append(Looks())
-    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    trainer.fit(module, loader(vectors(2)))
-    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
-    assert not any(hasattr(each, "deferred_by") for each in (*noted, *before.values()))
-
-
 def test_a_run_in_another_thread_leaves_handlers_alone() -> None:
-    module, trainer = made(OPTIONS["backward"])
-    with mock.patch.object(signal, "signal") as setting:
+    """And where no signal comes, nothing is done."""
+    module, trainer = made("backward")
+    with mock.patch.object(signal, "signal") as setting, mock.patch.object(DeferredSignals, "arrived") as asked:
         thread = threading.Thread(target=trainer.fit, args=(module, loader(vectors(2))))
         thread.start()
         thread.join()
     assert trainer.global_step == 2
     assert not setting.called
-
-
-def test_where_no_signal_comes_nothing_is_done() -> None:
-    module, trainer = made(OPTIONS["backward"])
-    with mock.patch.object(DeferredSignals, "arrived") as asked:
-        trainer.fit(module, loader(vectors(2)))
     assert not asked.called
