@@ -512,16 +512,40 @@ def placed() -> Iterator[Variant]:
         )  # fmt: skip
 
 
-def early() -> Iterator[Variant]:
-    """Updates in the background, with everything in memory."""
-    for mode in ("forward", "backward"):
+def updated() -> Iterator[Variant]:
+    """Ways to a step, in each mode of updates and each place where layers are stepped."""
+    ways: dict[str, dict[str, Any]] = {
+        "": {}, ", bf16-mixed": {"precision": "bf16-mixed"}, ", bf16-true": {"precision": "bf16-true"},
+        ", 16-mixed": {"precision": "16-mixed"}, ", accumulated": {"accumulate_grad_batches": 2},
+        ", clipped": {"gradient_clip_val": 0.01}, ", 16-mixed, clipped": {"precision": "16-mixed", "gradient_clip_val": 0.01},
+        ", clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        ", accumulated, bf16-mixed": {"accumulate_grad_batches": 2, "precision": "bf16-mixed"},
+    }  # fmt: skip
+    places: dict[str, dict[str, Any]] = {
+        "": {"k": 1}, ", k=all": {"k": ALL}, ", on the GPU": {"k": 1, "optimizer_on": "gpu"},
+        ", on the GPU, half stays": {"k": 1, "optimizer_on": "gpu", "gpu_layers": 0.5},
+        ", half stays": {"k": 1, "gpu_layers": 0.5}, ", 2 stay": {"k": 1, "gpu_layers": 2},
+    }  # fmt: skip
+    memories: tuple[Memory, ...] = ("plain", "simulated")
+    for mode, (place, strategy), (way, trainer), memory in product(
+        ("off", "forward", "backward", "by default"), places.items(), ways.items(), memories
+    ):
+        overlap = "auto" if mode == "by default" else mode
         yield Variant(
-            f"updated under {mode}", "each layer's update while others compute", {"k": 1, "optimizer_overlap": mode}, {},
-            seen="losses", cases=NONE, quick=NONE,
+            f"{mode}{place}{way}{', simulated' if memory == 'simulated' else ''}",
+            "an update that runs while others compute, as user code finds it",
+            {**strategy, "optimizer_overlap": overlap}, trainer, memory, "losses", NONE, NONE,
         )  # fmt: skip
+    for place, memory in product(("", ", on the GPU"), memories):
         yield Variant(
-            f"updated under {mode}, simulated", "each layer's update while others compute, on an asynchronous device",
-            {"k": 1, "optimizer_overlap": mode}, {}, "simulated", "losses", NONE, NONE,
+            f"backward{place}, no callback{', simulated' if memory == 'simulated' else ''}",
+            "nothing could look at gradients after a step, so that they are freed",
+            {**places[place], "optimizer_overlap": "backward"}, {}, memory, "nothing", NONE, NONE,
+        )  # fmt: skip
+    for k in (1, ALL):
+        yield Variant(
+            f"users' path, k={'all' if k == ALL else k}, bf16-mixed", "what users have, with casts", {"k": k},
+            {"precision": "bf16-mixed"}, seen="nothing", cases=NONE, quick=NONE,
         )  # fmt: skip
 
 
@@ -603,7 +627,7 @@ def in_files() -> Iterator[Variant]:
 
 OF_PROGRAMS: dict[str, Variant] = {
     variant.name: variant
-    for family in (placed(), early(), treated(), in_part(), resident(), in_files())
+    for family in (placed(), updated(), treated(), in_part(), resident(), in_files())
     for variant in family
 }
 """Variants that programs name, and that no case is trained in."""

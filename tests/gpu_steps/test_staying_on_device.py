@@ -22,8 +22,7 @@ from sp_lightning.core.layers.gradients import Gradients
 from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.core.layers.write_guard import guard_of
 from tests.support.engine import Slots
-from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.normed import NormedStack
+from tests.support.models import Module, Stack, vectors
 from tests.support.on_device import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit
 from tests.support.simdevice import SimDevice, simulated
@@ -81,48 +80,6 @@ def test_gradients_of_layers_that_are_not_complete_leave_in_backward(there: list
     strategy = on_device(optimizer_overlap="backward")
     fit(Incomplete, vectors(), strategy, recorded="nothing")
     assert 0 < max(there) <= strategy.plan.gradient_bytes
-
-
-class Scales(Stepped):
-    """A weight that stays on the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(16))
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(self.scale * batch)
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_gradients_of_residents_leave_as_backward_ends() -> None:
-    strategy = on_device(optimizer_overlap="backward")
-    ours = fit(Scales, vectors(), strategy, recorded="losses")
-    assert_same(ours, fit(Scales, vectors(), "auto", recorded="losses"))
-    assert strategy.stats().offloaded_gradient_bytes == len(vectors()) * ours.state["scale"].nbytes
-
-
-def halve(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
-
-
-class HooksLater(Stepped):
-    """Has hooks on gradients, which come when nothing refuses them any more."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            net: Any = self.net
-            for p in net.blocks[1].parameters():
-                p.register_post_accumulate_grad_hook(halve)
-
-
-@pytest.mark.parametrize(("make", "accumulated"), [(Stepped, 2), (HooksLater, 1)], ids=["accumulated", "hooked"])
-def test_gradients_that_come_to_the_host_are_stepped_in_backward(make: Callable[[], Stepped], accumulated: int) -> None:
-    def run(strategy: Any) -> Outcome:
-        return fit(make, vectors(4), strategy, recorded="losses", accumulate_grad_batches=accumulated)
-
-    assert_same(run(on_device(optimizer_overlap="backward")), run("auto"))
 
 
 class LooksInBackward(Stepped):
@@ -185,9 +142,6 @@ def test_a_gradient_that_has_stayed_comes_if_user_code_looks(monkeypatch: pytest
     expected = [{name: there[name] for name in looked} for looked, there in zip(seen, gradients, strict=True)]
     assert_equal(seen, expected, "gradients")
     assert_same(ours, plain)
-
-
-# ---------------------------------------------------------------------- a fetch that needs nothing of the host
 
 
 def fetched(module: Callable[[], Stepped], **options: Any) -> tuple[Outcome, int]:
@@ -319,97 +273,6 @@ def test_neither_the_host_nor_the_models_kernels_wait_for_steps(
         assert Wait.READ_AFTER_TAKE not in blocked
     assert [stream for stream, why in kernels if why is Wait.STEP_AFTER_BRING] == [Stream.STEP]
     assert_same(ours, fit(Stepped, vectors(), "auto", **options))
-
-
-class Shrinks(nn.Linear):
-    """Writes its weight in place before it uses that."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.mul_(0.9)
-        return super().forward(x)
-
-
-def shrinking() -> Stepped:
-    module = Stepped()
-    module.net = nn.Sequential(*(Shrinks(16, 16) for _ in range(5)))
-    return module
-
-
-MAKE = {name: CASES[name].make for name in ("clamped-in-forward", "captured-in-forward", "read-without-forward")}
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("make", [shrinking, *MAKE.values()], ids=["shrinking", *MAKE])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_user_code_in_a_forward_finds_what_steps_have_made(make: Callable[[], Any], precision: str) -> None:
-    """A fetch goes on while the host's weights are still on their way: code that reads or writes those waits."""
-    options: dict[str, Any] = {"recorded": "losses", "precision": precision}
-    with simulated():
-        ours = fit(make, vectors(), on_device(optimizer_overlap="forward"), **options)
-    assert_same(ours, fit(make, vectors(), "auto", **options))
-
-
-class Writes(Stepped):
-    """Writes weights between a step and the next forward in a way that no version shows."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        for p in self.net.blocks[1].parameters():
-            p.data.mul_(0.5)
-
-
-@pytest.mark.long("takes a second or more")
-def test_weights_that_users_write_after_a_step_are_fetched() -> None:
-    ours, _ = fetched(Writes)
-    assert_same(ours, fit(Writes, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
-
-
-class WritesInForward(Stepped):
-    """Writes a weight that has no cast, through the optimizer, before its layer is fetched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = NormedStack("", frozen=False)
-
-    def configure_optimizers(self) -> Any:
-        self.norm = [self.net.blocks[3].norm.weight]
-        return super().configure_optimizers()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            self.norm[0].mul_(0.5)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.long("takes a second or more")
-def test_a_weight_that_users_write_in_a_forward_is_fetched() -> None:
-    ours, _ = fetched(WritesInForward)
-    assert_same(ours, fit(WritesInForward, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
-
-
-class Freezes(Stepped):
-    """Half of a block's parameters are not trained."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda ps: torch.optim.AdamW([p for p in ps if p.requires_grad], lr=1e-2))
-        for block in self.net.blocks:
-            next(block.parameters()).requires_grad_(False)
-
-
-class WritesFrozen(Freezes):
-    """Writes those weights between a forward and the step, so that their casts are out of date when others are stepped."""
-
-    def on_before_optimizer_step(self, _: Any) -> None:
-        net: Any = self.net
-        for block in net.blocks:
-            next(block.parameters()).data.mul_(0.5)
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("make", [Freezes, WritesFrozen])
-def test_layers_of_which_only_some_parameters_are_stepped_are_fetched_whole(make: Callable[[], Stepped]) -> None:
-    ours, _ = fetched(make)
-    assert_same(ours, fit(make, vectors(), "auto", recorded="losses", precision="bf16-mixed"))
 
 
 @pytest.mark.long("takes a second or more")

@@ -6,16 +6,12 @@ import re
 from typing import Any
 from unittest import mock
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.device.device import Stream, Wait
-from sp_lightning.tools.planner.prediction.visits import Rates
-from tests.support.clocked import LAYERS, STEPS, WIDTH, Clocked, Trained
+from sp_lightning.core.device.device import Wait
 from tests.support.models import vectors
 from tests.support.on_device import Stepped, adamw
 from tests.support.runs import fit
@@ -74,54 +70,6 @@ def test_a_run_that_waits_for_updates_half_of_its_time_is_told_of_the_gpu(
     waited: float, options: dict[str, Any], said: bool
 ) -> None:
     assert (ON_GPU in advice(waited, **options)) is said
-
-
-class StepsOnCpu(Clocked):
-    """The CPU steps the layers, and its time counts on the clocks.
-
-    Args:
-        stepping: how long it takes for a layer.
-    """
-
-    computes_on_host = False
-
-    def __init__(self, stepping: float) -> None:
-        super().__init__(Rates(1e9, 1e9, 1e9, 1e9, visit_seconds=0.0), 1.0, stepping)
-
-    def access(self, memory: Any, by: Stream | None, *, write: bool) -> None:
-        if by is Stream.UPDATE:
-            self.host += self._stepping * write  # each update declares once that it writes the weights
-        else:
-            super().access(memory, by, write=write)
-
-    def finish(self, work: Any, why: Wait) -> None:
-        stalled, begun = self._stalled[why], self.host
-        super().finish(work, why)
-        self._stalled[why] = stalled + self.host - begun
-
-
-class AsksOnClocks(Trained):
-    seconds: float
-    said: str
-
-    def on_train_end(self) -> None:
-        strategy: Any = self.trainer.strategy
-        strategy._run.finish_updates()
-        self.seconds = max(*self.clocks.now.values(), self.clocks.host)
-        self.said = strategy._step_advice(self.seconds)
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize(("stepping", "said"), [(0.1, False), (0.8, False), (6.0, True)])
-def test_on_clocks_the_gpu_is_named_if_the_cpu_is_slow(stepping: float, said: bool) -> None:
-    """Forward and backward take a second each for a layer, and updates overlap with the forward."""
-    device = StepsOnCpu(stepping)
-    module, strategy = AsksOnClocks(device), SuperpipelineStrategy(k=2, k_prime=1, optimizer_overlap="forward")
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, barebones=True)
-    with mock.patch("sp_lightning.trainer.run.device_for", return_value=device):
-        trainer.fit(module, DataLoader(torch.ones(STEPS, 2, WIDTH), batch_size=None))  # type: ignore[arg-type]
-    assert module.seconds > STEPS * LAYERS * stepping, "updates count on the clocks"
-    assert (ON_GPU in module.said) is said
 
 
 @pytest.mark.rest("takes tenths of a second")

@@ -368,7 +368,7 @@ def test_a_captured_weight_of_a_prediction(in_batch: Any, after: Any) -> None:
         module = UsesCaptured(in_batch, after)
         results = trainer_for(strategy, inference_mode=False).predict(module, loader(vectors(4)))
         seen.append([*results, *module.seen])
-    assert_equal(*seen, "predictions")
+    assert_equal(seen[0], seen[1], "predictions")
 
 
 @pytest.mark.parametrize("how", ["mul_", "copy_", "detach"])

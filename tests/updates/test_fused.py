@@ -14,7 +14,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
@@ -231,101 +231,6 @@ def test_groups_that_are_added_are_fused_and_all_are_the_users_at_all_times(monk
     assert [group["fused"] for group in done.trainer.optimizers[0].param_groups] == [None, None]
 
 
-class Sparse(Net):
-    """Fused SGD refuses sparse gradients, and nobody knows of them before backward."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda p: torch.optim.SGD(p, lr=0.1))
-        self.net = nn.Sequential(nn.EmbeddingBag(5, 8, sparse=True), nn.Linear(8, 8))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.net(batch.abs().long() % 5) - 1).square().mean()
-
-
-class SparseByHand(Sparse):
-    """Without Lightning's wrapper around the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
-@pytest.mark.parametrize("make", [Sparse, SparseByHand])
-def test_sparse_gradients_are_stepped_as_plain_does(make: Callable[[], Net]) -> None:
-    plain = fit(make, BATCHES)
-    assert_same(fit_fused(make), plain)
-
-
-class Conditional(Net):
-    """torch's fused SGD fails where some parameters have momentum and others get their first gradient."""
-
-    def __init__(self) -> None:
-        super().__init__(OPTIMIZERS["SGD"])
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        net = self.net[:2] if batch_idx < 2 else self.net
-        return (net(batch) - 1).square().mean()
-
-
-def test_parameters_may_get_their_first_gradient_later() -> None:
-    ours, plain = fit_fused(Conditional), fit(Conditional, BATCHES)
-    assert all(torch.allclose(ours.state[name], value) for name, value in plain.state.items())
-
-
-def test_what_only_behaves_like_an_optimizer_is_left_alone() -> None:
-    class Wrapped(torch.optim.Optimizer):
-        """As many wrappers: the base class is never initialised."""
-
-        def __init__(self, inner: torch.optim.Optimizer) -> None:
-            self.inner = inner
-            self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
-
-        def step(self, closure: Any = None) -> Any:
-            return self.inner.step(closure)
-
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            self.inner.zero_grad(set_to_none)
-
-        def state_dict(self) -> Any:
-            return self.inner.state_dict()
-
-    make = lambda p: Wrapped(torch.optim.SGD(p, lr=0.1))  # noqa: E731
-    assert_same(fit_fused(lambda: Net(make)), fit(lambda: Net(make), BATCHES))
-
-
-class Normed(pl.LightningModule):
-    """Convolutions and BatchNorm; the optimizer as users write it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        blocks = [nn.Sequential(nn.Conv2d(3 if not i else 8, 8, 3), nn.BatchNorm2d(8), nn.ReLU()) for i in range(3)]
-        self.net = nn.Sequential(*blocks, nn.Flatten(), nn.LazyLinear(2))
-        self.net(torch.randn(2, 3, 12, 12))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.net(batch) - 1).square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_run_on_the_cpu_is_plains_with_no_option_at_all(precision: str) -> None:
-    """Whoever tries the strategy on a laptop compares two runs of one script."""
-    images = [torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(seed)) for seed in range(32)]
-    plain = fit(Normed, images, precision=precision)
-    ours = fit(Normed, images, "superpipeline", precision=precision)
-    assert len(plain.losses) == 32
-    assert_same(ours, plain)
-
-
 @pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("options", "runs_fused"),
@@ -364,32 +269,23 @@ AROUND = [f"on_{each}" for each in (
 )]  # fmt: skip
 
 
-def looks(seen: set[Any]) -> Callback:
-    """Notes the groups' ``fused`` wherever a callback can look outside of a step."""
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+def test_outside_of_a_step_the_groups_are_the_users(overlap: Any, fails: bool) -> None:
+    """``BaseFinetuning`` keeps copies of them, which its checkpoints hold."""
+
+    class Fails(Net):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            if fails and self.trainer.global_step == 2:
+                raise ArithmeticError
 
     def look(trainer: Any, *_: Any) -> None:
         seen.update(group["fused"] for optimizer in trainer.optimizers for group in optimizer.param_groups)
 
+    seen: set[Any] = set()
     hooks: dict[str, Any] = dict.fromkeys(AROUND, look)
-    return LambdaCallback(**hooks)
-
-
-@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
-def test_between_steps_the_groups_are_the_users(overlap: Any) -> None:
-    """``BaseFinetuning`` keeps copies of them, which its checkpoints hold."""
-    seen: set[Any] = set()
     strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
-    with as_on_a_gpu():
-        fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, strategy, recorded="losses", callbacks=[looks(seen)])
-    assert seen == {None}
-
-
-def test_after_a_step_that_failed_the_groups_are_the_users() -> None:
-    class Fails(Net):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            raise ArithmeticError
-
-    seen: set[Any] = set()
-    with pytest.raises(ArithmeticError):
-        fit_fused(lambda: Fails(OPTIMIZERS["AdamW"]), recorded="losses", callbacks=[looks(seen)])
+    with as_on_a_gpu(), pytest.raises(ArithmeticError) if fails else nullcontext():
+        make = lambda: Fails(OPTIMIZERS["AdamW"])  # noqa: E731
+        fit(make, BATCHES, strategy, recorded="losses", callbacks=[LambdaCallback(**hooks)])
     assert seen == {None}

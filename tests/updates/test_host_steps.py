@@ -73,23 +73,6 @@ def test_muons_products_are_counted_as_torch_multiplies() -> None:
     assert muon_flops(matrices) == counter.get_total_flops()
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[float, str]:
-    """Seconds of a batch, and the answer in words."""
-    asked = ["plan", "tests.planner.models:Known", "--k", "1", "--k-prime", "1", *arguments]
-    main([*asked, "--json"])
-    (window,) = json.loads(capsys.readouterr().out)["windows"]
-    main(asked)
-    return window["seconds"], capsys.readouterr().out
-
-
-@pytest.mark.long("a model of real size is counted")
-def test_plan_counts_other_optimizers_than_adamw(capsys: pytest.CaptureFixture[str]) -> None:
-    adamw, _ = answer(capsys, "--host-bandwidth", "1e-3")
-    sgd, said = answer(capsys, "--host-bandwidth", "1e-3", "--optimizer", "sgd")
-    assert sgd < adamw, "it has one tensor of state and not two"
-    assert "training, SGD with momentum" in said
-
-
 @pytest.mark.long(
     "four answers about a model of billions of parameters; test_separable counts small states in the first tier"
 )

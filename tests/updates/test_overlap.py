@@ -1,145 +1,129 @@
-"""Updates in the background: bitwise what the whole step gives, seen by nobody, and refused where that cannot be."""
+"""Updates in the background: when they run, what they free, what the log says. User code is in ``tests/equality``."""
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.core.device.device import Device
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.core.device.background_thread import Pieces
+from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.layers.narrow_gradient import stored, unwidened
 from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.overlapping import at_once, overlapping, taken_apart
-from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
-from tests.support.simdevice import simulated
+from tests.support.runs import as_on_a_gpu, assert_equal, fit, fused, loader, trainer_for
+
+# ---------------------------------------------------------------------- what is chosen
 
 
-class KeepsGradients(Callback):
-    """What ``p.grad`` is after each step."""
-
-    def __init__(self) -> None:
-        self.found: list[Tensor] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.found += [p.grad.clone() for p in pl_module.parameters() if p.grad is not None]
+class Hook(Callback):
+    def on_after_backward(self, *_: Any) -> None:
+        """Could look at gradients."""
 
 
-class Constructed(Module):
-    """With a parameter from outside the module, so that no step can be taken apart, and one that unscales by itself."""
-
-    def __init__(self, stray: bool) -> None:
-        super().__init__(Stack())
-        self.stray = [nn.Parameter(torch.ones(16))] if stray else []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch * self.stray[0] if self.stray else batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([*self.parameters(), *self.stray], fused=True)
+def unfused() -> Module:
+    module = Module(Stack())
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), fused=False)  # type: ignore[method-assign]
+    return module
 
 
-@pytest.mark.long("the registry clips in the first tier")
-@pytest.mark.parametrize("init_scale", [2.0**8, 2.0**40])  # the larger one makes steps be skipped
-@pytest.mark.parametrize("clip", [None, 1e-3])
-@pytest.mark.parametrize("case", ["stack", "stray", "unscales by itself"])
-def test_gradients_after_skipped_and_whole_steps_are_clipped_too(
-    case: str, clip: float | None, init_scale: float
-) -> None:
-    if case == "unscales by itself" and clip:
-        pytest.skip("Lightning refuses to clip for such an optimizer")
-
-    def run(strategy: Any) -> tuple[Outcome, list[Tensor]]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2, backoff_factor=2.0**-20)
-        plugins = [] if case == "stray" else [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
-        keeps = KeepsGradients()
-        make = fused(CASES["stack"].make) if case == "stack" else lambda: Constructed(stray=case == "stray")
-        options: dict[str, Any] = {"plugins": plugins, "gradient_clip_val": clip, "callbacks": [keeps]}
-        return fit(make, vectors() * 2, strategy, recorded="losses", **options), keeps.found
-
-    plain, gradients = run("auto")
-    with nullcontext() if case == "stray" else simulated():  # which would not let it meet the device's batch
-        ours, our_gradients = run(overlapping("forward"))
-    assert_same(ours, plain)
-    assert gradients
-    assert_equal(our_gradients, gradients, "gradients after steps")
-
-
-class SharedWithCheckpoint(Module):
-    """The first block is used inside a reentrant checkpoint, and outside, before or after it."""
-
-    def __init__(self, outside_last: bool) -> None:
-        super().__init__(Stack().eval())
-        self.outside_last = outside_last
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        first, *others = list(self.net.blocks)
-        x = self.net.stem(batch)
-        x = x if self.outside_last else first(x)
-        x = checkpoint(nn.Sequential(first, others[0]), x, use_reentrant=True)
-        for block in others[1:]:
-            x = block(x)
-        return self.net.head(first(x) if self.outside_last else x).square().mean()
+def chosen(caplog: pytest.LogCaptureFixture, module: pl.LightningModule, **options: Any) -> str:
+    caplog.set_level(logging.DEBUG, logger="lightning.pytorch.superpipeline")
+    caplog.clear()
+    strategy = SuperpipelineStrategy(k=1)
+    with as_on_a_gpu():
+        trainer_for(strategy, **options).fit(module, loader(vectors()))
+    found = [record.getMessage() for record in caplog.records if "background" in record.getMessage()]
+    return found[-1] if found else ""
 
 
 @pytest.mark.long("takes a second or more")
-def test_gradients_of_one_layer_from_nested_backwards() -> None:
-    options: dict[str, Any] = {"recorded": "losses", "max_epochs": 2}
-    for outside_last in (False, True):
-        make = fused(partial(SharedWithCheckpoint, outside_last))
-        clipped = {**options, "gradient_clip_val": 0.01}
-        with mock.patch.object(Device, "later", at_once):  # norms are measured before the second gradient comes
-            ours = fit(make, vectors(), overlapping("forward"), **clipped)
-        assert_same(ours, fit(make, vectors(), **clipped))
-    early = fused(partial(SharedWithCheckpoint, False))
-    assert_same(fit(early, vectors(), overlapping("backward"), **options), fit(early, vectors(), **options))
-    late = fused(partial(SharedWithCheckpoint, True))
-    for k in (1, 99):
-        with pytest.raises(RuntimeError, match=r"net\.blocks\.0.*its weights were needed again"):
-            fit(late, vectors(), overlapping("backward", k=k), **options)
+def test_auto_overlaps_where_nobody_would_wait_and_says_what_it_does(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    plain = Module(Stack())
+    assert "background: backward" in chosen(caplog, plain)
+    monitor = [LearningRateMonitor()]
+    assert "background: backward" in chosen(caplog, plain, callbacks=monitor, logger=CSVLogger(tmp_path))
+    assert "forward (Hook.on_after_backward" in chosen(caplog, plain, callbacks=[Hook()])
+    assert "does not run fused" in chosen(caplog, unfused())
+    assert "LBFGS is not one of" in chosen(caplog, CASES["lbfgs"].make())
+    assert "forward (optimization is manual" in chosen(caplog, CASES["gan"].make())
+    hooked = Module(Stack())
+    next(hooked.parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+    assert "forward (parameters have post-accumulate hooks" in chosen(caplog, hooked)
 
 
-class BackwardLate(Module):
-    """A hook at the end of backward calls the backward of another loss, which was computed before: ``called`` by the module."""
-
-    def __init__(self, *, called: bool) -> None:
-        super().__init__(Stack())
-        self.called = called
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        head: Any = self.net.head
-        predicted = head(batch) if self.called else nn.functional.linear(batch, head.weight, head.bias)
-        other = predicted.square().mean()
-        batch = batch.clone().requires_grad_()
-        batch.register_hook(lambda gradient: other.backward())
-        return self.loss(batch)
+def test_auto_is_off_where_the_cpu_computes_the_model() -> None:
+    with taken_apart() as layers:
+        fit(lambda: Module(Stack()), vectors(), SuperpipelineStrategy(k=1), recorded="losses")
+    assert not layers
 
 
-def test_a_gradient_for_a_layer_that_is_updated_already_is_refused() -> None:
-    for k in (1, 99):
-        with pytest.raises(RuntimeError, match=r"net\.head.*(another gradient arrived|its weights were needed again)"):
-            fit(fused(lambda: BackwardLate(called=False)), vectors(), overlapping("backward", k=k), recorded="losses")
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_a_layer_whose_other_backward_is_to_come_is_not_updated_yet() -> None:
-    make = fused(lambda: BackwardLate(called=True))
-    plain = fit(make, vectors(), recorded="losses")
-    for k in (1, 99):
-        assert_same(fit(make, vectors(), overlapping("backward", k=k), recorded="losses"), plain)
+def test_a_wrong_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="optimizer_overlap must be one of"):
+        SuperpipelineStrategy(optimizer_overlap="always")  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------- what runs where
+
+
+def test_the_thread_leaves_the_number_of_other_threads_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, others = torch.get_num_threads(), set(threading.enumerate())  # of earlier tests' scratch files
+    torch.set_num_threads(3)
+    threads: set[int] = set()
+    submit = BackgroundUpdates.submit
+
+    def noted(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+        def counted() -> None:
+            threads.add(torch.get_num_threads())
+            work()
+
+        submit(self, layer, counted, *then)
+
+    monkeypatch.setattr(BackgroundUpdates, "submit", noted)
+    try:
+        fit(lambda: Module(Stack()), vectors(), overlapping("forward"), recorded="losses")
+        elsewhere: list[int] = []
+        thread = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert (threads, torch.get_num_threads(), elsewhere) == ({3}, 3, [3])
+    finally:
+        torch.set_num_threads(before)
+    assert not [each for each in set(threading.enumerate()) - others if each.name.startswith("superpipeline")]
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_the_ledger_follows_what_is_unfrozen() -> None:
+    seen: list[int] = []
+
+    class Thaws(Module):
+        def __init__(self) -> None:
+            super().__init__(Stack())
+            self.net.blocks.requires_grad_(False)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            seen.append(self.trainer.strategy.ledger.gradients)
+            if batch_idx == 1:
+                self.net.blocks.requires_grad_(True)
+
+    fit(Thaws, vectors(), overlapping("off"), recorded="losses")
+    assert seen[2] > 3 * seen[0]
 
 
 def test_early_updates_run_under_backward_and_free_their_gradients() -> None:
@@ -209,3 +193,77 @@ def test_a_run_that_resumes_runs_fused_again(tmp_path: Path) -> None:
     with taken_apart() as layers:
         fit(make, vectors(), overlapping("forward"), recorded="losses", ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
     assert len(layers) == 3 * 7
+
+
+def test_what_follows_an_update_is_done_once() -> None:
+    """Backward bounds how many are under way, and waits for one before its parameters are allowed again."""
+    followed, submit = list[int](), BackgroundUpdates.submit
+
+    def counted(self: BackgroundUpdates, layer: StreamedLayer, work: Any, then: Any = None) -> None:
+        def after() -> None:
+            followed.append(layer.index)
+            if then is not None:
+                then()
+
+        submit(self, layer, work, after)
+
+    with mock.patch.object(BackgroundUpdates, "submit", counted):
+        fit(fused(lambda: Module(Stack())), vectors(2), overlapping("backward"), recorded="nothing")
+    assert max(map(followed.count, followed)) == 2, "once in each of two steps"
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_update_declares_to_write_the_gradients_that_it_writes(precision: str, clip: float | None) -> None:
+    """The simulated device finds races by these declarations."""
+    submit, access = BackgroundUpdates.submit, Device.access
+    declared: dict[int, bool] = {}  # by the address of a gradient
+    checked: list[bool] = []
+
+    def noted(self: Device, memory: Tensor | list[Tensor], by: Stream | None, *, write: bool) -> None:
+        for each in [memory] if isinstance(memory, Tensor) else memory:
+            if by is Stream.UPDATE:
+                declared[each.data_ptr()] = write
+        access(self, memory, by, write=write)
+
+    def compared(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+        found = [stored(parameter) for member in layer.with_masters for parameter in member.block.parameters]
+        gradients = [unwidened(gradient) for gradient in found if gradient is not None]
+
+        def update() -> None:
+            before = [gradient.clone() for gradient in gradients]
+            declared.clear()
+            work()
+            for gradient, earlier in zip(gradients, before, strict=True):
+                written = not torch.equal(gradient, earlier)
+                assert declared[gradient.data_ptr()] == written
+                checked.append(written)
+
+        submit(self, layer, update, *then)
+
+    options: dict[str, Any] = {"recorded": "nothing", "precision": precision, "gradient_clip_val": clip}
+    with (
+        mock.patch.object(BackgroundUpdates, "submit", compared),
+        mock.patch.object(Device, "access", noted),
+        mock.patch.object(Device, "later", at_once),
+    ):
+        fit(fused(lambda: Module(Stack())), vectors(), overlapping("forward"), **options)
+    assert set(checked) == {precision == "32-true" and clip is not None}, "narrow ones are clipped elsewhere"
+
+
+def test_the_most_urgent_work_is_done_first() -> None:
+    pieces, done = Pieces(), list[str]()
+
+    def add(name: str, urgency: int | None) -> Future[None]:
+        return pieces.add(lambda: done.append(name), urgency)
+
+    add("last", 3)
+    add("second", 1)
+    add("in order", None)
+    wanted = add("wanted", 2)
+    also = add("in order, too", None)
+    pieces.urge(wanted)
+    pieces.urge(also)  # which changes nothing
+    for _ in range(5):
+        pieces.take().work()
+    assert done == ["in order", "in order, too", "wanted", "second", "last"]

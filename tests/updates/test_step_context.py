@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.core.plan.ledger import FEW_BITS
-from sp_lightning.core.torch_compat.modes import default_dtype
 from sp_lightning.core.torch_compat.private import (
     COMPILE_LOCK,
     float32_precisions,
@@ -28,8 +26,7 @@ from sp_lightning.core.updates.step_context import StepContext, awaiting_steps
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_device import Stepped, on_device
 from tests.support.overlapping import overlapping
-from tests.support.runs import Outcome, assert_same, fit, loader, trainer_for
-from tests.support.simdevice import simulated
+from tests.support.runs import Outcome, assert_same, fit
 
 _BIASED: ContextVar[float] = ContextVar("biased", default=0.0)
 
@@ -112,40 +109,6 @@ def test_the_optimizers_of_a_run_do() -> None:
 # ---------------------------------------------------------------------- what the process has once
 
 
-class InDouble(Stepped):
-    """Computes in float64 by default within its step, as code does that solves equations."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with default_dtype(torch.float64):
-            return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.long("takes a second or more")
-def test_state_is_made_in_the_dtype_of_the_step() -> None:
-    def run(strategy: Any) -> Outcome:
-        return fit(InDouble, vectors(), strategy, recorded="losses")
-
-    with simulated():  # where an update runs as late as somebody waits for it
-        ours = run(on_device(optimizer_overlap="forward"))
-    assert_same(ours, run("auto"))
-    assert {each["step"].dtype for each in ours.optimizers[0]["state"].values()} == {torch.float32}
-
-
-@pytest.mark.long("takes a second or more")
-def test_a_step_that_depends_on_settings_refuses_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make() -> InDouble:
-        return InDouble(lambda parameters: torch.optim.ASGD(parameters, lr=1e-2))
-
-    with (
-        simulated(),
-        pytest.raises(RuntimeError, match=r"ASGD depends on torch's settings.*default dtype.*torch.float64"),
-    ):
-        fit(make, vectors(), on_device(optimizer_overlap="forward"), recorded="losses")
-    with simulated():
-        ours = fit(make, vectors(), on_device(), recorded="losses")
-    assert_same(ours, fit(make, vectors(), "auto", recorded="losses"))
-
-
 def test_a_change_while_a_step_runs_is_noticed() -> None:
     context, before = StepContext(["cpu"], "Muon"), float32_precisions()
     try:
@@ -157,73 +120,6 @@ def test_a_change_while_a_step_runs_is_noticed() -> None:
 
 
 # ---------------------------------------------------------------------- torch.compile
-
-
-def _step(weight: Tensor, gradient: Tensor, rate: float) -> None:
-    weight.sub_(gradient, alpha=rate)
-
-
-class Compiled(Optimizer):
-    """Compiles its step for each shape, as torchao's optimizers do."""
-
-    block_size = 256
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"amsgrad": False})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for p in [p for group in self.param_groups for p in group["params"]]:
-            if p.grad is not None:
-                torch.compile(_step, fullgraph=True, dynamic=False, backend=slow)(p.detach(), p.grad, 0.1)
-        return loss
-
-
-def slow(graph: Any, _: Any) -> Any:
-    """A backend of torch.compile that takes its time."""
-    time.sleep(0.05)
-    return graph
-
-
-class Learns(Module):
-    """Layers of different shapes, and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Sequential(nn.Linear(16, 17), nn.Dropout(), nn.Linear(17, 16)))
-
-    def loss(self, batch: Any) -> Tensor:
-        time.sleep(0.03)  # by then the last update would compile, which is that of the first layer
-        return super().loss(batch + torch.randn_like(batch))
-
-    def configure_optimizers(self) -> Any:
-        return Compiled(self.parameters())
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(FEW_BITS, (Compiled.__module__, Compiled.__qualname__), 8)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.usefixtures("compiled")
-def test_what_a_model_draws_while_a_step_is_compiled_is_plains() -> None:
-    """torch.compile restores the random state that it has found."""
-    plain = fit(Learns, vectors(), "auto", recorded="nothing")
-    torch._dynamo.reset()
-    assert_same(fit(Learns, vectors(), overlapping("backward"), recorded="nothing"), plain)
-
-
-@pytest.mark.usefixtures("compiled")
-def test_no_such_step_runs_beside_a_forward() -> None:
-    with pytest.raises(ValueError, match=r"Compiled compiles its step.*optimizer_overlap=\"off\""):
-        trainer_for(overlapping("forward")).fit(Learns(), loader(vectors()))
 
 
 class CompilesInForward(Stepped):
@@ -252,22 +148,6 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         submit(self, layer, later, *then)
 
     monkeypatch.setattr(BackgroundUpdates, "submit", late)
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.usefixtures("long_steps")
-def test_a_step_waits_for_what_is_compiled_elsewhere() -> None:
-    """Meanwhile torch's optimizers would take themselves for compiled, and compute in tensors what they compute in numbers."""
-
-    def backend(graph: Any, _: Any) -> Any:
-        time.sleep(0.05)
-        return graph
-
-    def run(strategy: Any) -> Outcome:
-        torch._dynamo.reset()
-        return fit(lambda: CompilesInForward(backend), vectors(3), strategy, recorded="losses")
-
-    assert_same(run(on_device(optimizer_overlap="forward")), run("auto"))
 
 
 @pytest.mark.long("takes a second or more")

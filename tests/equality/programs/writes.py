@@ -40,7 +40,7 @@ class Given(nn.Module):
 
 
 def two_calls(m: At, batch: Tensor) -> Tensor:
-    blocks: Any = list(m.net)
+    blocks: list[Any] = [*m.net.children()]
     for block, other in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
         block.given.clear()
         block.other[:] = [other.linear]
@@ -118,7 +118,7 @@ def _(m: OutsideAllLayers) -> None:
     "kept view: of a weight outside all layers, read after the step", RESIDENT, on=OutsideAllLayers,
     strategy={"keep_on_gpu": ["net.0"]}, at="start",
 )  # fmt: skip
-def _(m: OutsideAllLayers) -> None:
+def _(m: Any) -> None:
     """The step has written the host's weight, and the view has to show it."""
     if not m.kept:
         m.kept.append(m.weight.data)
@@ -129,7 +129,7 @@ def _(m: OutsideAllLayers) -> None:
     "kept view: written after a write of the weight that changes no value",
     tiers("users' path, k=1, k'=1", rest=["simulated, k=1"]), at="start",
 )  # fmt: skip
-def _(m: At) -> None:
+def _(m: Any) -> None:
     """Versions show a write of the host's weight, and its values do not. So no write would be lost."""
     if not m.kept:
         m.kept.append(m.net[1].first.weight.data)
