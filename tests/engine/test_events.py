@@ -255,3 +255,36 @@ def test_unexpected_layers_evict_one_another(before: list[int], order: list[int]
     uploads = [int(each.removeprefix("fetch ")) for each in happened if each.startswith("fetch ")]
     assert uploads.count(late) <= (3 if training else 1)
     assert max(map(uploads.count, order)) <= (3 if training else 2)
+
+
+def test_layers_rest_from_batch_to_batch() -> None:
+    """With a slot for each nothing is released or fetched, as long as nobody notes times or trains."""
+    net, device, x = Three(), SimDevice(torch.device("cpu")), torch.ones(2, 4)
+    plain = [each.grad for each in [net(x).sum().backward(), *net.parameters()][1:]]  # type: ignore[func-returns-value]
+    net.zero_grad()
+
+    def predict(*, quiet: bool = True) -> list[str]:
+        with torch.inference_mode():
+            step(streamer, lambda: net(x), training=False, quiet=quiet)
+        return [layer.name for layer in streamer._residency.resting]
+
+    def train() -> None:
+        loss = net(x).sum()
+        assert not streamer._residency.resting
+        loss.backward()
+
+    with streamed(net, device, k=3, k_prime=1) as streamer:
+        assert predict(quiet=False) == ["a", "b", "c"]
+        with events() as happened:
+            predict()
+        assert not [event for event in happened if event.startswith(("fetch", "use", "release"))]
+        timeline = device.make_timeline()
+        device.timelines.append(timeline)
+        assert predict() == []
+        device.timelines.clear()
+        assert [each.layer for each in timeline.take() if each.kind == "forward"] == [0, 1, 2]
+        step(streamer, train, quiet=True)
+        assert predict(quiet=False) == ["a", "b", "c"]
+    assert all(torch.equal(p.grad, each) for p, each in zip(net.parameters(), plain, strict=True))  # type: ignore[arg-type]
+    with streamed(net, device, k=1, k_prime=1) as streamer:
+        assert predict(quiet=False) == predict() == [], "layers make room for others"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine import graph
 from sp_lightning.core.engine.graph import packs
 from sp_lightning.core.engine.layerwise import LayerwiseStep
 from sp_lightning.core.engine.schedule import Residency
@@ -28,7 +25,7 @@ from sp_lightning.core.layers import swap
 from sp_lightning.core.updates import background
 from tests.support.engine import Calls, Uploads, step, streamed, streamer_of
 from tests.support.models import Module, Stack, vectors
-from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -173,152 +170,6 @@ def test_after_an_error_between_two_batches_nothing_is_under_way() -> None:
     with failing, pytest.raises(KeyError, match="between"):
         trainer.fit(Module(Stack()), loader(vectors()))
     assert seen == [{nn.Parameter}]
-
-
-class GoesOn(Module):
-    """Catches what its first backward raises, in the middle of a layer, and goes on with the next batch."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        handle = self.net.blocks[2].inner.weight.register_hook(self.fail) if batch_idx == 0 else None
-        try:
-            self.manual_backward(loss)
-        except KeyError:
-            assert handle is not None
-            handle.remove()
-        else:
-            optimizer.step()
-
-    def fail(self, gradient: Tensor) -> None:
-        raise KeyError("in backward")
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_gradients_of_a_backward_that_failed_are_dropped() -> None:
-    assert_same(fit(GoesOn, vectors(3), superpipeline(k=1)), fit(GoesOn, vectors(3)))
-
-
-class TriesAgain(Module):
-    """Catches what a hook raises when its gradient is in ``param.grad``, and runs the batch again within its step."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        handle = self.net.blocks[1].inner.weight.register_post_accumulate_grad_hook(self.fail)
-        with pytest.raises(KeyError):
-            self.manual_backward(self.loss(batch))
-        handle.remove()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-    def fail(self, parameter: Tensor) -> None:
-        raise KeyError("at the end of backward")
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("k_prime", [1, 2])
-def test_gradients_that_a_hook_leaves_on_their_way_are_dropped(k_prime: int) -> None:
-    """Gradients of the layers below have left the device, and have not come to ``param.grad`` yet."""
-    assert_same(fit(TriesAgain, vectors(3), superpipeline(k=1, k_prime=k_prime)), fit(TriesAgain, vectors(3)))
-
-
-class LetsGoLate(Module):
-    """Catches what a backward raises, and goes on. A thread of autograd's lets go of the failed backward in the next forward."""
-
-    def __init__(self, how: str, held: list[Any]) -> None:
-        super().__init__(Stack())
-        self.automatic_optimization = False
-        self.how = how
-        self.held = held
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        handle = self.net.blocks[0].inner.weight.register_hook(self.fail)
-        with pytest.raises(KeyError):
-            self.differentiate(self.loss(batch))
-        handle.remove()
-        if self.how != "added up":
-            optimizer.zero_grad()
-        handle = self.net.blocks[2].register_forward_pre_hook(self.let_go)
-        loss = self.loss(batch)
-        handle.remove()
-        self.manual_backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def differentiate(self, loss: Tensor) -> None:
-        if self.how == "backward":
-            loss.backward()
-        else:
-            self.manual_backward(loss)
-
-    def fail(self, gradient: Tensor) -> None:
-        raise KeyError("in backward")
-
-    def let_go(self, *args: Any) -> None:
-        thread = threading.Thread(target=self.held.clear)
-        thread.start()
-        thread.join()
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("how", ["manual_backward", "backward", "added up"])
-def test_a_failed_backward_is_over_when_its_caller_goes_on(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On an accelerator autograd drops what was queued in it later, in a thread of its own.
-
-    The end was noticed by that: the engine paused in the middle of the next forward, and gradients came after ``zero_grad``.
-    """
-    held: list[Any] = []
-
-    def holds(queue: Callable[[Any], None], callback: Any) -> None:
-        held.append(callback)
-        queue(callback)
-
-    plain = fit(lambda: LetsGoLate(how, held), vectors(3))
-    monkeypatch.setattr(graph, "queue_callback", partial(holds, graph.queue_callback))
-    assert_same(fit(lambda: LetsGoLate(how, held), vectors(3), superpipeline(k=1)), plain)
-
-
-class FailsTwice(Module):
-    """A hook that runs once a gradient is in ``param.grad`` raises; the engine's are on their way when another one does."""
-
-    def __init__(self) -> None:
-        super().__init__(Stack())
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        blocks: Any = self.net.blocks
-        handles = [
-            blocks[2].inner.weight.register_post_accumulate_grad_hook(self.fail),
-            blocks[0].inner.weight.register_hook(self.fail_below),
-        ]
-        with pytest.raises(KeyError, match="first"):
-            self.manual_backward(self.loss(batch))
-        for handle in handles:
-            handle.remove()
-        self.manual_backward(self.loss(batch))
-
-    def fail(self, parameter: Tensor) -> None:
-        raise KeyError("first")
-
-    def fail_below(self, gradient: Tensor) -> None:
-        raise ValueError("below")
-
-
-def test_what_a_hook_raises_while_a_failed_backward_ends_is_not_lost() -> None:
-    """It was raised where Python collects garbage, which prints it and goes on."""
-    fit(FailsTwice, vectors(1))
-    fit(FailsTwice, vectors(1), superpipeline(k=1))
 
 
 class CallsBetween(Module):

@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers import roles
-from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.layers.swap import ByThread
 from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.elsewhere import backward_elsewhere
-from tests.support.engine import Uses
 from tests.support.models import vectors
 from tests.support.readers import LOOKS, MAY_FAIL, Watched, elsewhere, reading
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, superpipeline, trainer_for
@@ -39,7 +37,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 _EXCHANGED = "no implementation found for"
 """torch's error where a parameter has lost its class between two lines of torch's own: once in some thousand looks."""
-EXACT = [name for name in LOOKS if name not in MAY_FAIL and name != "copy"]
 
 
 def run(make: Callable[[], Any], way: str | None, callbacks: Any = (), **options: Any) -> Outcome:
@@ -99,78 +96,6 @@ def test_a_thousand_fits_with_readers(capsys: pytest.CaptureFixture[str]) -> Non
 # ---------------------------------------------------------------------- at certain moments
 
 
-class LookedAt(Watched):
-    """Another thread looks at the module, and is waited for, at all moments of a step. Looks that are exact are noted."""
-
-    def __init__(self, looks: Any = EXACT, *, in_backward: bool = True, writes: bool = False) -> None:
-        super().__init__()
-        self.looks, self.in_backward, self.writes = list(looks), in_backward, writes
-        self.seen: list[Any] = []
-
-    def look(self) -> None:
-        for name in self.looks:
-            found = elsewhere(lambda name=name: LOOKS[name](self, self.trainer))  # type: ignore[misc]
-            assert name in MAY_FAIL or not isinstance(found, Exception), (name, found)
-            self.seen.append(found if name in EXACT else None)
-
-    def loss(self, batch: Tensor) -> Tensor:
-        net: Any = self.net
-        self.look()
-        x = net.stem(batch)
-        if self.writes:
-            with torch.no_grad():
-                net.blocks[0].inner.weight.mul_(1.01)
-                self.look()
-                net.blocks[1].inner.weight.data.mul_(0.99)
-            self.look()
-        for block in net.blocks:
-            x = block(x)
-            self.look()
-        if x.requires_grad and self.in_backward:
-            x.register_hook(lambda _: self.look())
-        return net.head(x).square().mean()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.look()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.look()
-
-    def on_fit_start(self) -> None:
-        self.look()
-
-    def on_fit_end(self) -> None:
-        self.look()
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize("writes", [False, True], ids=["", "written in the step"])
-@pytest.mark.parametrize(
-    "way", first(["small window", "offload", "default", "forward"], "forward", why="in another way")
-)
-def test_what_another_thread_sees(way: str, writes: bool) -> None:
-    """The weights that plain Lightning has at that moment, also of layers that the step has written on the device."""
-
-    def make() -> LookedAt:
-        return LookedAt(writes=writes)
-
-    ours, plain = run(make, way), run(make, None, fuse="optimizer_overlap" in WAYS[way])
-    assert_same(ours, plain)
-    assert_equal(ours.module.seen, plain.module.seen, "what was seen")
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize(
-    "way", first(["small window", "backward", "recompute"], "backward", why="the same in another way")
-)
-def test_looks_that_may_fail_leave_the_run_alone(way: str) -> None:
-    def make() -> LookedAt:
-        return LookedAt(LOOKS, in_backward=way != "backward")
-
-    plain = run(make, None, fuse="optimizer_overlap" in WAYS[way])
-    assert_same(run(make, way), plain)
-
-
 def only_in_this_thread(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     """A function of the engine is never called in another thread than the present one."""
     function, here = getattr(owner, name), threading.get_ident()
@@ -217,30 +142,6 @@ def test_modules_have_ordinary_dictionaries_again() -> None:
     module = run(Notes, "small window").module
     assert ByThread in module.found
     assert all(type(each._parameters) is dict for each in module.modules())
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_a_device_parameter_that_another_thread_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was taken inside of the step. While its layer is away its uses are those of the host's parameter."""
-
-    class Given(Watched):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[Any] = []
-
-        def loss(self, batch: Tensor) -> Tensor:
-            kept = list(self.net.parameters())
-            if self.trainer.strategy.strategy_name == "superpipeline":  # type: ignore[attr-defined]
-                assert all(isinstance(p, DeviceParameter) for p in kept)
-            self.seen.append(elsewhere(lambda: [(p.detach().clone(), p.data.clone()) for p in kept]))
-            return super().loss(batch)
-
-    only_in_this_thread(monkeypatch, Uses, "operation_on")
-    ours, plain = run(Given, "small window"), run(Given, None)
-    assert_same(ours, plain)
-    assert_equal([[each[:2] for each in seen] for seen in ours.module.seen], [
-        [each[:2] for each in seen] for seen in plain.module.seen
-    ], "what was seen")  # fmt: skip
 
 
 # ---------------------------------------------------------------------- calls

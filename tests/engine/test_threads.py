@@ -1,10 +1,8 @@
-"""Several threads within a step: the user's, which only read weights, and autograd's."""
+"""Threads of autograd's within a step, and streams of the device."""
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,106 +15,10 @@ from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.engine import graph
 from sp_lightning.core.layers.gradients import Gradients
 from tests.support.engine import step, streamed
-from tests.support.models import Module, Stack, vectors
-from tests.support.readers import elsewhere
-from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for
+from tests.support.models import Module
+from tests.support.runs import assert_equal, fit, superpipeline
 from tests.support.simdevice import simulated
 from tests.support.tables import Text, numbers
-
-
-class Pool(Module):
-    """A thread computes with the weights of a layer inside the forward, in one of several ways."""
-
-    def __init__(self, use: Callable[[Any, Tensor], Any], *, freezes: bool = False) -> None:
-        super().__init__(Stack())
-        self.use = use
-        self.net.stem.requires_grad_(not freezes)  # type: ignore[union-attr]
-
-    def loss(self, batch: Tensor) -> Tensor:
-        found = elsewhere(lambda: self.use(self.net, batch))
-        if isinstance(found, Exception):
-            raise found
-        return super().loss(batch) + found.square().mean()
-
-
-def _computes(net: Any, x: Tensor) -> Tensor:
-    return linear(x, net.stem.weight, net.stem.bias)
-
-
-def _calls(net: Any, x: Tensor) -> Any:
-    return net.stem(x)
-
-
-def _writes(net: Any, x: Tensor) -> Any:
-    with torch.no_grad():
-        return net.stem.weight.mul_(1.01)
-
-
-def _writes_out(net: Any, x: Tensor) -> Any:
-    with torch.no_grad():
-        return torch.mul(x[0, 0], 2, out=net.stem.bias)
-
-
-def _gives_memory(net: Any, x: Tensor) -> Any:
-    net.stem.weight.data = net.stem.weight.detach().clone()
-
-
-def _differentiates(net: Any, x: Tensor) -> Any:
-    return torch.autograd.grad(x.sum() * 1, list(net.parameters()), allow_unused=True)
-
-
-ONLY = r".* in another thread than that of trainer\.fit.*copy\.deepcopy\(module\)"
-REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "computes": (_computes, r"Backward reached what was computed with 'net\.stem\.(weight|bias)'"),
-    "calls": (_calls, r"'net\.stem' was called"),
-    "writes": (_writes, r"'net\.stem\.weight' was to be written"),
-    "out": (_writes_out, r"'net\.stem\.bias' was to be written"),
-    "data": (_gives_memory, r"'net\.stem\.weight' was to be written"),
-    "grad": (_differentiates, r"The gradient of 'net\.stem\.weight' was asked for"),
-}
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("use", REFUSED)
-def test_a_thread_that_does_more_than_read_is_refused(use: str, precision: Any) -> None:
-    does, what = REFUSED[use]
-    module = Pool(does)
-    before = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(RuntimeError, match=what + ONLY):
-        trainer_for(superpipeline(k=1), precision=precision).fit(module, loader(vectors()))
-    assert_equal([p.detach() for p in module.parameters()], before, "no weight is written")
-
-
-def _averages(net: Any, x: Tensor) -> Tensor:
-    """As NeMo's ``EMAOptimizer`` does: its function writes averages, and reads weights."""
-    averages = [torch.zeros_like(p, device="cpu") for p in net.parameters()]
-    torch._foreach_add_(averages, list(net.parameters()), alpha=0.1)
-    return averages[0]
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("use", [_computes, _averages])
-@pytest.mark.parametrize("freezes", [False, True])
-def test_a_thread_may_compute_with_what_has_no_gradient(freezes: bool, use: Any) -> None:
-    def without_gradients(net: Any, x: Tensor) -> Any:
-        with torch.set_grad_enabled(freezes and use is _computes):
-            return use(net, x)
-
-    assert_same(
-        fit(lambda: Pool(without_gradients, freezes=freezes), vectors(), superpipeline(k=1)),
-        fit(lambda: Pool(without_gradients, freezes=freezes), vectors()),
-    )
-
-
-def test_a_thread_computes_with_a_copy() -> None:
-    """What the error advises."""
-
-    def use(net: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            found: Tensor = copy.deepcopy(net.stem)(x)
-        return found
-
-    assert_same(fit(lambda: Pool(use), vectors(), superpipeline(k=1)), fit(lambda: Pool(use), vectors()))
 
 
 class Interrupted(int):

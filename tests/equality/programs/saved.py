@@ -10,17 +10,19 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.models import Block, twice, vectors
-from tests.support.runs import assert_equal, assert_same, fit, fused, superpipeline
-from tests.support.tiers import first
+from tests.equality.rows import program, tiers
+from tests.support.models import Block, twice
 
-pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
+MODES = ("keep, k=1", "offload, k=1", "recompute, k=1")
+EACH = (
+    *MODES, "updated under backward", "updated under forward", "clipped by norm",
+    "stepped on the device, off, 32-true, plain", "50% stay, these stepped on the device, off, 32-true, simulated",
+)  # fmt: skip
 
 
 class Product(torch.autograd.Function):
@@ -75,47 +77,21 @@ def _writes_data(block: Any, ctx: Any, x: Any, weight: Any, again: Any, output: 
 
 
 def saves(does: Callable[..., Any], kind: type[Saves] = Saves) -> Any:
-    def make() -> Any:
-        module = twice(kind)()
-        module.seen = []
-        for block in module.net.blocks:
-            block.seen, block.does = module.seen, does
-            if kind is Neighbours:  # a module that holds others may not write their weights under "recompute"
-                block.others = list(module.net.blocks)
-            block.hooked = []
-            block.outer.weight.main_grad = 3.0
-        return module
-
-    return fused(make)
+    module = twice(kind)()
+    module.seen = [[], [[] for _ in module.net.blocks]]
+    for block, hooked in zip(module.net.blocks, module.seen[1], strict=True):
+        block.seen, block.does, block.hooked = module.seen[0], does, hooked
+        if kind is Neighbours:  # a module that holds others may not write their weights under "recompute"
+            block.others = list(module.net.blocks)
+        block.outer.weight.main_grad = 3.0
+    return module
 
 
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "keep": ({"k": 1, "k_prime": 1}, {}),
-    "offload": ({"activations": "offload"}, {}),
-    "recompute": ({"activations": "recompute"}, {}),
-    "auto": ({}, {"gradient_clip_val": 0.1}),
-    "overlap": ({"optimizer_overlap": "backward"}, {}),
-    "accumulated": ({"optimizer_overlap": "forward"}, {"accumulate_grad_batches": 2}),
-    "gpu_layers": ({"gpu_layers": 2}, {"accumulate_grad_batches": 2}),
-    "on the GPU": ({"optimizer_on": "gpu"}, {}),
-}
-
-
-def assert_equal_to_plain(make: Any, strategy: dict[str, Any], **trainer: Any) -> None:
-    ours = fit(make, vectors(), superpipeline(**strategy), recorded="nothing", **trainer)
-    plain = fit(make, vectors(), "auto", recorded="nothing", **trainer)
-    assert_same(ours, plain)
-    assert_equal(ours.module.seen, plain.module.seen, "seen in backward")
-    mine, theirs = ([block.hooked for block in run.module.net.blocks] for run in (ours, plain))  # type: ignore[union-attr]
-    assert_equal(mine, theirs, "seen by hooks")
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("way", first(WAYS, "keep", why="the same in another mode"))
-@pytest.mark.parametrize("does", [_looks, _sets_grad, _writes_data])
-def test_backward_finds_what_was_saved(does: Any, way: str) -> None:
-    strategy, trainer = WAYS[way]
-    assert_equal_to_plain(saves(does), strategy, **trainer)
+for does in (_looks, _sets_grad, _writes_data):
+    program(
+        f"saved tensors: a parameter whose backward {does.__name__[1:].replace('_', ' ')}",
+        tiers(EACH[0], rest=EACH[1:]), covers="an attribute, a gradient or data of the parameter itself",
+    )(partial(saves, does))  # fmt: skip
 
 
 class OwnHooks(Saves):
@@ -257,15 +233,6 @@ class Marked(Saves):
         return output.as_subclass(Tensor)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
-@pytest.mark.parametrize("mark", MARKS)
-def test_what_backward_would_not_find_is_refused(mark: str, activations: Any) -> None:
-    kind = type("Kind", (Marked,), {"mark": mark})
-    what = "of the class Subclass" if mark == "subclass" else "with the attribute 'scale'"
-    with pytest.raises(RuntimeError, match=rf"ProductBackward has saved an activation {what}.*ctx\.scale = x\.scale"):
-        fit(saves(_looks, kind), vectors(), superpipeline(activations=activations))
-
-
 class OfLeaf(Saves):
     """Saves a leaf with an attribute, which is found."""
 
@@ -291,12 +258,15 @@ class Scaled(torch.autograd.Function):
         return gradients[0] * ctx.scale, None, None
 
 
-KINDS = [OwnHooks, Checkpointed, Reentrant, Frozen, Neighbours, Mapped, Operator, Shown, OfLeaf]
-
-
-@pytest.mark.parametrize("way", ["keep", "offload", "recompute", "overlap"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.rest("rarer code")
-def test_whichever_code_saves_it(kind: Any, way: str) -> None:
-    strategy, trainer = WAYS[way]
-    assert_equal_to_plain(saves(_looks, kind), strategy, **trainer)
+for kind in (OwnHooks, Checkpointed, Reentrant, Frozen, Neighbours, Mapped, Operator, Shown, OfLeaf):
+    program(
+        f"saved tensors: a parameter, {kind.__name__}", tiers(rest=["keep, k=1", "updated under backward"], long=MODES[1:]),
+        covers="whichever code saves it",
+    )(partial(saves, _looks, kind))  # fmt: skip
+for mark in MARKS:
+    what = "of the class Subclass" if mark == "subclass" else "with the attribute 'scale'"
+    said = rf"RuntimeError: .*ProductBackward has saved an activation {what}.*ctx\.scale = x\.scale"
+    program(
+        f"saved tensors: an activation with an attribute, {mark}", tiers(MODES[0], rest=MODES[1:]),
+        refused=dict.fromkeys(MODES, said), covers="what backward would not find",
+    )(partial(saves, _looks, type("Kind", (Marked,), {"mark": mark})))  # fmt: skip

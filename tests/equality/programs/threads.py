@@ -1,0 +1,160 @@
+"""Threads of the user's within a step, which only read weights, and threads that look at a module while it is trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tests.equality.rows import program, tiers
+from tests.support.models import Module, Stack
+from tests.support.readers import LOOKS, MAY_FAIL, Watched, elsewhere
+from tests.support.runs import assert_equal
+
+
+class Pool(Module):
+    """A thread computes with the weights of a layer inside the forward."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Any], *, freezes: bool = False) -> None:
+        super().__init__(Stack())
+        self.use = use
+        self.net.stem.requires_grad_(not freezes)  # type: ignore[union-attr]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        before = [p.detach().clone() for p in self.parameters()]
+        found = elsewhere(lambda: self.use(self.net, batch))
+        assert_equal([p.detach() for p in self.parameters()], before, "written")
+        if isinstance(found, Exception):
+            raise found
+        return super().loss(batch) + found.square().mean()
+
+
+def computes(net: Any, x: Tensor) -> Tensor:
+    return linear(x, net.stem.weight, net.stem.bias)
+
+
+def _writes(net: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        return net.stem.weight.mul_(1.01)
+
+
+def _writes_out(net: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        return torch.mul(x[0, 0], 2, out=net.stem.bias)
+
+
+def _gives_memory(net: Any, x: Tensor) -> Any:
+    net.stem.weight.data = net.stem.weight.detach().clone()
+
+
+def _differentiates(net: Any, x: Tensor) -> Any:
+    return torch.autograd.grad(x.sum() * 1, list(net.parameters()), allow_unused=True)
+
+
+ONLY = r".* in another thread than that of trainer\.fit.*copy\.deepcopy\(module\)"
+BOTH = tiers("keep, k=1", "keep, k=1, bf16-mixed")
+for name, use, what in (
+    ("computes", computes, r"Backward reached what was computed with 'net\.stem\.(weight|bias)'"),
+    ("calls", lambda net, x: net.stem(x), r"'net\.stem' was called"),
+    ("writes", _writes, r"'net\.stem\.weight' was to be written"),
+    ("writes a result", _writes_out, r"'net\.stem\.bias' was to be written"),
+    ("gives memory", _gives_memory, r"'net\.stem\.weight' was to be written"),
+    ("asks for gradients", _differentiates, r"The gradient of 'net\.stem\.weight' was asked for"),
+):  # fmt: skip
+    program(
+        f"threads: a thread of the step {name}", BOTH, refused=dict.fromkeys(BOTH, f"RuntimeError: {what}{ONLY}"),
+        covers="a thread may only read",
+    )(partial(Pool, use))  # fmt: skip
+
+
+def averages(net: Any, x: Tensor) -> Tensor:
+    """As NeMo's ``EMAOptimizer`` does: its function writes averages, and reads weights."""
+    found = [torch.zeros_like(p, device="cpu") for p in net.parameters()]
+    torch._foreach_add_(found, list(net.parameters()), alpha=0.1)
+    return found[0]
+
+
+def of_a_copy(net: Any, x: Tensor) -> Any:
+    """What the error advises."""
+    return copy.deepcopy(net.stem)(x)
+
+
+for use in (computes, averages, of_a_copy):
+    program(
+        f"threads: {use.__name__.replace('_', ' ')}, without gradients", tiers(rest=["keep, k=1"]), covers="a thread may read"
+    )(lambda use=use: Pool(torch.no_grad()(use)))  # fmt: skip
+program(
+    "threads: computes with frozen weights", tiers(rest=["keep, k=1"]), covers="a thread may read, with a graph as well"
+)(partial(Pool, computes, freezes=True))
+
+# ---------------------------------------------------------------------- threads that look at all moments
+
+EXACT = [name for name in LOOKS if name not in MAY_FAIL and name != "copy"]
+
+
+class LookedAt(Watched):
+    """Another thread looks at the module, and is waited for, at all moments of a step. Looks that are exact are noted."""
+
+    def __init__(self, looks: Any = EXACT, *, in_backward: bool = True, writes: bool = False) -> None:
+        super().__init__()
+        self.looks, self.in_backward, self.writes = list(looks), in_backward, writes
+        self.seen: list[Any] = []
+
+    def look(self, *_: Any) -> None:
+        for name in self.looks:
+            found = elsewhere(lambda name=name: LOOKS[name](self, self.trainer))  # type: ignore[misc]
+            assert name in MAY_FAIL or not isinstance(found, Exception), (name, found)
+            self.seen.append(found if name in EXACT and self.in_backward else None)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        net: Any = self.net
+        self.look()
+        x = net.stem(batch)
+        if self.writes:
+            with torch.no_grad():
+                net.blocks[0].inner.weight.mul_(1.01)
+                self.look()
+                net.blocks[1].inner.weight.data.mul_(0.99)
+            self.look()
+        for block in net.blocks:
+            x = block(x)
+            self.look()
+        if x.requires_grad and self.in_backward:
+            x.register_hook(self.look)
+        return net.head(x).square().mean()  # type: ignore[no-any-return]
+
+    on_train_batch_start: Any = look
+    on_train_batch_end: Any = look
+    on_fit_start: Any = look
+    on_fit_end: Any = look
+
+
+for writes in (False, True):
+    program(
+        f"threads: what another one sees{', written in the step' if writes else ''}",
+        tiers(rest=["updated under forward"] if writes else (), long=["keep, k=1", "offload, k=1", "updated under forward"]),
+        validated=True, covers=LookedAt.__doc__ or "",
+    )(partial(LookedAt, writes=writes))  # fmt: skip
+program(
+    "threads: looks that may fail", tiers(long=["updated under backward", "keep, k=1", "recompute, k=1"]), validated=True,
+    covers="an error in another thread leaves the run alone",
+)(partial(LookedAt, LOOKS, in_backward=False))  # fmt: skip
+
+
+@program("threads: parameters that another one was given", tiers(rest=["keep, k=1"]))
+class Given(Watched):
+    """They were taken inside of the step. While a layer is away its uses are those of the host's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def loss(self, batch: Tensor) -> Tensor:
+        kept = list(self.net.parameters())
+        self.seen.append(elsewhere(lambda: [(p.detach().clone(), p.data.clone()) for p in kept]))
+        return super().loss(batch)
