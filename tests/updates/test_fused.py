@@ -134,22 +134,6 @@ def test_a_fused_step_that_loses_updates_is_not_used(
     assert not fused.loses_updates(torch.optim.SGD(nn.Linear(8, 8).parameters()), {"params": [torch.zeros(3)]})
 
 
-def test_fused_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were it not switched on, the test above would compare nothing where the last bits happen to agree."""
-    module = importlib.import_module("torch.optim.sgd")
-    ran: list[int] = []
-
-    def counted(*args: Any, then: Any = module._fused_sgd, **kwargs: Any) -> None:
-        ran.append(1)
-        then(*args, **kwargs)
-
-    monkeypatch.setattr(module, "_fused_sgd", counted)
-    fit_fused(lambda: Net(OPTIMIZERS["SGD"]))
-    assert len(ran) == len(BATCHES)
-    fit_fused(lambda: Net(lambda p: torch.optim.SGD(p, lr=1e-2, fused=False)))
-    assert len(ran) == len(BATCHES)
-
-
 @pytest.mark.rest("takes tenths of a second")
 def test_what_is_saved_is_the_users_and_resumes_in_mid_epoch(tmp_path: Path) -> None:
     def run(make: Make, plain: bool, resume: Path | None = None) -> Outcome:

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sp_lightning.capabilities.gpu_steps.on_device import StepsOnDevice
 from sp_lightning.core.torch_compat.modes import default_dtype
 from tests.equality.rows import Tiers, program, tiers
 from tests.support.models import CASES, vectors
@@ -185,6 +186,12 @@ refused(
     "a step that leaves a group, of layers that stay", r"Declared\.step writes its param_groups.*Leave both options out",
     partial(Stepped, made(group_counts)), strategy={"gpu_layers": 1.0},
 )  # fmt: skip
+
+
+def draws(draw: Callable[[Any], float]) -> Work:
+    return lambda self, group, p: p.mul_(1 + 1e-3 * draw(self.own))
+
+
 for name, own, draw in (
     ("torch", lambda: torch.Generator().manual_seed(1), lambda own: torch.rand(1, generator=own).item()),
     ("Python", lambda: random.Random(1), lambda own: own.random()),
@@ -192,8 +199,7 @@ for name, own, draw in (
 ):
     refused(
         f"a step that draws from a generator of its own, {name}", "draws random numbers",
-        partial(Stepped, made(lambda self, group, p, draw=draw: p.mul_(1 + 1e-3 * draw(self.own)), own=own)),
-         # type: ignore[misc]
+        partial(Stepped, made(draws(draw), own=own)),
         covers="it would draw in the order of the layers, which is not that of the parameters",
     )  # fmt: skip
 
@@ -372,9 +378,9 @@ class Below(torch.optim.AdamW):
         return loss
 
 
-for kind in (OnTop, Below):
+for nested in (OnTop, Below):
     refused(
-        f"a step inside a step, {kind.__name__}", rf"{kind.__name__}.step calls another step", partial(Stepped, kind),
+        f"a step inside a step, {nested.__name__}", rf"{nested.__name__}.step calls another step", partial(Stepped, nested),
         variant=f"{OFF}, simulated", tier=2, batches=lambda: vectors(1), covers="by the second step it could be seen otherwise",
         inside=lambda: mock.patch.object(torch.optim, "_", torch.optim.AdamW([torch.ones(1)]), create=True),  # hooks its step
     )  # fmt: skip
@@ -521,8 +527,6 @@ class Shares(Stepped):
 @contextmanager
 def staying() -> Iterator[list[Tensor]]:
     """The tensors of state that do not come to the device for their step."""
-    from sp_lightning.capabilities.gpu_steps.on_device import StepsOnDevice
-
     found, exchange = list[Tensor](), StepsOnDevice._exchange
 
     def noting(self: Any, *args: Any) -> Any:
@@ -689,11 +693,11 @@ LATE = {
     "shrinking": shrinking,
     **{n: CASES[n].make for n in ("clamped-in-forward", "captured-in-forward", "read-without-forward")},
 }
-for name, make in LATE.items():
+for name, build in LATE.items():
     gpu(
         f"weights that a forward uses before they are there, {name}", tiers(long=[CASTS, f"{FORWARD}, simulated"]),
         covers="a fetch goes on while the host's weights are still on their way: code that reads or writes those waits",
-    )(make)  # fmt: skip
+    )(build)  # fmt: skip
 
 
 @gpu("weights written after a step", tiers(long=[CASTS]))
@@ -766,16 +770,17 @@ class LooksAtDisk(Stepped):
         self.noted.append(away(self.trainer.optimizers[0]))
 
 
-for name, make in {
+ON_DISK: dict[str, Any] = {
     "AdamW": adamw, "fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
     "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9), "NAdam": partial(torch.optim.NAdam, lr=1e-2),
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
-}.items():  # fmt: skip
+}  # fmt: skip
+for name, build in ON_DISK.items():
     gpu(
         f"state on a disk, {name}", tiers(long=["state on a disk, off, simulated"]), strategy={"optimizer_on": "gpu"},
         also=some_away,
         covers="it has left the GPU before it is moved into the file",
-    )(partial(LooksAtDisk, make))  # fmt: skip
+    )(partial(LooksAtDisk, build))  # fmt: skip
 
 
 @partial(

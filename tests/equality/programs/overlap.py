@@ -436,9 +436,9 @@ class KeepsGradients(At):
 
 for init in (2.0**8, 2.0**40):
     for how in ("AdamW", "unscales by itself"):
-        clips = ["forward, 16-mixed, clipped, simulated"] * (how == "AdamW")
+        ways = ["forward, 16-mixed, simulated", *["forward, 16-mixed, clipped, simulated"] * (how == "AdamW")]
         overlap(
-            f"gradients after a step, {how}, scaled by {init:g}", tiers(long=["forward, 16-mixed, simulated", *clips]),
+            f"gradients after a step, {how}, scaled by {init:g}", tiers(long=ways),
             batches=six, covers="after whole steps and, with the larger scale, after skipped ones",
         )(lambda how=how, init=init: KeepsGradients(how, on_train_start=scales(init)))  # fmt: skip
 overlap(
@@ -608,7 +608,8 @@ class SharedWithCheckpoint(At):
         self.last = last
 
     def loss(self, batch: Any) -> Tensor:
-        first, second, third, *others = self.net
+        net: Any = self.net
+        first, second, third, *others = net
         x = third(batch) if self.last else first(third(batch))
         x = checkpoint(nn.Sequential(first, second), x, use_reentrant=True)
         for block in others:

@@ -323,15 +323,15 @@ for how in ("by .data", "in place"):
         covers="the rest of the forward would go on with the old weights",
     )(partial(InCalls, WritesAnother, how, manual=False))  # fmt: skip
 for how in ("in place", "in place, view", "by .data", "by .detach()"):
-    make = partial(InCalls, StepsInItsCall, how, manual=True)
+    by_hand = partial(InCalls, StepsInItsCall, how, manual=True)
     steps(
         f"a weight by hand in a call of its layer, {how}", INSIDE, refused=dict.fromkeys(INSIDE, IN_CALL), without=MANUAL,
         covers="the rest of the forward would go on with the old weights",
-    )(make)  # fmt: skip
+    )(by_hand)  # fmt: skip
     steps(
         f"a weight by hand in a call of its layer on the GPU, {how}", tiers(rest=["k=1, k'=2"], long=["simulated, k=1"]),
         strategy=THREE, without=MANUAL, covers="what the error advises",
-    )(make)  # fmt: skip
+    )(by_hand)  # fmt: skip
 
 
 @steps(
@@ -688,9 +688,9 @@ class Wrapped(Module):
             self.trainer.strategy.load_optimizer_state_dict(saved)
 
 
-for kind in (Wrapper, WithHooks, WithAttributes):
+for wrapper in (Wrapper, WithHooks, WithAttributes):
     steps(
-        f"an optimizer around another one, {kind.__name__}", {"users' path, k=1, k'=1": 3, "users' path, k=2, k'=2": 3,
+        f"an optimizer around another one, {wrapper.__name__}", {"users' path, k=1, k'=1": 3, "users' path, k=2, k'=2": 3,
         "off, simulated": 2, "by default, simulated": 3}, fusible=False,
         covers="set-up looked for state in the object's attributes and failed, and for hooks that it does not have",
-    )(partial(Wrapped, kind))  # fmt: skip
+    )(partial(Wrapped, wrapper))  # fmt: skip
