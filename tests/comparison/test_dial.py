@@ -15,6 +15,7 @@ from sp_lightning import dial
 from sp_lightning.__main__ import main
 from sp_lightning.tools.comparison import small_models
 from sp_lightning.tools.comparison.dial import Dial, DialRow, Memory, with_activations
+from sp_lightning.tools.comparison.options import SMALL
 from sp_lightning.tools.comparison.subject import NotRunError
 from tests.support import planted
 from tests.support.models import Module, Stack, vectors
@@ -217,6 +218,12 @@ def test_a_window_that_cannot_fit_is_not_run_and_says_what_it_needs() -> None:
     assert "Use less: SuperpipelineStrategy(k=1, k_prime=1)." in found.notes[0]
 
 
+@pytest.mark.long("the sentences are tested in tests/trainer/test_callback.py")
+def test_a_window_larger_than_the_model_is_measured_and_remarked_on() -> None:
+    found = measured(lambda: Module(Stack()), k=(100,), k_prime=(1, 50))
+    assert [note.partition(" ")[0] for note in found.notes] == ["k=100", "k_prime=50"]
+
+
 @pytest.mark.parametrize("wrong", [{"k": (0,)}, {"k_prime": ()}, {"activations": "nothing"}])
 def test_wrong_options_raise_an_error_before_any_run(wrong: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*"):
@@ -254,3 +261,11 @@ def test_a_picture_needs_matplotlib_before_any_run(
     said = capsys.readouterr().err
     assert "Pictures need matplotlib: pip install matplotlib." in said
     assert "run 1" not in said
+
+
+@pytest.mark.long("the mechanism is tested with smaller models")
+@pytest.mark.parametrize("predict", [False, True])
+@pytest.mark.parametrize("name", SMALL)
+def test_the_small_models_are_measured(name: str, predict: bool) -> None:
+    found = dial(getattr(small_models, name), steps=3, k=(2,), trainer={"accelerator": "cpu"}, predict=predict)
+    assert (found.status, found.notes) == (0, [])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sp_lightning.__main__ import main
-from sp_lightning.tools.comparison import first_check
-from sp_lightning.tools.comparison.options import MODES
+from sp_lightning.tools.comparison import first_check, small_models
+from sp_lightning.tools.comparison.options import MODES, SMALL
 from sp_lightning.tools.comparison.record import Compared, Difference
 from sp_lightning.tools.comparison.report import Report
 
@@ -51,3 +51,8 @@ def test_options_of_a_check_with_or_without_a_model(wrong: list[str], capsys: py
     with pytest.raises(SystemExit) as ended:
         main(["check", *wrong])
     assert (ended.value.code, wrong[-2 if wrong[-1] == "a:b" else -1] in capsys.readouterr().err) == (2, True)
+
+
+@pytest.mark.rest("the first tier has one model")
+def test_each_small_model_has_a_function() -> None:
+    assert all(isinstance(getattr(small_models, name)(), small_models.Small) for name in SMALL)

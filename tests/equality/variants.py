@@ -609,18 +609,20 @@ def resident() -> Iterator[Variant]:
 
 def in_files() -> Iterator[Variant]:
     """Frozen weights that are read in place from the user's files."""
-    for name, strategy, trainer in (
+    memories: tuple[Memory, ...] = ("plain", "simulated")
+    ways: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
         ("", {}, {}), (", k=2", {"k": 2, "k_prime": 2}, {}), (", k'=9", {"k_prime": 9}, {}),
         *((f", {mode}", {"activations": mode}, {}) for mode in ("recompute", "offload")),
         *((f", {mode}", {"optimizer_overlap": mode}, {}) for mode in ("forward", "backward")),
         (", clipped", {"optimizer_overlap": "forward"}, {"gradient_clip_val": 0.01}),
         (", accumulated", {}, {"accumulate_grad_batches": 2}),
         *((f", {precision}", {}, {"precision": precision}) for precision in ("bf16-mixed", "bf16-true")),
-    ):  # fmt: skip
-        for memory in ("plain", "simulated"):
+    )  # fmt: skip
+    for name, strategy, trainer in ways:
+        for memory in memories:
             yield Variant(
                 f"frozen weights in their files{name}{', simulated' if memory == 'simulated' else ''}",
-                "what was never copied to host memory has the file's values", {"k": 1, **strategy}, trainer, memory,  # type: ignore[arg-type]
+                "what was never copied to host memory has the file's values", {"k": 1, **strategy}, trainer, memory,
                 "losses", NONE, NONE, below="frozen",
             )  # fmt: skip
 

@@ -87,6 +87,14 @@ def test_gradients_of_a_layer_that_never_gets_all_of_them_count() -> None:
 
 
 @pytest.mark.rest("takes tenths of a second")
+def test_nothing_is_evicted_with_k_for_all() -> None:
+    strategy = superpipeline(k=7)
+    fit(lambda: Module(Stack()), vectors(5), strategy)
+    assert len(strategy.plan.layers) == 7
+    assert strategy.stats().fetched_layers == 7 * 5
+
+
+@pytest.mark.rest("takes tenths of a second")
 @pytest.mark.parametrize(
     ("k", "k_prime"), first([(1, 1), (2, 1), (3, 2)], (1, 1), (3, 2), second=[], why="a window between them")
 )

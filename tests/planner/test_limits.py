@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.__main__ import main
+from sp_lightning.core.plan.units import in_gib
 from tests.support.answers import plan
 from tests.support.tiers import some
 
@@ -27,6 +28,22 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         1 if re.match(r"(It does not fit|You don't need .*\nWith this strategy it does not)", text) else 0
     )
     return text
+
+
+@pytest.mark.rest("some plans of a model")
+def test_device_memory_of_plain_lightning_of_checkpoints_and_of_a_window(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each to the byte."""
+    found = plan(capsys, *WIDE)
+    plain, less, least = found["plain_bytes"], found["checkpointed_bytes"], found["windows"][0]["device_bytes"]
+    for limit, first in (
+        (plain, "You don't need sp_lightning: plain Lightning fits ("),
+        (plain - 1, f"Plain Lightning fits if each layer runs in torch.utils.checkpoint ({in_gib(less)} of "),
+        (less - 1, "It fits: Super"),
+    ):
+        assert said(capsys, *WIDE, "--gpu-memory", f"{limit}B").startswith(first)
+    kept = (*WIDE, "--activations", "keep", "--gpu-memory")
+    assert said(capsys, *kept, f"{least}B").startswith("It fits: ")
+    assert " available, 3 B short." in said(capsys, *kept, f"{least - 3}B")
 
 
 _ENOUGH = r"does not fit.*?(?:at least ([\d.]+) GiB of GPU|--host-memory ([\d.]+)GiB is enough)"
@@ -88,6 +105,15 @@ def test_the_largest_window_that_fits_is_tried(capsys: pytest.CaptureFixture[str
     assert {1, 2, 4, 7, 8} <= {each["k"] for each in windows}
     sizes = [each["device_bytes"] for each in windows]
     assert sizes == sorted(sizes), "a larger k takes more"
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("limit", [(), ("--gpu-memory", "100GiB")])
+def test_a_window_with_a_slot_for_each_layer_is_tried(
+    capsys: pytest.CaptureFixture[str], limit: tuple[str, ...]
+) -> None:
+    found = plan(capsys, "tests.planner.models:Sixteen", *limit)
+    assert {(14, 2), (15, 1)} <= {(each["k"], each["k_prime"]) for each in found["windows"]}
 
 
 @pytest.mark.rest("some plans of a model")

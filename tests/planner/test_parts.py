@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sp_lightning.tools.planner.arguments import Question, make_parser
 from sp_lightning.tools.planner.estimate import Estimate, estimate_model
 from sp_lightning.tools.planner.prediction.visits import RESOURCES
 from sp_lightning.tools.planner.report import as_text
+from tests.support.answers import plan
 from tests.support.tiers import first
 
 WIDE = ("tests.planner.models:Wide", "--k", "1", "--k-prime", "1")
@@ -116,6 +118,69 @@ def test_parts_of_each_shape_add_up(model: tuple[str, ...]) -> None:
         known = estimate.asked(asked)
         assert known is not None
         check_parts(answer(known))
+
+
+@pytest.mark.rest("some plans of a model")
+def test_each_mode_of_activations_frees_and_moves_its_part(capsys: pytest.CaptureFixture[str]) -> None:
+    """Device memory, host memory and time are those of the mode that was asked for."""
+    kept = plan(capsys, *WIDE)
+    saved, (window,) = kept["saved_bytes"], kept["windows"]
+    assert saved["keep"] > max(saved["recompute"], saved["offload"])
+    for mode in ("recompute", "offload"):
+        found = plan(capsys, *WIDE, "--activations", mode)
+        (other,) = found["windows"]
+        freed = saved["keep"] - saved[mode]
+        assert (found["flops"] > 1.25 * kept["flops"]) == (mode == "recompute")
+        assert kept["activation_bytes"] - found["activation_bytes"] == freed
+        assert window["device_bytes"] - other["device_bytes"] == freed
+        assert found["host_bytes"] - kept["host_bytes"] == (kept["offloaded_bytes"] if mode == "offload" else 0)
+        assert (other["busy_seconds"]["compute"] > 1.1 * window["busy_seconds"]["compute"]) == (mode == "recompute")
+        assert (other["busy_seconds"]["drain"] > window["busy_seconds"]["drain"]) == (mode == "offload")
+
+
+@pytest.mark.rest("some plans of a model")
+def test_several_devices_have_weights_once_and_send_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights, gradients and state are there once, activations for each; each fetches all, and sends a part."""
+    asked = (*WIDE, "--precision", "32-true", "--activations", "offload", "--host-bandwidth", "1000", "--pcie", "5")
+    one = plan(capsys, *asked)
+    several = plan(capsys, *asked, "--devices", "4", "--links", "10")
+    weights = 4 * one["parameters"]
+    assert one["host_bytes"] == pytest.approx(4 * weights + one["offloaded_bytes"], rel=1e-3)
+    assert several["host_bytes"] - one["host_bytes"] == 3 * one["offloaded_bytes"]
+    for name in ("compute", "optimizer"):
+        busy = [found["windows"][0]["busy_seconds"][name] for found in (one, several)]
+        assert busy[0] == pytest.approx(busy[1])
+    assert several["windows"][0]["busy_seconds"]["links"] == pytest.approx(weights * 3 / 4 / 10e9, rel=1e-3)
+    largest = max(layer["bytes"] for layer in one["layers"])
+    more = several["windows"][0]["device_bytes"] - one["windows"][0]["device_bytes"]
+    assert 2 * (2 + 1 / 4) * largest <= more < 4 * 2 * largest, "room for what is sent and received"
+
+
+@pytest.mark.rest("some plans of a model")
+def test_layers_that_stay_leave_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """The device has all of them, and host memory nothing."""
+    found = [plan(capsys, *WIDE, "--gpu-layers", stay) for stay in ("0", "1", "0.5", "1.0")]
+    assert [each["windows"][0]["gpu_layers"] for each in found] == [0, 1, 6, 12]
+    for less, more in pairwise(found):
+        assert less["windows"][0]["device_bytes"] < more["windows"][0]["device_bytes"]
+        for part in ("weights", "gradients", "optimizer state"):
+            assert less["host_parts"][part] > more["host_parts"].get(part, 0), part
+        assert less["plain_bytes"] == more["plain_bytes"]
+    assert found[-1]["host_bytes"] == 0
+
+
+@pytest.mark.rest("some plans of a model")
+@pytest.mark.parametrize("arguments", [(), ("--gpu-memory", "8GiB", "--predict"), ("--gpu-memory", "8GiB")])
+def test_activations_that_fit_are_kept_by_default(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer is that of "keep", which is written only if it was asked for."""
+    by_default, kept, auto = (
+        plan(capsys, *WIDE, *arguments, *more) for more in ((), ("--activations", "keep"), ("--activations", "auto"))
+    )
+    assert by_default == auto
+    assert by_default.pop("verdict") == kept.pop("verdict").replace(', activations="keep"', "")
+    assert by_default == kept
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def test_files_are_equal_and_resume_across_strategies(name: str, tmp_path: Path)
     for content in contents:
         for callback in content["callbacks"].values():  # paths and times differ
             callback.clear()
-    assert_equal(*contents, "checkpoint")
+    assert_equal(contents[0], contents[1], "checkpoint")
     reference = resume(name, "auto", plain)
     assert_equal(resume(name, "auto", ours), reference, "ours resumed by plain")
     assert_equal(resume(name, superpipeline(), plain), reference, "plain resumed by ours")

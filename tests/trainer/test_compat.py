@@ -97,7 +97,7 @@ def test_look_at_loaders(method: str) -> None:
     seen = dict[str, Any]()
 
     class Loads(Small):
-        validation_step = test_step = Small.training_step
+        validation_step = test_step = Small.training_step  # type: ignore[assignment]
 
         def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             return batch

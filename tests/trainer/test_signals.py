@@ -28,6 +28,7 @@ from sp_lightning.core.layers import swap
 from sp_lightning.trainer import optimizer_steps
 from sp_lightning.trainer.signals import DeferredSignals
 from tests.support.models import Module, Stack, vectors
+from tests.support.nets import Does
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.tiers import first
 
@@ -151,9 +152,8 @@ def test_a_handler_saves_in_the_middle_of_backward(name: str, tmp_path: Path, pl
     module, trainer = made(name, at(signal.SIGUSR1, 1, BATCHES - 1))
     saves = Saves(signal.SIGUSR1, trainer, tmp_path)
     noted: list[Any] = []
-    callback = Callback()
-    callback.on_train_start = lambda trainer, _: noted.extend(trainer._signal_connector._original_handlers.values())  # type: ignore[method-assign]
-    trainer.callbacks.append(callback)  # type: ignore[attr-defined]
+    notes = Does(on_train_start=lambda trainer, _: noted.extend(trainer._signal_connector._original_handlers.values()))
+    trainer.callbacks.append(notes)  # type: ignore[attr-defined]
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     trainer.fit(module, loader(vectors(BATCHES)))
     assert [assert_is_a_step(file, plain) for file in saves.files] == [2, BATCHES]

@@ -33,6 +33,7 @@ def fetched(count: int) -> Callable[[Outcome], None]:
 
     def also(ours: Outcome) -> None:
         strategy: Any = ours.trainer.strategy
+        assert strategy.plan.k in (2, LAYERS)
         if strategy.plan.k == LAYERS:
             assert strategy.stats().fetched_layers == count
 
@@ -175,8 +176,8 @@ covers = "a layer that a hook writes is uploaded again, and no other"
 for write in (scale, scale_data, scale_storage, scale_array, load, step_fused, write_in_thread):
     count = None if write is step_fused else AGAIN  # a step may write any layer
     between(f"{write.__name__} of a weight", EACH, count=count, covers=covers)(write)
-for name, (write, what) in KEPT.items():
-    between(f"writes through {name}", EACH, on=keeps(what), count=AGAIN, covers=covers)(write)
+for name, (through, what) in KEPT.items():
+    between(f"writes through {name}", EACH, on=keeps(what), count=AGAIN, covers=covers)(through)
 between("memory that is dropped after a write", on=keeps(lambda layer: layer.weight.data), count=ONCE + 1)(
     scale_kept_once
 )
@@ -184,11 +185,11 @@ between("a weight's other memory", EACH, count=AGAIN, covers=covers)(lambda m: r
 for run in ("validate", "test"):
     between(f"writes, {run}", tiers(rest=HELD), run=run, count=AGAIN, covers=covers)(scale_data)
 for name in ("data", "data kept", "an average"):
-    write, what = KEPT.get(name, (scale_data, nothing))
+    through, what = KEPT.get(name, (scale_data, nothing))
     more = {"on": keeps(what), "covers": "the rule for residents, and for weights whose casts are uploaded"}
     resident = {"k": LAYERS, "keep_on_gpu": ["net.2"]}
-    between(f"writes of a resident, {name}", tiers(rest=HELD), strategy=resident, **more)(write)
-    between(f"writes of masters, {name}", tiers(rest=HELD), precision="bf16-mixed", **more)(write)
+    between(f"writes of a resident, {name}", tiers(rest=HELD), strategy=resident, **more)(through)
+    between(f"writes of masters, {name}", tiers(rest=HELD), precision="bf16-mixed", **more)(through)
 
 
 @between("modules in each other's place", tiers(rest=HELD))
@@ -270,7 +271,8 @@ def logged() -> Iterator[set[str]]:
     """The lines that our run logs once, as a process that has said nothing yet shows them."""
     level = messages.LOG.level
     messages.LOG.setLevel(logging.INFO)
-    with mock.patch.object(messages, "_SAID", set()) as said:
+    said = set[str]()
+    with mock.patch.object(messages, "_SAID", said):
         yield said
     messages.LOG.setLevel(level)
 

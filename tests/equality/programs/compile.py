@@ -68,13 +68,17 @@ def lightning_module(module: Any, backend: str) -> Any:
     return torch.compile(module, backend=backend)
 
 
+def compiled(way: Any, net: Any, backend: str) -> Any:
+    return way(Module(net()), backend)
+
+
 for way, net, backend in (
     (each_layer, Stack, "aot_eager"), (inner_module, Stack, "aot_eager"), (inner_module_in_place, Text, "aot_eager"),
     (lightning_module, Stack, "aot_eager"), (each_layer, partial(Stack, 2), "inductor"),
 ):  # fmt: skip
     name = f"compile: {way.__name__.replace('_', ' ')}, {backend}"
     program(name, REST if backend != "inductor" and way is each_layer else LONG, validated=True, covers="a way to compile")(
-        anew(lambda way=way, net=net, backend=backend: way(Module(net()), backend))
+        anew(partial(compiled, way, net, backend))
     )  # fmt: skip
 
 
@@ -208,7 +212,7 @@ def with_graphs(way: str) -> None:
         trainer_for(superpipeline(k=1)).fit(module, loader(vectors(1)))
 
 
-for way in ("lightning module", "layer", "function", "inner module"):
-    name = "Module" if way == "lightning module" else "net.blocks.2"
+for place in ("lightning module", "layer", "function", "inner module"):
+    name = "Module" if place == "lightning module" else "net.blocks.2"
     said = f"ValueError: .*'{name}' is compiled with CUDA graphs.*max-autotune-no-cudagraphs"
-    mistake(f"compile: CUDA graphs of a {way}", said)(partial(with_graphs, way))
+    mistake(f"compile: CUDA graphs of a {place}", said)(partial(with_graphs, place))

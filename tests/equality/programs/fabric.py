@@ -94,9 +94,9 @@ def closures(fabric: Fabric, make: Any) -> Any:
     return [[optimizer.step(partial(closure, x)).detach() for x in batches(fabric)], dict(net.state_dict())]
 
 
-for make in (torch.optim.AdamW, torch.optim.LBFGS):
+for kind in (torch.optim.AdamW, torch.optim.LBFGS):
     covers = "the first closure of the first step is the module's first call"
-    ways(f"fabric: closures of {make.__name__}", covers=covers)(partial(closures, make=make))
+    ways(f"fabric: closures of {kind.__name__}", covers=covers)(partial(closures, make=kind))
 
 
 @ways("fabric: an optimizer of a module that has run")

@@ -133,12 +133,19 @@ READS: dict[str, Callable[[Any], Any]] = {
     "a move": lambda m: m.net.to("cpu", torch.float32).cpu(),
     "a module added": lambda m: m.net.append(nn.Linear(16, 16)),  # the engine is built anew
 }
+
+
+def replaces(m: Any) -> None:
+    held = m.state_dict()
+    weight_of(m).data = torch.full((16, 16), 0.1)
+    m.seen += [value.sum() for value in held.values()]
+
+
 WRITES: dict[str, Callable[[Any], Any]] = {
     "a weight written": torch.no_grad()(lambda m: weight_of(m).mul_(0.5)),
     "a detached weight written": lambda m: weight_of(m).detach().mul_(0.5),
     "state written": lambda m: [value.mul_(0.9) for value in m.state_dict().values()],
-    "data replaced": lambda m: [m.kept.append(m.state_dict()), setattr(weight_of(m), "data", torch.full((16, 16), 0.1)),
-                                m.seen.extend(value.sum() for value in m.kept[0].values())],
+    "data replaced": replaces,
     "other values loaded": lambda m: m.load_state_dict({name: value * 0.5 for name, value in m.state_dict().items()}),
     "another dtype and back": lambda m: m.net.double().float(),
     "a weight exchanged": lambda m: setattr(m.net[2].first, "weight", nn.Parameter(torch.full((16, 16), 0.1))),
@@ -224,7 +231,7 @@ class Unfreezes(BaseFinetuning):
 
 
 def unfrozen_in_memory(ours: Outcome) -> None:
-    assert {name.split(".")[0] for name in ours.module.noted} >= {"0", "1"}
+    assert {name.split(".")[0] for name in ours.module.noted} >= {"1", "2"}
 
 
 touches(
@@ -247,10 +254,11 @@ class WrittenBefore(Backbone):
 
 
 def has_the_file_s_values(ours: Outcome) -> None:
-    of_file, module = load_file(files() / "net"), ours.module
+    module: Any = ours.module
+    of_file = load_file(files() / "net")
+    total, frozen = (sum(int(p.nbytes) for p in net.parameters()) for net in (module.net, module.net[1:5]))
     for held in module.kept:
         assert_equal(held, {name: of_file[name] for name in held}, "held")
-    total, frozen = (sum(p.nbytes for p in net.parameters()) for net in (module.net, module.net[1:5]))
     ledger: Any = ours.trainer.strategy.ledger  # type: ignore[attr-defined]
     assert total - frozen <= ledger.weights < total - frozen + 512 * 28
 
