@@ -56,7 +56,8 @@ class Program(Case):
         repairable: whether it trains, equal to plain Lightning, with the option that its refusal names.
         inside: a context around our run alone: a fault of the system, or a count of calls. What it yields is
             ``ours.extra["inside"]``.
-        also: what else is asserted of our run. It gets our outcome; ``ours.module.noted`` has what the program noted.
+        also: what else is asserted of our run. It gets our outcome; ``ours.module.noted`` has what the program noted, and
+            ``ours.extra["plain"]`` is plain Lightning's outcome.
     """
 
     variants: Tiers = field(default_factory=dict)

@@ -11,7 +11,8 @@ import pytest
 
 from tests.equality.programs import LOOPS, MISTAKES, PROGRAMS
 from tests.equality.rows import REFUSALS, loop_rows, mistake_rows, rows, variant_of
-from tests.equality.training import looped, ours, plain
+from tests.equality.training import DYNAMOS, looped, ours, plain
+from tests.support.machine import as_torch_can
 from tests.support.runs import Outcome, assert_equal, assert_same
 
 pytestmark = [
@@ -27,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without"),  # these adapters cannot be merged
     pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
     pytest.mark.filterwarnings("ignore:.*returned `None`, this fit will run with no optimizer"),
+    pytest.mark.filterwarnings(f"ignore:{DYNAMOS}:UserWarning"),
 ]
 REMEDY = re.compile(
     r"Strategy\((?:optimizer_on=\"gpu\", )?(activations|optimizer_overlap)=(\{.*?\}|\"\w+\")|Strategy\((keep_on_gpu)=(\['.*?'\])"
@@ -51,9 +53,11 @@ def text_of(error: BaseException) -> str:
 @pytest.mark.parametrize(("name", "variant_name"), rows(refused=False))
 def test_a_program_is_equal(name: str, variant_name: str) -> None:
     program, variant = PROGRAMS[name], variant_of(variant_name)
-    reference = plain(name, program, variant)
+    with as_torch_can():
+        reference = plain(name, program, variant)
     outcome, _ = ours(program, variant)
     compare(outcome, reference)
+    outcome.extra["plain"] = reference
     program.also(outcome)
 
 
@@ -87,9 +91,8 @@ def test_a_program_is_refused(name: str, variant_name: str) -> None:
         except RuntimeError as error:
             found = text_of(error)
             continue
-        if (
-            name_of != "optimizer_overlap"
-        ):  # plain Lightning's fused steps do not take what ours refuse in one mode only
+        # Plain Lightning's fused steps do not take what ours refuse in one mode of updates only.
+        if name_of != "optimizer_overlap":
             compare(outcome, plain(name, program, variant))
         return
 

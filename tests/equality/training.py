@@ -23,6 +23,7 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from sp_lightning import SuperpipelineStrategy, compile_blocks
+from sp_lightning.core.layers import compiled_calls
 from tests.equality.cases import Case
 from tests.equality.rows import Loop
 from tests.equality.variants import Variant
@@ -34,6 +35,7 @@ from tests.support.runs import Make, Outcome, fit, fused
 from tests.support.simdevice import simulated
 
 DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+DYNAMOS = ".*non-leaf|.*Dynamo"
 _plain: dict[str, Outcome] = {}
 
 
@@ -87,14 +89,23 @@ def _train(case: Case, variant: Variant, strategy: Any) -> Outcome:
         del options["precision"]
     make = _made(case, variant, DTYPES.get(options.get("precision", "")))
     val = case.validation()
-    if variant.compiled:  # dynamo's own remarks, on inputs that are not leaves
-        warnings.filterwarnings("ignore", category=UserWarning)
+    if variant.compiled:  # dynamo's own remarks, on inputs that are not leaves; programs say what else is told
+        message = DYNAMOS if hasattr(case, "inside") else ""
+        warnings.filterwarnings("ignore", message, category=UserWarning)
     callbacks = case.callbacks()
     outcome = fit(
         make, case.batches(), strategy, val=val, recorded=variant.seen, run=case.run, callbacks=callbacks, **options
     )  # fmt: skip
+    outcome.extra["graphs"] = int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     outcome.extra["draws"] = random.random(), float(np.random.rand())
     return outcome
+
+
+def forget_graphs() -> None:
+    """Forgets all graphs, and what is known of them."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled_calls._reading_masters.clear()
 
 
 def _made(case: Case, variant: Variant, dtype: torch.dtype | None) -> Make:
@@ -103,7 +114,7 @@ def _made(case: Case, variant: Variant, dtype: torch.dtype | None) -> Make:
     def made() -> pl.LightningModule:
         module = make()
         if variant.compiled:
-            torch._dynamo.reset()
+            forget_graphs()
             with suppress(ValueError):  # a case without blocks
                 compile_blocks(module, backend="aot_eager")
         return module if dtype is None else module.to(dtype)

@@ -627,11 +627,80 @@ def in_files() -> Iterator[Variant]:
             )  # fmt: skip
 
 
+def as_users() -> Iterator[Variant]:
+    """Nothing is noted, so that copies are kept, and the next batch's layers are fetched early."""
+    memories: tuple[Memory, ...] = ("plain", "poisoned", "simulated")
+    for memory, precision, (k, k_prime) in product(memories, ("32-true", "bf16-mixed"), ((1, 1), (2, 2), (ALL, 1))):
+        more = ("", ", mixed")[precision != "32-true"] + ("" if memory == "plain" else f", {memory}")
+        yield Variant(
+            f"users, k={'all' if k == ALL else k}{more}", "what users have: no hook of the tests' on gradients",
+            {"k": k, "k_prime": k_prime}, {"precision": precision}, memory, "nothing", NONE, NONE,
+        )  # fmt: skip
+
+
+def in_16_bits() -> Iterator[Variant]:
+    """Modules in bfloat16."""
+    options: dict[str, tuple[dict[str, Any], Memory]] = {
+        "users, k=1": ({"k": 1}, "plain"),
+        "users, k=1, half, simulated": ({"k": 1}, "simulated"),
+        "users, k=all": ({"k": ALL}, "plain"),
+        "offload, k=1": ({"k": 1, "activations": "offload"}, "plain"),
+        "recompute, k=1": ({"k": 1, "activations": "recompute"}, "plain"),
+        "stays: net.1": ({"k": 1, "keep_on_gpu": ["net.1"]}, "plain"),
+    }
+    for name, (strategy, memory) in options.items():
+        yield Variant(
+            name if "half" in name else f"{name}, half", "weights, gradients and state in bfloat16", strategy,
+            {"precision": "bf16-true"}, memory, "nothing", NONE, NONE,
+        )  # fmt: skip
+
+
+def where_some_stay() -> Iterator[Variant]:
+    """Layers that are copied once for each step."""
+    options: dict[str, tuple[int, dict[str, Any], dict[str, Any], Memory]] = {
+        "net": (1, {}, {}, "plain"),
+        "net.1": (2, {}, {}, "plain"),
+        "**.second": (2, {}, {}, "plain"),
+        "target": (2, {}, {}, "plain"),
+        "net.1, simulated": (2, {}, {}, "simulated"),
+        "net.1.first, mixed": (1, {}, {"precision": "bf16-mixed"}, "plain"),
+        "**.second, offload, simulated": (1, {"activations": "offload"}, {}, "simulated"),
+        "net, simulated": (1, {}, {}, "simulated"),
+    }
+    for name, (k, strategy, trainer, memory) in options.items():
+        yield Variant(
+            f"stays: {name}", "what is copied once for a step is written where it was copied from",
+            {"k": k, "k_prime": 1, "keep_on_gpu": [name.split(",")[0]], **strategy}, trainer, memory, "gradients", NONE,
+            NONE,
+        )  # fmt: skip
+
+
+def compiled_in_part() -> Iterator[Variant]:
+    """Compiled blocks with updates in the background, or on the simulated device, without the mode that watches operators."""
+    for name, strategy, trainer in (
+        ("k=1", {}, {}),
+        ("validated", {}, {"max_epochs": 2, "gradient_clip_val": 0.05}),
+        ("updated under forward", {"optimizer_overlap": "forward"}, {"max_epochs": 2}),
+        ("updated under backward", {"optimizer_overlap": "backward"}, {"max_epochs": 2}),
+        ("recompute", {"activations": "recompute"}, {}),
+        ("offload", {"activations": "offload"}, {}),
+        ("some stay", {"optimizer_on": "gpu", "gpu_layers": 2}, {}),
+        ("some stay, recompute", {"optimizer_on": "gpu", "gpu_layers": 2, "activations": "recompute"}, {}),
+    ):  # fmt: skip
+        yield Variant(
+            f"compiled, {name}", "graphs that have casts as inputs, or need weights in float32", {"k": 1, **strategy},
+            {"precision": "bf16-mixed", **trainer}, "plain", "losses", NONE, NONE, compiled=True,
+        )  # fmt: skip
+
+
 OF_PROGRAMS: dict[str, Variant] = {
     variant.name: variant
-    for family in (placed(), updated(), treated(), in_part(), resident(), in_files())
+    for family in (
+        placed(), updated(), treated(), in_part(), resident(), in_files(), as_users(), in_16_bits(), where_some_stay(),
+        compiled_in_part(),
+    )
     for variant in family
-}
+}  # fmt: skip
 """Variants that programs name, and that no case is trained in."""
 
 SLOW = frozenset({"resnet50", "t5", "t5-checkpoint"})

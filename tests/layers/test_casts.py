@@ -1,4 +1,7 @@
-"""Weights that travel as their casts: half the bytes move, and a cast is made once between two writes."""
+"""Weights that travel as their casts: how many bytes, and who makes a cast when; gradients in the memory of their casts.
+
+``tests/equality/programs/casts.py`` has what user code does with them.
+"""
 
 from __future__ import annotations
 
@@ -12,79 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.device.device import Stream
+from sp_lightning.core.layers.casts import Cast
 from sp_lightning.core.layers.host_casts import Casts
 from sp_lightning.core.model.find import find_layers
-from tests.support.mixed import MIXED, OwnLinear, Readers, Tied, of_blocks
-from tests.support.models import CASES, Block, Module, Stack, vectors
-from tests.support.runs import assert_same, fit, fused, loader, superpipeline, trainer_for
-
-# ---------------------------------------------------------------------- bytes
-
-
-class Linears(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
-
-
-def wide() -> list[Tensor]:
-    return [torch.ones(2, 128, requires_grad=True) for _ in range(3)]
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_half_the_bytes_move() -> None:
-    """In both directions; and the plan says so."""
-    full, half = superpipeline(k=1), superpipeline(k=1)
-    fit(lambda: Module(Linears()), wide(), full)
-    fit(lambda: Module(Linears()), wide(), half, **MIXED)
-    layer = 128 * 128 * 4
-    assert [each.nbytes for each in half.plan.layers] == [layer // 2] * 6
-    assert half.plan.slot_bytes == 2 * layer // 2
-    assert half.plan.gradient_bytes == 2 * layer // 2 + layer // 2  # two in flight, and one that is copied
-    assert half.plan.host_bytes == 6 * (2 * layer + layer // 2)
-    assert any("100% of the layers' bytes are uploaded as bfloat16" in note for note in half.plan.notes)
-    assert half.stats().fetched_layers == full.stats().fetched_layers
-    assert half.stats().fetched_bytes == full.stats().fetched_bytes // 2 == half.stats().fetched_layers * layer // 2
-    assert half.stats().offloaded_gradient_bytes == full.stats().offloaded_gradient_bytes // 2
-    assert half.stats().demand_fetches == half.stats().extra_slots == 0
-
-
-@pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize(
-    ("name", "share"),
-    [
-        ("llama-dropout", 0.6),
-        ("bert", 0.65),
-        ("vit", 0.76),
-        pytest.param("resnet50", 0.8, marks=pytest.mark.rest("a large model")),
-    ],
-)
-def test_fewer_bytes_move_of_real_models(name: str, share: float) -> None:
-    """They are so small that alignment counts; embeddings, norms and attention modules' own weights stay float32."""
-    full, half = superpipeline(k=1), superpipeline(k=1)
-    fit(CASES[name].make, CASES[name].batches(), full)
-    fit(CASES[name].make, CASES[name].batches(), half, **MIXED)
-    assert half.stats().demand_fetches == half.stats().extra_slots == 0
-    assert half.stats().peak_device_bytes <= half.plan.peak_device_bytes
-    assert half.stats().fetched_bytes <= share * full.stats().fetched_bytes
-
-
-@pytest.mark.parametrize("use", ["once", "twice", "hooked"])
-def test_a_gradient_is_lowered_only_where_that_loses_nothing(use: str) -> None:
-    class Uses(Linears):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(super().forward(x) if use == "twice" else x)
-
-    def make() -> Module:
-        module = Module(Uses())
-        for p in module.parameters():
-            if use == "hooked":
-                p.register_hook(lambda gradient: gradient * 1.001)
-        return module
-
-    strategy = superpipeline()
-    assert_same(fit(make, wide(), strategy, **MIXED), fit(make, wide(), **MIXED))
-    assert strategy.stats().offloaded_gradient_bytes == 3 * 6 * 128 * 128 * (2 if use == "once" else 4)
+from sp_lightning.core.torch_compat.cast_gradient import CastGradient
+from tests.support.mixed import MIXED, OwnLinear, Readers, Tied, bare, of_blocks
+from tests.support.models import Block, Module, Stack, llama, tokens, vectors
+from tests.support.overlapping import overlapping
+from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -127,50 +65,6 @@ def test_updates_in_the_background_make_the_casts_and_nobody_makes_them_again() 
     assert sum(walks) == len(list(Stack().parameters())), "those of an update are made piece by piece, while it steps"
 
 
-@pytest.mark.rest("takes tenths of a second")
-def test_casts_that_a_graph_needed_when_their_update_began_are_made_after_it_although_the_graph_has_died() -> None:
-    """The update puts no casts where the graph's are. Nobody else would make them if it counted as if it had."""
-    graphs: list[Tensor] = []
-    refused: list[bool] = []
-    places = Casts.places
-
-    class Keeps(Module):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            graphs.append(self.loss(batch))
-            return super().training_step(batch, batch_idx)
-
-    def noted(self: Casts, by: Stream) -> Any:
-        found = places(self, by)
-        refused.append(not found)
-        if not found:
-            graphs.clear()
-        return found
-
-    overlapped = SuperpipelineStrategy(k=1, optimizer_overlap="forward")
-    with mock.patch.object(Casts, "places", noted):
-        ours = fit(fused(lambda: Keeps(Stack())), vectors(4), overlapped, recorded="nothing", **MIXED)
-    assert any(refused)
-    assert_same(ours, fit(fused(lambda: Keeps(Stack())), vectors(4), recorded="nothing", **MIXED))
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_a_graph_keeps_its_casts_whose_weights_an_update_in_the_background_replaces() -> None:
-    class Later(Module):
-        """Adds the loss of the batch before, whose graph has the weights of the step before."""
-
-        kept: Tensor | None = None
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            before, self.kept = self.kept, self.loss(batch)
-            loss = super().training_step(batch, batch_idx)
-            return loss if before is None else loss + before
-
-    def run(strategy: Any) -> Any:
-        return fit(fused(lambda: Later(Stack())), vectors(4), strategy, recorded="nothing", **MIXED)
-
-    assert_same(run(SuperpipelineStrategy(k=1, optimizer_overlap="forward")), run("auto"))
-
-
 def test_only_what_autocast_casts_is_lowered() -> None:
     def lowered(net: nn.Module, **options: Any) -> set[str]:
         found = find_layers(net, autocast=torch.bfloat16, **options)
@@ -203,3 +97,114 @@ def test_without_autocast_nothing_is_lowered(precision: Any) -> None:
         precision=precision,
     )
     assert strategy.plan.masters == ()
+
+
+class CompiledInside(Block):
+    """A function that is compiled, and a module's forward, where no set-up sees it: graphs break at each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.compile(lambda x: torch.tanh(self.inner(x)), backend="eager")
+        self.outer.forward = torch.compile(self.outer.forward, backend="eager")  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.compiled(x))
+
+
+@pytest.mark.long("takes a second or more")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it where a graph breaks
+def test_compiled_where_no_set_up_sees_it() -> None:
+    """Dynamo would trace the engine; now its graphs break at each weight that travels as a cast."""
+    plain = bare(lambda: Module(of_blocks(CompiledInside)()), "auto")
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="compile_blocks"):
+        ours = bare(lambda: Module(of_blocks(CompiledInside)()), superpipeline(k=1))
+    assert_equal(ours, plain, "compiled inside")
+
+
+@pytest.mark.long("takes a second or more")
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("auto", "ours"), ("ours", "auto")],
+)
+def test_checkpoints_hold_the_masters(tmp_path: Any, first: str, then: str) -> None:
+    def strategy(name: str) -> Any:
+        return superpipeline(k=1) if name == "ours" else "auto"
+
+    def resume(half: str, whole: str) -> list[Any]:
+        fit(llama, tokens(), strategy(half), **MIXED).trainer.save_checkpoint(tmp_path / f"{half}.ckpt")
+        outcome = fit(llama, tokens(), strategy(whole), max_epochs=2, ckpt_path=tmp_path / f"{half}.ckpt", **MIXED)
+        assert all(value.dtype == torch.float32 for value in outcome.state.values() if value.is_floating_point())
+        return [outcome.state, outcome.optimizers, outcome.gradients]
+
+    assert_equal(resume(first, then), resume("auto", "auto"), f"{first}, then {then}")
+
+
+# ---------------------------------------------------------------------- gradients
+
+NARROW = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+
+
+def test_it_is_a_float32_tensor_in_half_the_memory() -> None:
+    gradient = CastGradient(NARROW)
+    assert (gradient.dtype, gradient.shape, gradient.device.type) == (torch.float32, (3, 4), "cpu")
+    with torch.DisableTorchFunctionSubclass():  # as autograd makes it a weight's
+        again = gradient.detach()
+    assert type(again) is CastGradient
+    assert again.inner_tensor is gradient.inner_tensor is NARROW
+
+
+def test_sums_are_plain_and_as_exact_as_float32() -> None:
+    one, other = (CastGradient(torch.full((2,), value, dtype=torch.bfloat16)) for value in (256.0, 1.0))
+    total = one + other
+    assert type(total) is Tensor
+    assert total.tolist() == [257.0, 257.0], "of bfloat16 it would be 256"
+
+
+def test_whoever_holds_it_sees_what_is_written() -> None:
+    gradient = CastGradient(NARROW.clone())
+    view = gradient.view(-1)
+    gradient.mul_(0.5)
+    view[0] = 7
+    assert torch.equal(gradient.inner_tensor, torch.tensor([7, *(each / 2 for each in range(1, 12))]).view(3, 4))
+    assert torch.equal(gradient.detach(), gradient.inner_tensor)
+    assert gradient.wide() is gradient.inner_tensor
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4)])
+def test_it_has_memory_of_its_own(shape: tuple[int, ...]) -> None:
+    """What a bias is added to has the same gradient, which user code may keep and write."""
+    bias, x, kept = torch.zeros(shape, requires_grad=True), torch.ones(shape).bfloat16(), list[Tensor]()
+    total = x + Cast.apply(bias, bias.detach().bfloat16())
+    total.register_hook(kept.append)
+    bias.register_hook(lambda gradient: kept.append(gradient.inner_tensor))
+    (total * 2).sum().backward()
+    theirs, ours = kept
+    assert torch.equal(theirs, ours)
+    assert theirs.data_ptr() != ours.data_ptr()
+
+
+def test_what_is_to_be_differentiated_is_converted() -> None:
+    weight, found = torch.zeros(2, 3, requires_grad=True), list[Tensor]()
+    weight.register_hook(found.append)
+    torch.autograd.grad(Cast.apply(weight, weight.detach().bfloat16()).square().sum(), weight, create_graph=True)
+    assert type(found[0]) is Tensor
+    assert found[0].requires_grad
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
+@pytest.mark.parametrize(("make", "widened"), [(Stack, False), (lambda: nn.Sequential(*[nn.Linear(16, 16)] * 2), True)])
+def test_nothing_is_widened_on_the_device_but_for_sums(
+    make: Any, widened: bool, overlap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[CastGradient] = []
+    wide = CastGradient.wide
+
+    def noted(gradient: CastGradient) -> Tensor:
+        found.append(gradient)
+        return wide(gradient)
+
+    monkeypatch.setattr(CastGradient, "wide", noted)
+    fit(lambda: Module(make()), vectors(), overlapping(overlap), precision="bf16-mixed", recorded="losses")
+    assert bool(found) == widened

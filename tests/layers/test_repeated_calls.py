@@ -1,186 +1,20 @@
-"""A layer that is called several times in a step: each parameter's gradients are summed in autograd's own order."""
+"""Slots of layers that graphs keep. ``tests/equality/programs/repeated.py`` has layers that are called several times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.utils.parametrizations import weight_norm
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
+from tests.equality.programs.repeated import WIDTH, Kept
 from tests.support.engine import streamer_of
-from tests.support.machine import as_torch_can
 from tests.support.models import Module
-from tests.support.runs import Outcome, assert_same, fit, superpipeline
-from tests.support.simdevice import simulated
-from tests.support.tiers import first
+from tests.support.runs import fit, superpipeline
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
-
-WIDTH = 8
-
-
-def subclass(kind: type[nn.Module]) -> type[nn.Module]:
-    """A user's own class, whose attributes a second run has to find as the first one did."""
-
-    class Theirs(kind):  # type: ignore[misc, valid-type]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(*args, **kwargs)
-
-    return Theirs
-
-
-class Recurrent(nn.Module):
-    """The second half of a sequence goes on with the state of the first."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.rnn = kind(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, state = self.rnn(x[:, :3])
-        return torch.cat([first, self.rnn(x[:, 3:], state)[0]], 1)
-
-
-class Cells(nn.Module):
-    """The gates of a cell are views of one storage that count their writes each by itself."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.cell = kind(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state, states = None, []
-        for each in x.unbind(1):
-            state = self.cell(each, state)
-            states.append(state[0] if isinstance(state, tuple) else state)
-        return torch.stack(states, 1)
-
-
-class Shared(nn.Module):
-    """Uses its weight three times, its norm twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.inner.weight
-        return self.norm(torch.tanh(self.norm(self.inner(x)) @ weight) + x * weight.sum(0))
-
-
-class Checkpointed(Shared):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-class Kept(Shared):
-    """Saved-tensor hooks that keep what they are given: weights, too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return super().forward(x)
-
-
-class Listed(Shared):
-    """Keeps a list of its weights from call to call."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = [self.norm.weight, self.inner.weight]
-        return super().forward(x) * self.seen[0].sum()
-
-
-class HookedAndKept(Kept):
-    """A hook on a parameter sees the sum of all calls, once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in self.parameters():
-            parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-
-
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x.transpose(1, 2))).transpose(1, 2)
-
-
-class Attention(nn.Module):
-    """Attention is given one tensor three times, and asks whether it is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, value=x, need_weights=False)[0] + x
-
-
-KINDS: dict[str, Callable[[], nn.Module]] = {
-    "gru": lambda: Recurrent(nn.GRU),
-    "gru-subclass": lambda: Recurrent(subclass(nn.GRU)),
-    "lstm-subclass": lambda: Recurrent(subclass(nn.LSTM)),
-    "rnn-subclass": lambda: Recurrent(subclass(nn.RNN)),
-    "gru-cell": lambda: Cells(nn.GRUCell),
-    "lstm-cell": lambda: Cells(nn.LSTMCell),
-    "linear": lambda: subclass(nn.Linear)(WIDTH, WIDTH),
-    "norm": lambda: nn.LayerNorm(WIDTH),
-    "weight-norm": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
-    "convolution": Convolution,
-    "attention": Attention,
-    "encoder": lambda: subclass(nn.TransformerEncoderLayer)(WIDTH, 2, 16, dropout=0.1, batch_first=True),
-    "shared": Shared,
-    "checkpointed": Checkpointed,
-    "listed": Listed,
-    "kept": Kept,
-    "hooked-and-kept": HookedAndKept,
-}
-ORDERS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
-    "sequence": lambda layer, other, x: layer(layer(other(layer(x).sin()) * 2)),
-    "branches": lambda layer, other, x: layer(x).tanh() * layer(other(x)) + other(layer(x * 2)),
-}
-
-
-class Calls(nn.Module):
-    def __init__(self, kind: str, order: str) -> None:
-        super().__init__()
-        self.order = ORDERS[order]
-        self.layer, self.other, self.head = KINDS[kind](), Shared(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.order(self.layer, self.other, x))
-
-
-def trained(kind: str, order: str, strategy: Any, precision: Any) -> Outcome:
-    batches = list(torch.randn(2, 3, 6, WIDTH, generator=torch.Generator().manual_seed(1)))
-    return fit(lambda: Module(Calls(kind, order)), batches, strategy, precision=precision)
-
-
-@pytest.mark.long("takes a second or more")
-@pytest.mark.parametrize(
-    "precision", first(["32-true", "bf16-mixed"], "32-true", second=[], why="the same in mixed precision")
-)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize(
-    "kind", first(KINDS, *list(KINDS)[:2], second=list(KINDS)[2::4], why="other kinds of one story")
-)
-def test_gradients_are_summed_as_on_plain(kind: str, order: str, precision: str) -> None:
-    with as_torch_can():
-        reference = trained(kind, order, "auto", precision)
-    for mode in ("keep", "recompute", "offload"):
-        with simulated():
-            ours = trained(kind, order, superpipeline(k=1, k_prime=1, activations=mode), precision)
-        assert_same(ours, reference)
 
 
 @pytest.mark.rest("takes tenths of a second")

@@ -14,7 +14,7 @@ from sp_lightning.core import engine
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
-from sp_lightning.core.layers.states import FETCHED, HOST, IN_USE, RESTING, UNPACKED, VIEWED, LayerState
+from sp_lightning.core.layers.states import FETCHED, HOST, IN_USE, RESTING, UNPACKED, LayerState
 from tests.support.engine import step, streamed, update
 from tests.support.simdevice import SimDevice
 from tests.support.states import TRANSITIONS, Change, checked_states
@@ -162,27 +162,6 @@ def is_in(tensor: Tensor, memory: Tensor) -> bool:
         return memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + memory.nbytes
     except RuntimeError:  # the tensor of a stand-in has no memory
         return False
-
-
-def test_a_resting_layer_that_is_released_rests_no_more() -> None:
-    net = Net()
-    with streamed(net, Device(CPU), k=4, k_prime=1) as streamer:
-        predict(streamer, net)
-        assert layer(streamer, 0).state is RESTING
-        streamer.invalidate()
-        assert layer(streamer, 0).state is HOST
-
-
-def test_a_kept_view_holds_its_slot_until_it_is_dropped() -> None:
-    net, kept = Net(), []
-    net.between = lambda net: kept.append(net.layers[1].weight.data)
-    with streamed(net, Device(CPU), k=1, k_prime=1) as streamer:
-        predict(streamer, net)
-        assert layer(streamer, 1).state is VIEWED
-        kept.clear()
-        net.between = lambda net: None
-        predict(streamer, net)
-        assert layer(streamer, 1).state in (HOST, FETCHED)
 
 
 def test_a_change_that_is_not_listed_fails() -> None:

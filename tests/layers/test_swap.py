@@ -14,60 +14,26 @@ from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 
-
-def _replace_parameter(net: Any) -> None:
-    net[1].weight = nn.Parameter(net[1].weight.detach().clone())
-
-
-def _rename_parameter(net: Any) -> None:
-    net[1]._parameters["other"] = net[1]._parameters.pop("weight")
-
-
-def _fill_what_was_none(net: Any) -> None:
-    net[1].bias = nn.Parameter(torch.zeros(4))
-
-
-def _drop_what_was_none(net: Any) -> None:
-    del net[1]._parameters["bias"]
-    net[1].register_parameter("other", None)
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a parameter": lambda net: setattr(net[1], "weight", nn.Parameter(net[1].weight.detach().clone())),
+    "a parameter's name": lambda net: net[1]._parameters.update(other=net[1]._parameters.pop("weight")),
+    "what was None": lambda net: setattr(net[1], "bias", nn.Parameter(torch.zeros(4))),
+    "the name of what was None": lambda net: (net[1]._parameters.pop("bias"), net[1].register_parameter("other", None)),
+    "another parameter": lambda net: net[1].register_parameter("scale", nn.Parameter(torch.ones(1))),
+    "a module": lambda net: net.__setitem__(1, nn.Linear(4, 4, bias=False)),
+    "another module": lambda net: net.append(nn.Identity()),
+    "dtype": lambda net: net[1].double(),
+    "shape": lambda net: setattr(net[1].weight, "data", torch.zeros(2, 8)),
+    "strides": lambda net: setattr(net[1].weight, "data", net[1].weight.data.t()),
+}
 
 
-def _add_parameter(net: Any) -> None:
-    net[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
-
-
-def _replace_module(net: Any) -> None:
-    net[1] = nn.Linear(4, 4, bias=False)
-
-
-def _add_module(net: Any) -> None:
-    net.append(nn.Identity())
-
-
-def _convert(net: Any) -> None:
-    net[1].weight.data = net[1].weight.data.double()
-
-
-def _reshape(net: Any) -> None:
-    net[1].weight.data = torch.zeros(2, 8)
-
-
-def _transpose(net: Any) -> None:
-    net[1].weight.data = net[1].weight.data.t()
-
-
-CHANGES = (
-    _replace_parameter, _rename_parameter, _fill_what_was_none, _drop_what_was_none, _add_parameter, _replace_module,
-    _add_module, _convert, _reshape, _transpose,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_a_change_is_noticed(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_noticed(what: str) -> None:
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     found = find_layers(net, layers=["0", "1", "2"])
     streamer = Streamer(net, found, make_plan(found, k=1, k_prime=1), Device(torch.device("cpu")), pin=False)
     assert not streamer.changed()
-    change(net)
+    CHANGES[what](net)
     assert streamer.changed()
     streamer.close()
