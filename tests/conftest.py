@@ -19,9 +19,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.torch_compat.private import ENGINE_CALL
-from tests.support.imported import imports_are_over
-from tests.support.parts import keep_one_part, number
+from tests.support.runs import imports_are_over
 from tests.support.states import checked_states
+from tests.support.tiers import keep_one_part, number
 
 if TYPE_CHECKING:
     from sp_lightning.capabilities.activations.calls import UnitModes
@@ -114,7 +114,7 @@ def everything_is_worth_moving(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_fits() -> Iterator[None]:
     """For tests of ``activations="auto"``, whose models are small."""
-    from tests.support.crowded import crowded
+    from tests.support.poison import crowded
 
     with crowded():
         yield

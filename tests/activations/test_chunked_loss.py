@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import sp_lightning
 from sp_lightning.core.torch_compat.private import TorchDispatchMode, tree_leaves
 from tests.support.models import Transformer, llama, tokens
-from tests.support.pages import ROOT, blocks
+from tests.support.repository import ROOT, blocks
 from tests.support.runs import assert_same, fit, fused, superpipeline
 
 NEWER = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.14 has it")

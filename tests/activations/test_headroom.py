@@ -18,10 +18,10 @@ from sp_lightning.capabilities.activations.host_ring import HostRing
 from sp_lightning.capabilities.activations.offload import Offload
 from sp_lightning.capabilities.activations.recompute import Recompute
 from sp_lightning.capabilities.tuning.tuner import Tuner
-from tests.support.crowded import crowded
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.experts import CASES as EXPERTS
 from tests.support.models import CASES, Module, Stack, vectors
+from tests.support.poison import crowded
 from tests.support.runs import Outcome, assert_same, fit, fused, superpipeline
 from tests.support.saving import Saves, rows, saving
 from tests.support.simdevice import SimDevice, simulated

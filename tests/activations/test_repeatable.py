@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
+from tests.support.kernels import Block
 from tests.support.models import Module, twice, vectors
-from tests.support.repeated_block import Block
 from tests.support.runs import assert_same, fit, superpipeline
 
 pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")

@@ -14,12 +14,12 @@ import pytest
 import torch
 from lightning.pytorch import callbacks as plc
 
-from tests.support.features import feature
+from tests.conformance.features import feature
 from tests.support.models import vectors
-from tests.support.nets import Scheduled, Summarized, assert_changing, clock, middle
+from tests.support.nets import Net, Scheduled, Summarized, assert_changing, clock, middle
 from tests.support.runs import loader
 from tests.support.tiers import first
-from tests.support.ways import Net, RunVariant, Seen, compare
+from tests.support.ways import RunVariant, Seen, compare
 
 
 @pytest.mark.long("takes a second or more")

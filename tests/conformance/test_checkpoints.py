@@ -15,12 +15,12 @@ from lightning.pytorch import callbacks as plc
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from tests.support.features import feature
+from tests.conformance.features import feature
 from tests.support.models import vectors
-from tests.support.nets import Does, Fails, WithExtras, clock, fails
+from tests.support.nets import Does, Fails, Net, WithExtras, clock, fails
 from tests.support.runs import loader
 from tests.support.tiers import first
-from tests.support.ways import Net, RunVariant, Seen, compare, files, left
+from tests.support.ways import RunVariant, Seen, compare, files, left
 
 pytestmark = [
     # Lightning's advice to who resumes without the callbacks that saved.

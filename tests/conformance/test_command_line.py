@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support.features import feature
+from tests.conformance.features import feature
 from tests.support.models import vectors
 from tests.support.nets import WithExtras
 from tests.support.runs import loader

@@ -16,12 +16,12 @@ from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.features import feature
+from tests.conformance.features import feature
 from tests.support.models import CASES, vectors
-from tests.support.nets import Fails, Scheduled, assert_changing, fails, middle
+from tests.support.nets import Fails, Net, Scheduled, assert_changing, fails, middle
 from tests.support.runs import assert_equal, fused, loader
 from tests.support.tiers import first
-from tests.support.ways import EVERY, LATE, Net, RunVariant, Seen, compare, left
+from tests.support.ways import EVERY, LATE, RunVariant, Seen, compare, left
 
 pytestmark = [
     # Lightning's advice to who resumes without the callbacks that saved.

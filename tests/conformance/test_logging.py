@@ -18,11 +18,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from torch import Tensor
 
-from tests.support.features import LOGGING, feature
+from tests.conformance.features import LOGGING, feature
 from tests.support.models import CASES, Classifier, images
-from tests.support.nets import Summarized, WithExtras, middle
+from tests.support.nets import Net, Summarized, WithExtras, middle
 from tests.support.runs import loader
-from tests.support.ways import LATE, Net, RunVariant, Seen, compare, left
+from tests.support.ways import LATE, RunVariant, Seen, compare, left
 
 
 @pytest.mark.long("takes a second or more")

@@ -15,12 +15,12 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.features import feature
+from tests.conformance.features import feature
 from tests.support.models import CASES, vectors
-from tests.support.nets import Does, clock, middle
+from tests.support.nets import Does, Net, clock, middle
 from tests.support.runs import fused, loader
 from tests.support.tiers import first
-from tests.support.ways import LATE, Net, RunVariant, Seen, compare, left
+from tests.support.ways import LATE, RunVariant, Seen, compare, left
 
 
 class Quiet(Net):

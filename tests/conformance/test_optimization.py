@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.features import feature
+from tests.conformance.features import feature
 from tests.support.models import Gan, Lbfgs, Stack, vectors
-from tests.support.nets import Does, Scheduled
+from tests.support.nets import Does, Net, Scheduled
 from tests.support.runs import assert_equal, loader
 from tests.support.tiers import first
-from tests.support.ways import LATE, Net, RunVariant, Seen, compare, left
+from tests.support.ways import LATE, RunVariant, Seen, compare, left
 
 
 @pytest.mark.rest("takes tenths of a second")

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
-from tests.support.features import feature
+from tests.conformance.features import feature
 from tests.support.models import CASES
 from tests.support.runs import fused, loader
 from tests.support.tiers import first

@@ -36,7 +36,7 @@ from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCal
 from sp_lightning.trainer.compat import base_of, is_a, path
 from sp_lightning.trainer.update_facts import batch_facts
 from sp_lightning.trainer.user_hooks import hooks_of_users
-from tests.support.results import result_row
+from tests.support.repository import result_row
 from tests.support.runs import assert_equal
 
 ROOT = Path(__file__).parents[2]

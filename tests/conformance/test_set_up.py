@@ -15,12 +15,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.support.features import feature
+from tests.conformance.features import feature
 from tests.support.models import CASES, Stack, tokens, vectors
-from tests.support.nets import Does, assert_changing
+from tests.support.nets import Does, Net, assert_changing
 from tests.support.runs import collate, loader, trainer_for
 from tests.support.tiers import first
-from tests.support.ways import LATE, Net, Notes, RunVariant, Seen, compare, files, left
+from tests.support.ways import LATE, Notes, RunVariant, Seen, compare, files, left
 
 pytestmark = [
     # Lightning's advice to who resumes without the callbacks that saved.

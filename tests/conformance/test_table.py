@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.features import FEATURES, GROUPS
-from tests.support.ways import Net, compare
+from tests.conformance.features import FEATURES, GROUPS
+from tests.support.nets import Net
+from tests.support.ways import compare
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "CONFORMANCE.md"

@@ -16,12 +16,13 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.features import feature
+from tests.conformance.features import feature
 from tests.support.models import Classifier, images, vectors
+from tests.support.nets import Net
 from tests.support.runs import loader
 from tests.support.simdevice import simulated
 from tests.support.tiers import first, some
-from tests.support.ways import LATE, Net, RunVariant, Seen, compare, files, left
+from tests.support.ways import LATE, RunVariant, Seen, compare, files, left
 
 
 class Images(Classifier, Net):

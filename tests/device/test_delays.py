@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from sp_lightning.core.device.device import Stream, Wait
-from tests.support.delays import CYCLES, NOT_SEEN, SEEN, Delayed, Slow
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Race, simulated
-from tests.support.wait_scenarios import OF_RANKS, SCENARIOS, ahead, left_out
+from tests.support.wait_scenarios import CYCLES, NOT_SEEN, OF_RANKS, SCENARIOS, SEEN, Delayed, Slow, ahead, left_out
 
 CPU = torch.device("cpu")
 
@@ -34,7 +33,7 @@ def test_a_slow_copy_sleeps_and_spoils_its_target_first() -> None:
     def copy(*_: Any, **options: Any) -> None:
         sleep(target.isnan().all().item())
 
-    with mock.patch("torch.cuda._sleep", sleep), mock.patch("tests.support.delays.Accelerator.copy", copy):
+    with mock.patch("torch.cuda._sleep", sleep), mock.patch("tests.support.wait_scenarios.Accelerator.copy", copy):
         device.copy([target], [source], Stream.UPLOAD)
         device.access(target, Stream.COMPUTE, write=False)
     assert sleep.call_args_list == [mock.call(CYCLES["copies"]), mock.call(True)]

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.needs import needs
 from tests.support.runs import fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import Race, SimDevice, settled, simulated
+from tests.support.tiers import needs
 
 
 def test_memory_that_a_copy_reads_may_be_let_go_of() -> None:

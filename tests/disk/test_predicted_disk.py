@@ -13,7 +13,7 @@ from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.tools.planner.prediction.simulator import Walk
 from sp_lightning.tools.planner.prediction.visits import Rates
 from tests.support.models import Module, Stack
-from tests.support.visits import schedule_visits
+from tests.support.planner import schedule_visits
 
 RATES = Rates(upload=1e9, download=1e9, update=1e9, host_memory=math.inf, visit_seconds=0.0)
 

@@ -22,7 +22,6 @@ from sp_lightning.capabilities.disk import tier as disk_tier
 from sp_lightning.capabilities.disk.mapped_file import is_on_disk
 from sp_lightning.capabilities.disk.scratch_file import ScratchFile
 from sp_lightning.capabilities.disk.state_placement import OnDisk, choose_on_disk
-from tests.support.in_files import stay
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import (
     FAULTS,
@@ -32,6 +31,7 @@ from tests.support.on_disk import (
     mapped_bytes,
     on_disk,
     state_in_memory,
+    stay,
     without_room,
 )
 from tests.support.runs import assert_equal, assert_same, fit, fused

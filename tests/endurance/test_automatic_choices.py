@@ -22,9 +22,10 @@ import torch._dynamo
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.model.compile import compile_blocks
 from tests.support import stacked
-from tests.support.crowded import crowded
+from tests.support.gpu_reference import BATCHES, OPTIMIZERS
 from tests.support.models import Block, Module
-from tests.support.plain_bits import BATCHES, OPTIMIZERS, Stepped
+from tests.support.nets import Stepped
+from tests.support.poison import crowded
 from tests.support.runs import assert_same, fit, fused
 from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first

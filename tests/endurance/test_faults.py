@@ -44,7 +44,7 @@ from sp_lightning.core.device.device import Device
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack
-from tests.support.results import result_row
+from tests.support.repository import result_row
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import first

@@ -35,7 +35,7 @@ from sp_lightning.core.torch_compat.private import ENGINE_CALL
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.strategy import StreamingStrategy
 from tests.support.models import Module, Stack, vectors
-from tests.support.results import result_row
+from tests.support.repository import result_row
 from tests.support.runs import loader, trainer_for
 
 WAYS: list[dict[str, Any]] = [

@@ -26,7 +26,7 @@ from torch.optim import AdamW
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack
 from tests.support.ranks import fresh_processes
-from tests.support.results import result_row
+from tests.support.repository import result_row
 from tests.support.runs import assert_equal, loader, trainer_for
 from tests.support.tiers import first
 

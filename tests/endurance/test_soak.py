@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack, vectors
-from tests.support.results import result_row
+from tests.support.repository import result_row
 from tests.support.runs import loader, trainer_for
 
 Counts = dict[str, int]

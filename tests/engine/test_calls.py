@@ -24,7 +24,8 @@ from tests.support.loops import Loop, assert_streams
 from tests.support.models import Module, Stack
 from tests.support.runs import superpipeline
 from tests.support.simdevice import simulated
-from tests.support.starts import start
+from tests.support.tiers import some
+from tests.support.ways import start
 
 CALL = nn.Module.__call__
 
@@ -179,7 +180,7 @@ def test_after_a_run_nothing_is_around_calls() -> None:
 
 
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", some([False, True], False, why="the same in mixed precision"))
 @pytest.mark.parametrize("name", ["head", "chunks", "between", "loss"])
 def test_a_backward_of_a_loop_ends_with_the_outermost_graph_task(name: str, bf16: bool) -> None:
     """In a loop no call tells that a step begins."""

@@ -23,58 +23,40 @@ from sp_lightning.core.engine.schedule import Residency
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers import swap
 from sp_lightning.core.updates import background
-from tests.support.engine import Calls, Uploads, step, streamed, streamer_of
+from tests.support.engine import Calls, Uploads, step, streamed, streamer_of, three_linears
 from tests.support.models import Module, Stack, vectors
+from tests.support.moments import At
 from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
+
+WHERE = ("after_forward", "backward", "after_backward", "on_before_optimizer_step", "on_validation_batch_end", "start")
 
 
 @pytest.mark.rest("takes tenths of a second")
-@pytest.mark.parametrize("where", ["forward", "backward", "after_backward", "optimizer", "validation", "interrupt"])
+@pytest.mark.parametrize("where", WHERE)
 def test_after_a_failure_the_module_is_whole(where: str) -> None:
     """Host parameters are back in the modules, finite, and a new run is equal to plain."""
 
-    class Fails(Module):
-        broken = True
+    def fail(m: Any) -> None:
+        if broken:
+            raise (SystemExit if where == "start" else KeyError)(where)
 
-        def loss(self, batch: Any) -> Tensor:
-            if self.broken and where == "forward":
-                self.net(batch)
-                raise KeyError(where)
-            if self.broken and where == "interrupt":
-                raise SystemExit(where)
-            loss = super().loss(batch)
-            if self.broken and where == "backward":
-                loss.register_hook(lambda _: (_ for _ in ()).throw(KeyError(where)))
-            return loss
-
-        def on_after_backward(self) -> None:
-            if self.broken and where == "after_backward":
-                raise KeyError(where)
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            if self.broken and where == "optimizer":
-                raise KeyError(where)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            super().validation_step(batch, batch_idx)
-            if self.broken and where == "validation":
-                raise KeyError(where)
-
-    def run(strategy: Any) -> Any:
+    def run(strategy: Any, again: Any) -> Any:
+        nonlocal broken
         pl.seed_everything(5, verbose=False)
-        module = Fails(Stack())
-        trainer = trainer_for(strategy)
+        module, broken = At(**code), True
         with pytest.raises((KeyError, SystemExit), match=where):
-            trainer.fit(module, loader(vectors()), loader(vectors()))
+            trainer_for(strategy).fit(module, loader(vectors()), loader(vectors()))
         assert all(type(p) is nn.Parameter and p.isfinite().all() for p in module.parameters())
         assert not any(m._forward_hooks for m in module.modules())
-        broken = {name: value.clone() for name, value in module.state_dict().items()}
-        module.broken = False
-        trainer = trainer_for(superpipeline() if strategy != "auto" else "auto")
-        trainer.fit(module, loader(vectors()), loader(vectors()))
-        return broken, dict(module.state_dict())
+        left, broken = {name: value.clone() for name, value in module.state_dict().items()}, False
+        trainer_for(again).fit(module, loader(vectors()), loader(vectors()))
+        return left, dict(module.state_dict())
 
-    assert_equal(run(superpipeline(k=1)), run("auto"), where)
+    broken = True
+    code: dict[str, Any] = {where: fail}
+    if where == "backward":
+        code = {"after_forward": lambda m: m.net[2].first.weight.register_hook(lambda _: fail(m))}
+    assert_equal(run(superpipeline(k=1), superpipeline()), run("auto", "auto"), where)
 
 
 def at(original: Any, number: int, error: BaseException) -> Any:
@@ -172,12 +154,6 @@ def test_after_an_error_between_two_batches_nothing_is_under_way() -> None:
     assert seen == [{nn.Parameter}]
 
 
-class CallsBetween(Module):
-    def on_train_batch_end(self, *args: Any) -> None:
-        with torch.enable_grad():
-            self.net(torch.ones(1, 16))
-
-
 def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     leave = Calls.leave
     struck: list[bool] = []
@@ -189,15 +165,16 @@ def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch:
         leave(self, *args)
 
     monkeypatch.setattr(Calls, "leave", interrupted)
+    calls = At(on_train_batch_end=torch.enable_grad()(lambda m: m.net(torch.ones(1, 16))))
     with pytest.raises(SystemExit):
-        trainer_for(superpipeline(k=1)).fit(CallsBetween(Stack()), loader(vectors(2)))
+        trainer_for(superpipeline(k=1)).fit(calls, loader(vectors(2)))
     assert struck
     assert not packs()
 
 
 def test_after_a_transfer_that_fails_only_a_layer_in_use_keeps_its_slot() -> None:
     """The bytes of the others may be half of one layer and half of another."""
-    net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    net = three_linears()
     with streamed(net, Device(torch.device("cpu")), k=2, k_prime=2) as streamer:
         slots, send = streamer._slots, Uploads.send
         (first, second), (slot, other) = streamer._layers[:2], slots.all[:2]
@@ -220,7 +197,7 @@ def test_after_a_transfer_that_fails_only_a_layer_in_use_keeps_its_slot() -> Non
 
 
 def test_a_call_that_cannot_begin_ends_the_step_only_if_it_is_outside_of_one() -> None:
-    net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(1, 4)
+    net, x = three_linears(), torch.ones(1, 4)
     expected = net(x)
     with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
 
@@ -242,7 +219,7 @@ def test_a_call_that_cannot_begin_ends_the_step_only_if_it_is_outside_of_one() -
 
 
 def test_an_error_that_user_code_catches_ends_no_step_and_any_other_does() -> None:
-    net, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.ones(1, 4)
+    net, x = three_linears(), torch.ones(1, 4)
     with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
 
         def catches() -> bool:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
 
 from sp_lightning.core.engine.streamer import Streamer
-from sp_lightning.core.layers import roles
-from sp_lightning.core.layers.swap import ByThread
 from sp_lightning.core.updates.background import BackgroundUpdates
+from tests.equality.programs.threads import only_in_this_thread
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.models import vectors
+from tests.support.moments import At
 from tests.support.readers import LOOKS, MAY_FAIL, Watched, elsewhere, reading
-from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, superpipeline, trainer_for
+from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
 from tests.support.tiers import first
 
@@ -93,77 +91,6 @@ def test_a_thousand_fits_with_readers(capsys: pytest.CaptureFixture[str]) -> Non
             print(f"\n{way}: {each} fits, {time.perf_counter() - begun:.0f} s, {looked}", flush=True)
 
 
-# ---------------------------------------------------------------------- at certain moments
-
-
-def only_in_this_thread(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """A function of the engine is never called in another thread than the present one."""
-    function, here = getattr(owner, name), threading.get_ident()
-
-    def call(*args: Any, **options: Any) -> Any:
-        assert threading.get_ident() == here, f"{name} was called in another thread"
-        return function(*args, **options)
-
-    monkeypatch.setattr(owner, name, call)
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_a_copy_made_elsewhere_is_an_ordinary_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Copied(Watched):
-        copies: tuple[nn.Module, ...] = ()
-
-        def loss(self, batch: Tensor) -> Tensor:
-            def copies() -> tuple[nn.Module, ...]:
-                first: Any = self.net.blocks[0].inner  # type: ignore[union-attr, index]
-                return copy.deepcopy(self.net), copy.copy(first), pickle.loads(pickle.dumps(first._parameters))
-
-            self.copies = elsewhere(copies)
-            return super().loss(batch)
-
-    only_in_this_thread(monkeypatch, roles, "leave_all")  # what a parameter is to the run it is meanwhile
-    copies: Any = run(Copied, "small window").module.copies
-    whole, shallow, parameters = copies
-    for each in whole.modules():
-        assert type(each._parameters) is dict
-        assert all(type(p) is nn.Parameter for p in each._parameters.values() if p is not None)
-    assert all(type(p) is nn.Parameter for p in parameters.values())
-    assert isinstance(shallow, nn.Linear)
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_modules_have_ordinary_dictionaries_again() -> None:
-    class Notes(Watched):
-        found: tuple[type, ...] = ()
-
-        def loss(self, batch: Tensor) -> Tensor:
-            self.found = tuple(type(each._parameters) for each in self.modules())
-            return super().loss(batch)
-
-    module = run(Notes, "small window").module
-    assert ByThread in module.found
-    assert all(type(each._parameters) is dict for each in module.modules())
-
-
-# ---------------------------------------------------------------------- calls
-
-
-class Calls(Callback):
-    """Another thread calls the module between two steps."""
-
-    def __init__(self) -> None:
-        self.found: list[Any] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.found.append(elsewhere(lambda: pl_module.net(vectors(1)[0])))
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_a_call_between_two_steps_is_refused_in_its_thread() -> None:
-    calls = Calls()
-    assert_same(run(Watched, "small window", [calls]), run(Watched, None, [Calls()]))
-    assert all("was called in another thread" in str(each) for each in calls.found)
-
-
 # ---------------------------------------------------------------------- updates that are under way
 
 
@@ -220,57 +147,19 @@ def test_another_thread_waits_for_an_update_and_leaves_what_follows_to_the_run(
         assert type(found[0]) is type(ours.trainer.optimizers[0])
 
 
-# ---------------------------------------------------------------------- several moments of the trainer
+# ---------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.rest("takes tenths of a second")
-def test_a_checkpoint_that_another_thread_saves(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Saves(Callback):
-        def __init__(self) -> None:
-            self.found: list[Any] = []
+def test_a_checkpoint_that_another_thread_saves(tmp_path: Path) -> None:
+    def save(m: Any) -> None:
+        m.noted.append(elsewhere(lambda: m.trainer.save_checkpoint(tmp_path / f"{len(m.noted)}.ckpt")))
 
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            path = tmp_path / f"{len(self.found)}.ckpt"
-            self.found.append(elsewhere(lambda: trainer.save_checkpoint(path)))
+    def make() -> At:
+        return At(on_train_batch_start=save)
 
-    saves = Saves()
-    only_in_this_thread(monkeypatch, Streamer, "reading")
-    ours = run(Watched, "small window", [saves])
-    assert_same(ours, run(Watched, None))
-    assert saves.found == [None] * len(saves.found)
-    resumed = trainer_for(superpipeline(k=1))
-    resumed.fit(Watched(), vectors_loader(), ckpt_path=tmp_path / "3.ckpt")
-
-
-@pytest.mark.rest("takes tenths of a second")
-def test_no_checkpoint_of_two_steps_is_saved_by_another_thread() -> None:
-    """The run goes on, even if the other thread handles an error of its own, as a checkpoint on exception does."""
-
-    class Saves(Watched):
-        def __init__(self) -> None:
-            super().__init__()
-            self.found: list[Any] = []
-
-        def loss(self, batch: Tensor) -> Tensor:
-            def save() -> Any:
-                try:
-                    raise KeyError
-                except KeyError:
-                    return self.trainer.strategy.lightning_module_state_dict()
-
-            net: Any = self.net
-            x = net.stem(batch)
-            if x.requires_grad:  # the layers above it are updated by then
-                x.register_hook(lambda _: self.found.append(elsewhere(save)))
-            for block in net.blocks:
-                x = block(x)
-            return net.head(x).square().mean()  # type: ignore[no-any-return]
-
-    ours = run(Saves, "backward")
-    assert_same(ours, run(Saves, None, fuse=True))
-    assert len(ours.module.found) == 6  # type: ignore[arg-type]
-    assert all("Save it in a callback" in str(each) for each in ours.module.found)  # type: ignore[union-attr]
-
-
-def vectors_loader() -> Any:
-    return torch.utils.data.DataLoader(vectors(6), batch_size=None)  # type: ignore[arg-type]
+    with only_in_this_thread(Streamer, "reading"):
+        ours = run(make, "small window")
+    assert_same(ours, run(make, None))
+    assert ours.module.noted == [None] * 6
+    trainer_for(superpipeline(k=1)).fit(make(), loader(vectors(6)), ckpt_path=tmp_path / "3.ckpt")

@@ -8,19 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
 
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.graph import PendingCall
 from sp_lightning.core.engine.layerwise import LayerwiseStep
-from tests.support.engine import Uses, streamed
+from tests.support.engine import Uses, streamed, three_linears
 from tests.support.models import vectors
 from tests.support.moments import At
-from tests.support.runs import assert_same, fit, fused, superpipeline
-
-
-def three_linears() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+from tests.support.runs import fit, superpipeline
 
 
 @pytest.mark.parametrize("results", [(), (object(),)], ids=["results on the host", "results on the device"])
@@ -95,10 +90,3 @@ def test_updates_are_as_urgent_as_the_next_forward_needs_them(monkeypatch: pytes
     fit(At, vectors(2), superpipeline(k=1, optimizer_overlap="forward"))
     assert found
     assert all(each == list(range(len(each))) for each in found), found
-
-
-def test_updates_in_backward_clip_values() -> None:
-    """Lightning clips after the backward, when these updates have ended."""
-    clip: dict[str, Any] = {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
-    ours = fit(fused(At), vectors(2), superpipeline(k=1, optimizer_overlap="backward"), recorded="losses", **clip)
-    assert_same(ours, fit(fused(At), vectors(2), recorded="losses", **clip))

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.engine import graph
 from sp_lightning.core.layers.gradients import Gradients
-from tests.support.engine import step, streamed
+from tests.support.engine import step, streamed, three_linears
 from tests.support.models import Module
 from tests.support.runs import assert_equal, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -41,7 +41,7 @@ def test_no_gradient_is_lost_while_another_thread_makes_room(monkeypatch: pytest
 
     What was left of a layer's gradients left between two lines of the arrival of its next one, which then came too late.
     """
-    net, x = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)
+    net, x = three_linears(), torch.ones(2, 4)
     net(x).sum().backward()
     plain = [p.grad for p in net.parameters()]
     net.zero_grad()
@@ -64,7 +64,7 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error was another thread's, whose caller has caught it and gone on."""
-    net, x = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)
+    net, x = three_linears(), torch.ones(2, 4)
     failed: list[int] = []
 
     def fail(gradient: Tensor) -> None:

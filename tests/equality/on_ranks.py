@@ -17,11 +17,11 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.torch_compat.private import current_graph_task
 from sp_lightning.experimental.ranks.rank_order import rank_order_hook
 from tests.equality.cases import CASES
-from tests.support.mixed import scaled
 from tests.support.on_disk import without_room
 from tests.support.ranks import Number, devices, in_ranks, total
 from tests.support.runs import Outcome, assert_equal, fit, fused
 from tests.support.simdevice import simulated
+from tests.support.ways import scaled
 
 REFUSED = {
     "parameter-hooks": "has a hook that runs after its gradient was accumulated",

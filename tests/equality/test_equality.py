@@ -14,10 +14,9 @@ from torch import Tensor
 from tests.equality.cases import CASES
 from tests.equality.training import ours, plain
 from tests.equality.variants import VARIANTS, Variant, pairs
-from tests.support.machine import as_torch_can
+from tests.support.engine import taken_apart
 from tests.support.models import llama, tokens
-from tests.support.overlapping import taken_apart
-from tests.support.runs import Outcome, assert_same, fit, superpipeline
+from tests.support.runs import Outcome, as_torch_can, assert_same, fit, superpipeline
 from tests.support.tiers import first
 
 TIERS: dict[int, Any] = {

@@ -12,8 +12,7 @@ import pytest
 from tests.equality.programs import LOOPS, MISTAKES, PROGRAMS
 from tests.equality.rows import REFUSALS, loop_rows, mistake_rows, rows, variant_of
 from tests.equality.training import DYNAMOS, looped, ours, plain
-from tests.support.machine import as_torch_can
-from tests.support.runs import Outcome, assert_equal, assert_same
+from tests.support.runs import Outcome, as_torch_can, assert_equal, assert_same
 
 pytestmark = [
     pytest.mark.usefixtures("everything_is_worth_moving"),

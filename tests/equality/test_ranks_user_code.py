@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.equality.on_ranks import EveryBatch, seen
-from tests.support.mixed import scaled
 from tests.support.models import vectors
 from tests.support.ranks import in_ranks, rank, start
 from tests.support.runs import assert_equal, fit, superpipeline
 from tests.support.tiers import first
+from tests.support.ways import scaled
 
 
 class Net(pl.LightningModule):

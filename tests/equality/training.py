@@ -27,10 +27,9 @@ from sp_lightning.core.layers import compiled_calls
 from tests.equality.cases import Case
 from tests.equality.rows import Loop
 from tests.equality.variants import Variant
-from tests.support.crowded import crowded
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.on_disk import put_below
-from tests.support.poison import poisoned, poisoned_ring
+from tests.support.poison import crowded, poisoned, poisoned_ring
 from tests.support.runs import Make, Outcome, fit, fused
 from tests.support.simdevice import simulated
 

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.support import small_recipes
+    from tests.examples import small_recipes
 
     folder = tmp_path_factory.mktemp("recipes")
     small_recipes.write_all(folder)
@@ -19,7 +19,7 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    from tests.support import small_recipes
+    from tests.examples import small_recipes
 
     return small_recipes.small_tokenizer()
 
@@ -27,7 +27,7 @@ def tokenizer() -> Any:
 @pytest.fixture
 def folder(small_data: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, which has the data of all recipes. Small sizes of what the recipes do besides."""
-    from tests.support import small_recipes
+    from tests.examples import small_recipes
 
     for each in small_data.iterdir():
         (tmp_path / each.name).symlink_to(each)

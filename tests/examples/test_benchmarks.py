@@ -29,7 +29,7 @@ from examples.benchmarks import (
     workloads,
 )
 from examples.benchmarks.workloads import Workload
-from tests.support.made_up_rows import cells, made_up
+from tests.examples.made_up_rows import cells, made_up
 
 SHORT = ["--precision", "32-true", "--steps", "5", "--k-and-k-prime", "2:1"]
 GIB = 2**30

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from examples.demos import cram_llm
 from examples.demos.cram_llm import delink, share_block
+from tests.examples.small_recipes import LLAMA
 from tests.support.models import llama
-from tests.support.small_recipes import LLAMA
 from tests.support.ticks import Killed, Ticks
 
 SMALL = ["--length", "16", "--batch-size", "2", "--accelerator", "cpu", "--precision", "32-true"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from tests.support.small_recipes import SMALL, assert_same, common, run, steps_in
+from tests.examples.small_recipes import SMALL, assert_same, common, run, steps_in
 from tests.support.tiers import first
 
 pytestmark = [

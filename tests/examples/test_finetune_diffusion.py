@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from examples import finetune_diffusion as recipe
-from tests.support.small_recipes import SMALL, common, run
+from tests.examples.small_recipes import SMALL, common, run
 
 
 def velocity(transformer: Any) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from examples import finetune_llm
-from tests.support.small_recipes import CHAT, LLAMA, common, run, write_rows
+from tests.examples.small_recipes import CHAT, LLAMA, common, run, write_rows
 
 
 def counted(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:

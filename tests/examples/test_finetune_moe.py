@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from examples import finetune_moe
 from sp_lightning.capabilities.experts.packed_stacks import PackedStack
-from tests.support.mxfp4 import dense, files_of, write
-from tests.support.small_recipes import QWEN, assert_same, common, run, steps_in
+from tests.examples.small_recipes import QWEN, assert_same, common, run, steps_in
+from tests.support.stacked import dense, files_of, write_files
 from tests.support.tiers import first
 
 
@@ -74,7 +74,7 @@ def test_experts_in_mxfp4_keep_the_values_of_their_files(
 ) -> None:
     """A folder with a config and files like those of gpt-oss."""
     model = folder / "gpt-oss"
-    write(model, files_of(dense(vocab_size=2048)))
+    write_files(model, files_of(dense(vocab_size=2048)))
     config = dense(vocab_size=2048).config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
     (model / "config.json").write_text(json.dumps(config, default=str))
     tokenizer.save_pretrained(model)

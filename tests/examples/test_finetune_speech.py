@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from examples import finetune_speech as recipe
-from tests.support.small_recipes import common, run, write_rows, write_wave
+from tests.examples.small_recipes import common, run, write_rows, write_wave
 
 
 def test_labels_are_padded_and_do_not_begin_with_the_start_token(folder: Path) -> None:

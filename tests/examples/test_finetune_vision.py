@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from examples import finetune_vision as recipe
-from tests.support.small_recipes import COLOURS, assert_same, common, run, write_images
+from tests.examples.small_recipes import COLOURS, assert_same, common, run, write_images
 
 DATA = Path("classes")
 

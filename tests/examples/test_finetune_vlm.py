@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from examples import finetune_vlm
-from tests.support.small_recipes import assert_same, common, run, write_rows
+from tests.examples.small_recipes import assert_same, common, run, write_rows
 
 
 @pytest.mark.long("the first tier trains every weight")

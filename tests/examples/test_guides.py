@@ -17,9 +17,9 @@ import yaml
 from torch.utils.data import DataLoader
 
 from sp_lightning.__main__ import main
-from tests.support import mxfp4
+from tests.support import stacked
 from tests.support.models import llama, tokens
-from tests.support.pages import ROOT, blocks
+from tests.support.repository import ROOT, blocks
 from tests.support.runs import loader
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("[dg]*/*.md"))]
@@ -96,8 +96,8 @@ def test_python_code_runs(
     monkeypatch.chdir(tmp_path)
     caplog.set_level(logging.INFO, logger="lightning.pytorch.superpipeline")
     if "gpt-oss-20b" in "".join(blocks(page, "python")):
-        gpt_oss = mxfp4.dense()
-        gpt_oss.config.save_pretrained(mxfp4.write(tmp_path / "gpt-oss-20b", mxfp4.files_of(gpt_oss)))
+        gpt_oss = stacked.dense()
+        gpt_oss.config.save_pretrained(stacked.write(tmp_path / "gpt-oss-20b", stacked.files_of(gpt_oss)))
     namespace: dict[str, Any] = {"model": llama()}
     namespace["model"].train_dataloader = train_dataloader
     for block in blocks(page, "python"):

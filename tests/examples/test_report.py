@@ -11,7 +11,7 @@ from examples.benchmarks import (
     report,
     rows,
 )
-from tests.support.made_up_rows import cells, made_up
+from tests.examples.made_up_rows import cells, made_up
 
 GIB = 2**30
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from examples import superpipeline_in_150_lines as page
 from tests.examples import one_page
-from tests.support.pages import ROOT
+from tests.support.repository import ROOT
 
 FILE = ROOT / "examples" / "superpipeline_in_150_lines.py"
 GUIDE = ROOT / "examples" / "guide" / "how_it_works.md"

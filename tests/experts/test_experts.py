@@ -15,8 +15,8 @@ from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 from tests.support.engine import Slots
 from tests.support.experts import EXPERTS, Mixture, Routed
-from tests.support.measured import measured
 from tests.support.models import Block, Module, vectors
+from tests.support.planner import measured
 from tests.support.runs import Batches, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
 

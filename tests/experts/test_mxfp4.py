@@ -19,9 +19,9 @@ import sp_lightning
 from sp_lightning.capabilities.experts.packed_stacks import PackedStack, named_stacks
 from sp_lightning.core.model.wrapped import parts
 from tests.support import stacked
-from tests.support.mxfp4 import dense, files_of, write
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
+from tests.support.stacked import dense, files_of, write_files
 from tests.support.tiers import first
 
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -51,7 +51,7 @@ def expected(model: Any, tensors: dict[str, Tensor]) -> Any:
 def test_loads_what_transformers_loads(tmp_path: Path, shards: int, dtype: torch.dtype, tied: bool) -> None:
     tensors = files_of(dense(tied=tied))
     model = empty(dtype, tied=tied)
-    sp_lightning.load_mxfp4(model, write(tmp_path, tensors, shards))
+    sp_lightning.load_mxfp4(model, write_files(tmp_path, tensors, shards))
     reference = expected(dense(dtype, tied=tied), tensors)
     stacks = [name for name, *_ in named_stacks(model)]
     assert stacks == [f"model.layers.{number}.{stack}" for number in range(2) for stack in STACKS]
@@ -77,7 +77,7 @@ def test_a_model_of_accelerate_and_a_part_of_a_model(tmp_path: Path) -> None:
     tensors = files_of(dense())
     with accelerate.init_empty_weights():
         module = stacked.Transformer(AutoModelForCausalLM.from_config(dense().config, dtype=torch.bfloat16))
-    sp_lightning.load_mxfp4(module, write(tmp_path, tensors))
+    sp_lightning.load_mxfp4(module, write_files(tmp_path, tensors))
     reference = expected(dense(), tensors)
     for name, parameter in module.net.named_parameters():
         value = parameter.dequantize() if isinstance(parameter, PackedStack) else parameter.detach()
@@ -86,7 +86,7 @@ def test_a_model_of_accelerate_and_a_part_of_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.rest("takes tenths of a second")
 def test_the_loaded_model_is_trained(tmp_path: Path) -> None:
-    folder = write(tmp_path, files_of(dense()))
+    folder = write_files(tmp_path, files_of(dense()))
 
     def make() -> stacked.Transformer:
         model = empty().train()
@@ -104,7 +104,7 @@ def test_a_model_with_values_gets_those_of_the_files(tmp_path: Path) -> None:
     tensors = files_of(dense())
     model = stacked.transformer("gpt-oss", intermediate_size=64).net.bfloat16()
     for _ in range(2):  # the second time, its experts are packed
-        sp_lightning.load_mxfp4(model, write(tmp_path, tensors))
+        sp_lightning.load_mxfp4(model, write_files(tmp_path, tensors))
     reference = expected(dense(), tensors)
     assert all(torch.equal(p, reference.get_parameter(n)) for n, p in model.named_parameters() if "proj" not in n)
     assert_equal(model.get_parameter(FIRST).dequantize(), reference.get_parameter(FIRST).detach(), "experts")
@@ -148,7 +148,7 @@ def test_files_of_another_model(change: Callable[[dict[str, Tensor]], Any], said
     tensors = files_of(dense())
     change(tensors)
     with pytest.raises(ValueError, match=said):
-        sp_lightning.load_mxfp4(empty(), write(tmp_path, tensors))
+        sp_lightning.load_mxfp4(empty(), write_files(tmp_path, tensors))
 
 
 def test_a_folder_without_files(tmp_path: Path) -> None:
@@ -158,18 +158,18 @@ def test_a_folder_without_files(tmp_path: Path) -> None:
 
 def test_files_without_experts_in_mxfp4(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no experts in MXFP4: expected NAME_blocks"):
-        sp_lightning.load_mxfp4(empty(), write(tmp_path, {"model.norm.weight": torch.ones(32)}))
+        sp_lightning.load_mxfp4(empty(), write_files(tmp_path, {"model.norm.weight": torch.ones(32)}))
 
 
 def test_buffers_without_values(tmp_path: Path) -> None:
     model = empty()
     model.register_buffer("mine", torch.empty(2, device="meta"), persistent=False)
     with pytest.raises(ValueError, match="Buffer 'mine' is on the meta device"):
-        sp_lightning.load_mxfp4(model, write(tmp_path, files_of(dense())))
+        sp_lightning.load_mxfp4(model, write_files(tmp_path, files_of(dense())))
 
 
 def test_torchao_is_not_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, folder = empty(), write(tmp_path, files_of(dense()))
+    model, folder = empty(), write_files(tmp_path, files_of(dense()))
     monkeypatch.setitem(sys.modules, "torchao.prototype", None)
     sp_lightning.load_mxfp4(model, folder)
     assert isinstance(model.get_parameter(FIRST), PackedStack)

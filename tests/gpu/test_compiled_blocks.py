@@ -9,8 +9,8 @@ import torch
 import torch._dynamo
 
 from sp_lightning import SuperpipelineStrategy, compile_blocks
+from tests.support.gpu_reference import GPU
 from tests.support.models import llama, lora, tokens
-from tests.support.plain_bits import GPU
 from tests.support.runs import Outcome, assert_equal, fit
 
 pytestmark = [

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from sp_lightning.core.device.device import Wait
-from tests.support.delays import REGIMES, SEEN, Slow, delayed
 from tests.support.runs import Outcome, assert_same, superpipeline
-from tests.support.wait_scenarios import SCENARIOS, ahead, left_out
+from tests.support.wait_scenarios import REGIMES, SCENARIOS, SEEN, Slow, ahead, delayed, left_out
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy, stream
 from sp_lightning.tools.comparison.reference import StepsOnHost
-from tests.support.plain_bits import BATCHES, GPU, OPTIMIZERS, RUNS, Stepped
+from tests.support.gpu_reference import BATCHES, GPU, OPTIMIZERS, RUNS, staying
+from tests.support.nets import Stepped
 from tests.support.quantised import CASES as QUANTISED
 from tests.support.runs import Outcome, assert_equal, fit
-from tests.support.staying import staying
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

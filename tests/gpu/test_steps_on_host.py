@@ -11,8 +11,9 @@ from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.tools.comparison.reference import StepsOnHost
+from tests.support.gpu_reference import BATCHES, GPU, OPTIMIZERS, RUNS
 from tests.support.models import Module, llama
-from tests.support.plain_bits import BATCHES, GPU, OPTIMIZERS, RUNS, Stepped
+from tests.support.nets import Stepped
 from tests.support.runs import assert_equal, fit
 
 pytestmark = [

@@ -20,8 +20,7 @@ from sp_lightning.capabilities.gpu_steps.on_device import StepsOnDevice
 from sp_lightning.capabilities.gpu_steps.step_slots import StepSlots
 from sp_lightning.core.device.device import Stream, Wait
 from tests.support.models import vectors
-from tests.support.nets import Does
-from tests.support.on_device import Stepped, on_device
+from tests.support.nets import Does, Stepped, on_device
 from tests.support.on_disk import FAULTS, assert_whole, break_calls, on_disk, without_room
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated

@@ -23,7 +23,7 @@ from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.core.layers.write_guard import guard_of
 from tests.support.engine import Slots
 from tests.support.models import Module, Stack, vectors
-from tests.support.on_device import Stepped, on_device
+from tests.support.nets import Stepped, on_device
 from tests.support.runs import Outcome, assert_equal, assert_same, fit
 from tests.support.simdevice import SimDevice, simulated
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Wait
 from tests.support.models import vectors
-from tests.support.on_device import Stepped, adamw
+from tests.support.nets import Stepped, adamw
 from tests.support.runs import fit
 from tests.support.simdevice import SimDevice, simulated
 

@@ -19,10 +19,10 @@ from sp_lightning.core.layers.casts import Cast
 from sp_lightning.core.layers.host_casts import Casts
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.torch_compat.cast_gradient import CastGradient
-from tests.support.mixed import MIXED, OwnLinear, Readers, Tied, bare, of_blocks
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
-from tests.support.overlapping import overlapping
+from tests.support.nets import OwnLinear, Readers, Tied, of_blocks
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
+from tests.support.ways import MIXED, mixed, overlapping
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -115,10 +115,10 @@ class CompiledInside(Block):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo asks for it where a graph breaks
 def test_compiled_where_no_set_up_sees_it() -> None:
     """Dynamo would trace the engine; now its graphs break at each weight that travels as a cast."""
-    plain = bare(lambda: Module(of_blocks(CompiledInside)()), "auto")
+    plain = mixed(lambda: Module(of_blocks(CompiledInside)()), "auto")
     torch._dynamo.reset()
     with pytest.warns(UserWarning, match="compile_blocks"):
-        ours = bare(lambda: Module(of_blocks(CompiledInside)()), superpipeline(k=1))
+        ours = mixed(lambda: Module(of_blocks(CompiledInside)()), superpipeline(k=1))
     assert_equal(ours, plain, "compiled inside")
 
 

@@ -11,9 +11,9 @@ from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.torch_compat.private import is_compiled
 from tests.equality.cases import CASES
 from tests.equality.training import DYNAMOS, forget_graphs
-from tests.support.mixed import MIXED
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
+from tests.support.ways import MIXED
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{DYNAMOS}:UserWarning")
 

@@ -26,8 +26,8 @@ from tests.support.moments import At, multiply, net_of
 from tests.support.nets import Does
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
-from tests.support.starts import start
 from tests.support.tiers import first
+from tests.support.ways import start
 
 
 @pytest.mark.parametrize("frozen", ["", "stem", "head"])

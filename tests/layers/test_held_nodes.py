@@ -16,8 +16,8 @@ from sp_lightning.core.layers import gradients
 from sp_lightning.core.torch_compat import private
 from sp_lightning.core.torch_compat.private import node_hooks
 from tests.equality.programs.hooks import EDGES, ROWS, Holds, HoldsEdges, InBackward, after, node_of
-from tests.support.bare import Manual
 from tests.support.models import Stack, vectors
+from tests.support.nets import Manual
 from tests.support.runs import assert_equal, fit, superpipeline
 
 

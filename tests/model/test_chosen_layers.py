@@ -15,7 +15,7 @@ from sp_lightning.core.model.patterns import chosen_residents
 from sp_lightning.core.plan.units import parse_bytes
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.runs import assert_equal, fit, superpipeline
-from tests.support.starts import start
+from tests.support.ways import start
 
 
 @pytest.mark.parametrize(

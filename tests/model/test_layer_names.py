@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sp_lightning.core.model.find import find_layers
-from tests.support.findable import MODELS
+from tests.model.findable import MODELS
 from tests.support.models import CASES
 from tests.support.zoo import ZOO
 

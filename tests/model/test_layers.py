@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
-from tests.support.findable import MODELS
+from tests.model.findable import MODELS
 from tests.support.models import Block, Module, SharedTrunk, Stack, WithTrunk, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 from tests.support.tables import Inside

@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 from tests.support import stacked
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
-from tests.support.starts import start
+from tests.support.ways import start
 
 
 def test_lazy_modules() -> None:

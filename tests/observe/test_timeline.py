@@ -235,7 +235,7 @@ def test_bad_options(options: dict[str, Any]) -> None:
 def test_a_run_is_predicted_from_its_own_timeline(drawn: list[Drawn], tmp_path: Path) -> None:
     """The measured batch, walked again with the same k: the same fetches, and all of its computation."""
     from sp_lightning.tools.planner.prediction.simulator import Walk
-    from tests.support.measured import measured
+    from tests.support.planner import measured
 
     strategy = run(tmp_path).trainer.strategy
     intervals = drawn[0].intervals

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.support.results import result_row
+from tests.support.repository import result_row
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(

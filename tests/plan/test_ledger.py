@@ -19,10 +19,10 @@ from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.ledger import Steps, make_ledger
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.core.store.block_memory import Staging
-from tests.support.mixed import scaled
 from tests.support.models import Module
 from tests.support.runs import fit
 from tests.support.tiers import first, some
+from tests.support.ways import scaled
 
 WIDTH, DEPTH = 64, 6
 

@@ -13,7 +13,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
 from tests.support.models import Module, Stack
 from tests.support.runs import assert_equal
-from tests.support.starts import start
+from tests.support.ways import start
 
 
 class SmallDevice(Device):

@@ -13,7 +13,7 @@ import torchvision
 import transformers
 
 from tests.planner.models import encoder
-from tests.support.answers import plan
+from tests.support.planner import plan
 from tests.support.tiers import first
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"

@@ -20,7 +20,7 @@ from sp_lightning.__main__ import main
 from sp_lightning.tools.planner.arguments import REMOVED, make_parser
 from sp_lightning.tools.planner.estimate import SAME
 from tests.planner.models import SHAPES, write_configs
-from tests.support.answers import plan, question
+from tests.support.planner import plan, question
 
 
 @pytest.mark.long("a model of many billions of parameters")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sp_lightning.__main__ import main
-from tests.support.answers import plan
-from tests.support.pages import ROOT, blocks
+from tests.support.planner import plan
+from tests.support.repository import ROOT, blocks
 from tests.support.zoo import DIFFUSION, diffusers
 
 FACTORY = "examples.shapes.flux:make_flux"

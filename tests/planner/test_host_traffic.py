@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
 from sp_lightning.tools.planner.host import HostStep, host_traffic
-from tests.support.mixed import scaled
+from tests.support.engine import at_once
 from tests.support.models import Module
-from tests.support.overlapping import at_once
 from tests.support.runs import as_on_a_gpu, loader, trainer_for
 from tests.support.tiers import first
+from tests.support.ways import scaled
 
 WIDTH, DEPTH = 64, 6
 

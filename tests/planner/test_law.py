@@ -21,7 +21,7 @@ from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.tools.planner.prediction.simulator import Walk
 from sp_lightning.tools.planner.prediction.visits import Rates
 from tests.support.clocked import LAYERS, WIDTH, Clocked
-from tests.support.visits import schedule_visits
+from tests.support.planner import schedule_visits
 
 COUNT = 24
 WINDOWS = [(k, k_prime) for k_prime in (1, 2, 4) for k in (1, 2, 4, 8, 16)]

@@ -10,7 +10,7 @@ import pytest
 
 from sp_lightning.__main__ import main
 from sp_lightning.core.plan.units import in_gib
-from tests.support.answers import plan
+from tests.support.planner import plan
 from tests.support.tiers import some
 
 WIDE = ("tests.planner.models:Wide", "--k", "1", "--k-prime", "1")

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from sp_lightning.__main__ import main
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.tools.planner.fake import fake_tensors
-from tests.support.answers import plan
+from tests.support.planner import plan
 from tests.support.tiers import some
 
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes"

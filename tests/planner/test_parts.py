@@ -17,7 +17,7 @@ from sp_lightning.tools.planner.arguments import Question, make_parser
 from sp_lightning.tools.planner.estimate import Estimate, estimate_model
 from sp_lightning.tools.planner.prediction.visits import RESOURCES
 from sp_lightning.tools.planner.report import as_text
-from tests.support.answers import plan
+from tests.support.planner import plan
 from tests.support.tiers import first
 
 WIDE = ("tests.planner.models:Wide", "--k", "1", "--k-prime", "1")

@@ -20,9 +20,9 @@ from sp_lightning.tools.planner.fake import fake_tensors
 from sp_lightning.tools.planner.prediction.simulator import Walk
 from sp_lightning.tools.planner.prediction.visits import Prediction, Rates, Visit
 from tests.support.engine import Trace, events, step, streamed
+from tests.support.planner import schedule_visits
 from tests.support.simdevice import SimDevice
 from tests.support.tiers import first
-from tests.support.visits import schedule_visits
 
 SLOW = Rates(upload=1e9, download=1e9, update=1e12, host_memory=1e12)
 

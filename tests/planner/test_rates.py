@@ -16,7 +16,7 @@ from sp_lightning.__main__ import main
 from sp_lightning.core.device.device import Device
 from sp_lightning.tools.planner import measured
 from sp_lightning.tools.planner import rates as measuring
-from tests.support.answers import plan, question
+from tests.support.planner import plan, question
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,

@@ -9,8 +9,8 @@ import torch
 
 from sp_lightning import SuperpipelineStrategy
 from tests.planner.models import Known, TiedByCode
-from tests.support.answers import plan
 from tests.support.models import Module, Stack, vectors
+from tests.support.planner import plan
 from tests.support.runs import fit, fused, superpipeline
 from tests.support.simdevice import simulated
 from tests.support.tiers import first

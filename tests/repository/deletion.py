@@ -5,7 +5,7 @@ In the copy
 
 1. ``import sp_lightning`` works;
 2. the option of the capability raises the one error that names it, or, if its absence is a fallback, works without it;
-3. seven small trainings equal plain Lightning, and their weights those of the whole package (``tests/support/core_runs.py``);
+3. seven small trainings equal plain Lightning, and their weights those of the whole package (``tests/repository/core_runs.py``);
 4. with ``--all``, every test passes that does not need the capability (``tests/support/without.py``); any further arguments are
    passed to pytest.
 """
@@ -123,14 +123,14 @@ def option(copy: Path, folder: str) -> None:
 
 
 def trainings(copy: Path, folder: str) -> None:
-    found = json.loads(run(copy, "-m", "tests.support.core_runs").splitlines()[-1])
+    found = json.loads(run(copy, "-m", "tests.repository.core_runs").splitlines()[-1])
     assert found == whole(), f"without {folder} the weights are {found}, with it {whole()}"
 
 
 @cache
 def whole() -> dict[str, str]:
     """The digests of the trainings of the whole package."""
-    digests: dict[str, str] = json.loads(run(ROOT, "-m", "tests.support.core_runs").splitlines()[-1])
+    digests: dict[str, str] = json.loads(run(ROOT, "-m", "tests.repository.core_runs").splitlines()[-1])
     return digests
 
 

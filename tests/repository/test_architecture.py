@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.registry import CAPABILITIES
-from tests.support.source import GROUPS, folder, imports
+from tests.support.repository import GROUPS, folder, imports
 
 PACKAGE = Path(sp_lightning.__file__).parent
 FILES = {

@@ -9,7 +9,7 @@ from inspect import Parameter, signature
 from typing import Any, get_args, get_type_hints
 
 from sp_lightning import SuperpipelineStrategy
-from tests.support.pages import ROOT
+from tests.support.repository import ROOT
 
 PAGE = ROOT / "examples" / "guide" / "options.md"
 

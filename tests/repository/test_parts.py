@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-from tests.support.parts import PARTS, keep_one_part, part_of
+from tests.support.tiers import PARTS, keep_one_part, part_of
 
 ROOT = Path(__file__).parents[2]
 

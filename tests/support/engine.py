@@ -6,6 +6,7 @@ Tests import the engine's classes that they patch from here, so that a move of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from sp_lightning.core.layers.ring import Slots
 from sp_lightning.core.layers.ring import Uploads as Uploads
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.core.updates.background import BackgroundUpdates
 
 
 def streamer_of(strategy: Any) -> Any:
@@ -51,6 +53,10 @@ def streamed(
         yield streamer
     finally:
         streamer.close()
+
+
+def three_linears() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
 
 
 def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True, quiet: bool = False) -> Any:
@@ -115,3 +121,25 @@ def events() -> Iterator[list[str]]:
         mock.patch.object(Gradients, "_apply", note_apply),
     ):
         yield happened
+
+
+@contextmanager
+def taken_apart() -> Iterator[list[int]]:
+    """The layers that are updated by themselves, in order."""
+    layers: list[int] = []
+    submit = BackgroundUpdates.submit
+
+    def noted(self: BackgroundUpdates, layer: StreamedLayer, work: Callable[[], None], *then: Any) -> None:
+        layers.append(layer.index)
+        submit(self, layer, work, *then)
+
+    with mock.patch.object(BackgroundUpdates, "submit", noted):
+        yield layers
+
+
+def at_once(self: Device, work: Callable[[], None], urgency: int | None = None) -> Future[None]:
+    """In place of the background thread."""
+    future: Future[None] = Future()
+    work()
+    future.set_result(None)
+    return future

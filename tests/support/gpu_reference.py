@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor
+from torch import Tensor, nn
 
+from sp_lightning.core.model.find import find_layers
 from tests.support.models import CASES
 from tests.support.runs import Batches, Make, loader
 
@@ -61,3 +64,47 @@ def reference(
                 p.copy_(master)
         losses.append(loss.detach().cpu())
     return losses, {key: value.cpu() for key, value in module.state_dict().items()}
+
+
+# ---------------------------------------------------------------------- runs beside the unchanged program
+
+GPU: dict[str, Any] = {"accelerator": "gpu", "recorded": "nothing"}
+BATCHES = [torch.linspace(-1, 1, 64).view(4, 16).roll(step, 1) for step in range(6)]
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2),
+    "AdamW, amsgrad, maximised": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True, maximize=True),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "AdamW, far": partial(torch.optim.AdamW, lr=1e-2, betas=(0.3, 0.9)),
+    "Adam, decay": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
+    "Adam, decay, fused": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1, fused=True),
+    "SGD": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
+    "SGD, momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1),
+    "SGD, nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.1),
+}
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"gradient_clip_val": 0.1},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "accumulated, clipped": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+}
+
+
+def staying(gpu_layers: int | float, module: nn.Module) -> Iterable[nn.Parameter]:
+    """The parameters of the layers that stay."""
+    return [parameter for layer in find_layers(module, gpu_layers=gpu_layers).stay for _, parameter in layer.parameters]
+
+
+def by_place(gpu_layers: int | float, *, fuse: bool = True) -> Any:
+    """The reference of ``gpu_layers`` (a number, or a share) on a CPU that stands for both places.
+
+    Plain Lightning, whose steps are divided by place: the CPU is taken for a device that is not the host. Parameters that do not
+    stay there are copied, and stepped fused.
+    """
+    from sp_lightning.tools.comparison.reference import StepsOnHost
+
+    class StepsByPlace(StepsOnHost):
+        host = torch.device("meta")
+
+    return StepsByPlace(torch.device("cpu"), fuse=fuse, stay=partial(staying, gpu_layers))

@@ -1,4 +1,4 @@
-"""Autograd functions as packages of kernels have them: they save memory that nothing wrote, and read saved tensors twice."""
+"""Layers and kernels that autograd may run again, and what differs then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.models import Module, Stack
-from tests.support.repeated_block import Block
+
+
+class Block(nn.Module):
+    """``x + tanh(inner(x)) * factor``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def factor(self, x: Tensor) -> Any:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x)) * self.factor(x)
+
 
 _numbers = itertools.count()
 

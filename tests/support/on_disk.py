@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from tests.support.in_files import stay
 
 
 def without_room(monkeypatch: pytest.MonkeyPatch, more: int = 0) -> None:
@@ -202,3 +201,25 @@ def refusal_in_fork(read: Callable[[], Any]) -> str:
     process.join()
     assert process.exitcode == 0
     return str(queue.get())
+
+
+# ---------------------------------------------------------------------- weights that stay in their files
+
+
+def stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever can stay in its file does."""
+    from sp_lightning.capabilities.disk import tier as disk_tier
+
+    monkeypatch.setattr(disk_tier, "choose_in_files", lambda sizes, *_: list(sizes))
+
+
+def in_file(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has no values but those of its file."""
+    from sp_lightning.capabilities.disk.weights_in_files import place_of
+
+    return place_of(parameter) is not None
+
+
+def in_memory(module: nn.Module) -> list[str]:
+    """The names of the parameters that have values of their own."""
+    return [name for name, parameter in module.named_parameters() if not in_file(parameter)]

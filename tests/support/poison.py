@@ -124,3 +124,13 @@ def poisoned_ring() -> Iterator[None]:
 
     with mock.patch.object(OffloadedStorage, "__del__", ended), mock.patch.object(Offload, "_drop", dropped):
         yield
+
+
+@contextmanager
+def crowded() -> Iterator[None]:
+    """In this context all activations are offloaded, however small they are."""
+    from sp_lightning.capabilities.activations import offload
+    from sp_lightning.capabilities.tuning.tuner import Tuner
+
+    with mock.patch.object(Tuner, "_left", return_value=-1), mock.patch.object(offload, "WORTH_MOVING", 1):
+        yield

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
 import lightning.pytorch as pl
+import pytest
 import torch
+from lightning.fabric.utilities import registry
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
@@ -230,3 +235,21 @@ def fused(make: Make) -> Make:
         return module
 
     return make_fused
+
+
+@contextmanager
+def as_torch_can() -> Iterator[None]:
+    """Around a plain run: skips the test where torch itself has no kernel, as for an LSTM in bfloat16 on some processors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip(f"torch cannot compute this on this processor: {error}")
+
+
+def imports_are_over() -> None:
+    """The garbage collector no longer looks at what is there (0.3 s each time), nor each trainer for callbacks of packages."""
+    gc.collect()
+    gc.freeze()
+    registry.entry_points = cache(entry_points)  # type: ignore[assignment]

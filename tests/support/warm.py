@@ -4,7 +4,7 @@ import torch
 
 import tests.equality.on_ranks
 import tests.support.models  # noqa: F401
-from tests.support.imported import imports_are_over
+from tests.support.runs import imports_are_over
 
 torch.set_num_threads(1)
 imports_are_over()

@@ -1,10 +1,16 @@
-"""Ways to run the same thing: plain Lightning and a strategy of ours; and the comparison of all that is left."""
+"""Ways to train the same thing: on plain Lightning and with a strategy of ours; and the comparison of all that is left.
+
+:func:`tests.support.runs.fit` trains once, and notes losses and gradients. Here are trainings without callbacks of the tests',
+which is the path that users take, with copies kept and the next batch's layers fetched early (:func:`bare`); and functions that
+run with several trainers (:func:`compare`).
+"""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +18,81 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.loggers.logger import Logger
-from torch import nn
+from lightning.pytorch.plugins.precision import MixedPrecision
 
+from sp_lightning import SuperpipelineStrategy
 from tests.support.models import Module, Stack, vectors
-from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
+from tests.support.nets import Net
+from tests.support.poison import poisoned
+from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
+from tests.support.simdevice import simulated
+
+MIXED: dict[str, Any] = {"precision": "bf16-mixed"}
+WINDOWS: Sequence[Mapping[str, Any]] = ({"k": 1, "k_prime": 1}, {"k": 2, "k_prime": 2}, {"k": 99, "k_prime": 1})
+
+
+# ---------------------------------------------------------------------- without callbacks
+
+
+def bare(make: Callable[[], pl.LightningModule], strategy: Any, batches: Any = None, **options: Any) -> list[Any]:
+    """Train without callbacks; what is left, and what the module noted in ``seen``."""
+    found = fit(make, vectors() if batches is None else batches, strategy, recorded="nothing", **options)
+    return [dict(found.module.state_dict()), found.optimizers, getattr(found.module, "seen", None)]
+
+
+def start(strategy: Any, module: pl.LightningModule | None = None, **options: Any) -> None:
+    """The beginning of a run, for what is refused there."""
+    trainer_for(strategy, **options).fit(module or Module(Stack()), loader(vectors()))
+
+
+def assert_like_plain(
+    make: Callable[[], pl.LightningModule],
+    batches: Any = None,
+    *,
+    windows: Sequence[Mapping[str, Any]] = WINDOWS,
+    around: Sequence[Callable[[], Any]] = (nullcontext,),
+    **options: Any,
+) -> None:
+    plain = bare(make, "auto", batches, **options)
+    for context in around:
+        for window in windows:
+            with context():
+                ours = bare(make, superpipeline(**window), batches, **options)
+            assert_equal(ours, plain, f"{context.__name__}, {window}")
+
+
+def mixed(make: Any, strategy: Any, **options: Any) -> list[Any]:
+    """The same in mixed precision."""
+    return bare(make, strategy, vectors(4), **{**MIXED, **options})
+
+
+def assert_mixed_like_plain(make: Any, **options: Any) -> None:
+    contexts, windows = (nullcontext, poisoned, simulated), ({"k": 1}, {"k": 99})
+    assert_like_plain(make, vectors(4), windows=windows, around=contexts, **{**MIXED, **options})
+
+
+def scaled(kind: type[torch.amp.GradScaler] = torch.amp.GradScaler, init_scale: float = 2.0**8) -> dict[str, Any]:
+    """Options of a trainer that trains in 16-mixed on the CPU, where Lightning would take bf16-mixed by itself."""
+    scaler = kind("cpu", init_scale=init_scale, growth_interval=2, backoff_factor=2.0**-14)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+# ---------------------------------------------------------------------- with updates in the background
+
+OVERLAP = ("forward", "backward")
+
+
+def overlapping(mode: Any, **options: Any) -> SuperpipelineStrategy:
+    return SuperpipelineStrategy(**{"k": 1, "optimizer_overlap": mode, **options})
+
+
+# ---------------------------------------------------------------------- functions that run with several trainers
 
 Seen = dict[str, Any]
 Overlaps = Sequence[str]
 EVERY = ("off", "forward", "backward")
 LATE = ("off", "forward")
 """Where code of users looks at gradients, which are gone where updates run under backward."""
-
-
-# ---------------------------------------------------------------------- what is compared
 
 
 class RunVariant:
@@ -140,22 +208,3 @@ class Notes(Logger):
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         self.hparams.append(copy.deepcopy(dict(params)))
-
-
-class Net(Module):
-    """Logs in all ways; its optimizer is fused, so that updates may run in the background."""
-
-    def __init__(self, net: nn.Module | None = None, lr: float = 1e-2) -> None:
-        super().__init__(Stack(4) if net is None else net)
-        self.lr = lr
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=4)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), batch_size=4, prog_bar=True)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr, fused=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from sp_lightning.registry import CAPABILITIES
-from tests.support.source import folder as folder_of
+from tests.support.repository import folder as folder_of
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = pytest.StashKey[Counter[str]]()

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.torch_compat.private import ENGINE_CALL
-from tests.support.bare import bare
 from tests.support.engine import streamer_of
 from tests.support.models import (
     Module,
@@ -29,6 +28,7 @@ from tests.support.models import (
 from tests.support.nets import Does
 from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
+from tests.support.ways import bare
 
 
 def test_a_copy_of_a_streamed_module_streams_nothing() -> None:

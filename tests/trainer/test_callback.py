@@ -22,9 +22,9 @@ from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.core.observe.metrics import METRICS, counters_line
 from sp_lightning.core.plan.units import human_bytes
 from tests.support.models import Module, Stack, llama, tokens, vectors
-from tests.support.needs import needs
 from tests.support.runs import as_on_a_gpu, loader, trainer_for
 from tests.support.simdevice import simulated
+from tests.support.tiers import needs
 
 
 @pytest.fixture

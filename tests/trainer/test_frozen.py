@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from sp_lightning.core.layers.writes import digest
 from sp_lightning.trainer.frozen_weights import FROZEN
-from tests.support.in_files import in_memory, stay
 from tests.support.models import Module, Stack, lora, tokens, vectors
 from tests.support.moments import At
+from tests.support.on_disk import in_memory, stay
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
 
 

@@ -18,8 +18,7 @@ from sp_lightning.core.layers.ring import Slots
 from sp_lightning.trainer.run import Run
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
-from tests.support.nets import Does
-from tests.support.on_device import Stepped, on_device
+from tests.support.nets import Does, Stepped, on_device
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
 from tests.support.tiers import some

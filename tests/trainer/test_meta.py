@@ -34,7 +34,7 @@ from tests.support.models import (
     vectors,
 )
 from tests.support.runs import Batches, Outcome, assert_equal, assert_same, fit, loader, superpipeline, trainer_for
-from tests.support.starts import start
+from tests.support.ways import start
 
 Make = Callable[[], pl.LightningModule]
 

@@ -24,14 +24,13 @@ from sp_lightning.core.model.found import tensor_bytes
 from sp_lightning.core.model.wrapped import move, parts
 from sp_lightning.core.torch_compat.private import current_graph_task
 from sp_lightning.core.updates.fused import divide
+from tests.support.gpu_reference import BATCHES, OPTIMIZERS, RUNS, by_place
 from tests.support.models import CASES, Module, SparseEmbedding, Stack, vectors
-from tests.support.on_device import Stepped
-from tests.support.plain_bits import BATCHES, OPTIMIZERS, RUNS
-from tests.support.plain_bits import Stepped as OfKind
+from tests.support.nets import Stepped
+from tests.support.nets import Stepped as OfKind
 from tests.support.quantised import CASES as QUANTISED
 from tests.support.runs import Outcome, as_on_a_gpu, assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
-from tests.support.staying import by_place
 from tests.support.tiers import some
 
 FUSED = partial(AdamW, lr=1e-2, fused=True)  # on the simulated device, both places have its bits

@@ -23,9 +23,10 @@ from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.narrow_gradient import stored, unwidened
 from sp_lightning.core.updates.background import BackgroundUpdates
+from tests.support.engine import at_once, taken_apart
 from tests.support.models import CASES, Module, Stack, vectors
-from tests.support.overlapping import at_once, overlapping, taken_apart
 from tests.support.runs import as_on_a_gpu, assert_equal, fit, fused, loader, trainer_for
+from tests.support.ways import overlapping
 
 # ---------------------------------------------------------------------- what is chosen
 

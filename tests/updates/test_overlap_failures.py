@@ -20,8 +20,8 @@ from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
-from tests.support.overlapping import OVERLAP, overlapping
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
+from tests.support.ways import OVERLAP, overlapping
 
 
 @contextmanager

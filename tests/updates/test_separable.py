@@ -16,11 +16,12 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.plan.ledger import FEW_BITS
 from sp_lightning.core.updates.fused import is_separable
+from tests.support.engine import taken_apart
 from tests.support.models import Module
-from tests.support.on_device import on_device
-from tests.support.overlapping import overlapping, taken_apart
+from tests.support.nets import on_device
 from tests.support.runs import loader, trainer_for
 from tests.support.tiers import first
+from tests.support.ways import overlapping
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name: getattr(optim, name) for name in ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")

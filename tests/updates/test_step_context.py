@@ -24,9 +24,9 @@ from sp_lightning.core.torch_compat.private import (
 from sp_lightning.core.updates.background import BackgroundUpdates
 from sp_lightning.core.updates.step_context import StepContext, awaiting_steps
 from tests.support.models import Module, Stack, vectors
-from tests.support.on_device import Stepped, on_device
-from tests.support.overlapping import overlapping
+from tests.support.nets import Stepped, on_device
 from tests.support.runs import Outcome, assert_same, fit
+from tests.support.ways import overlapping
 
 _BIASED: ContextVar[float] = ContextVar("biased", default=0.0)
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.equality.rows import program, tiers
-from tests.support.bare import Manual
 from tests.support.models import Module, Stack, vectors
+from tests.support.nets import Manual
 
 USERS = tiers(rest=["users, k=1"], long=["users, k=1, simulated", "stays: net, simulated"])
 MODIFIED = r"RuntimeError: .*has been modified by an inplace operation"

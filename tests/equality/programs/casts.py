@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sp_lightning.core.device.device import Stream
 from sp_lightning.core.layers.host_casts import Casts
 from tests.equality.rows import program, tiers
-from tests.support.mixed import Manual, OwnLinear, Readers, Seeing, Tied, of_blocks
 from tests.support.models import Block, CheckpointedCalls, Module, Stack, vectors
+from tests.support.nets import Manual, OwnLinear, Readers, Seeing, Tied, of_blocks
 from tests.support.runs import Outcome
 
 MIXED = tiers(

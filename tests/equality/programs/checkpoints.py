@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,16 +16,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tests.equality.rows import program, tiers
 from tests.support.models import (
     Block,
-    CheckpointedCalls,
     EitherOptimization,
     FunctionalCall,
-    InsideCheckpoint,
     Module,
     Stack,
     llama,
     tokens,
 )  # fmt: skip
-from tests.support.normed import NormedStack
+from tests.support.nets import Normed
 from tests.support.runs import Outcome
 
 WINDOWS = [f"users' path, k={k}" for k in ("1, k'=1", "2, k'=2", "all, k'=1")]
@@ -36,56 +35,63 @@ def within_plan(ours: Outcome) -> None:
     assert strategy.stats().peak_device_bytes <= strategy.plan.peak_device_bytes
 
 
-for how in ("calls", "inside", "all", "kept", "kept-inside"):
-    for frozen in (True, False):
-        program(
-            f"checkpoint: norms that save their weights as they are, {how}{', frozen' if frozen else ''}", EACH,
-            covers="a norm saves its weight as it is, where a linear layer saves a view of it",
-        )(lambda how=how, frozen=frozen: Module(NormedStack(how, frozen=frozen)))  # fmt: skip
+def _saves_products() -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
 
 
-class Frozen(EitherOptimization):
-    """A recompute keeps frozen weights as they are; autograd read NaN from them once their layer had gone.
-
-    Found by fuzzing. Adapters on a checkpointed, frozen base are this case.
-    """
-
-    def __init__(self, net: nn.Module, *, manual: bool = False) -> None:
-        super().__init__(net, manual=manual)
-        for block in self.net.blocks:  # type: ignore[union-attr]
-            block.inner.requires_grad_(False)
-
-
-class InsideReentrant(Stack):
-    """No module hook runs when this is recomputed, and no hooks are active."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block.forward, x, use_reentrant=True)
-        return self.head(x)
-
-
-for name, net, manual in (
-    ("calls", partial(CheckpointedCalls, False), False), ("calls, manual", partial(CheckpointedCalls, False), True),
-    ("reentrant calls, manual", partial(CheckpointedCalls, True), True), ("inside", InsideCheckpoint, False),
-    ("inside, manual", InsideCheckpoint, True), ("reentrant inside", InsideReentrant, False),
-):  # fmt: skip
-    program(f"checkpoint: frozen weights, {name}", EACH, covers=Frozen.__doc__ or "")(
-        lambda net=net, manual=manual: Frozen(net(), manual=manual)
-    )
-
-
-@program("saved-tensor hooks: kept as they are", EACH)
-class KeepsWhatIsSaved(Module):
+def kept(call: Any, x: Tensor) -> Any:
     """Hooks that return what they are given, as activation offloading does with parameters."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return call(x)
 
-    def __init__(self) -> None:
-        super().__init__(Stack())
 
-    def loss(self, batch: Any) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            return super().loss(batch)
+again = partial(checkpoint, use_reentrant=False)
+reentrant = partial(checkpoint, use_reentrant=True)
+CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "calls": again,
+    "inside": lambda block, x: again(block.forward, x),  # no module hook runs when this is recomputed
+    "without an early stop": partial(again, early_stop=False),
+    "reentrant calls": reentrant,
+    "reentrant inside": lambda block, x: reentrant(block.forward, x),  # and no hooks are active
+    "hooks that keep": kept,
+    "hooks that keep, inside": lambda block, x: kept(block.forward, x),
+    # Its dispatch mode counts operators in forward and in the recompute: the engine's own differ between them.
+    "selective calls": partial(again, context_fn=_saves_products),
+    "selective inside": lambda block, x: again(block.forward, x, context_fn=_saves_products),
+}
+
+
+class Around(EitherOptimization):
+    """Calls blocks in a way of its own, under ``nn.Module.__call__`` or past it."""
+
+    def __init__(
+        self, call: Callable[[Any, Tensor], Any], block: type[nn.Module], frozen: str, *, manual: bool
+    ) -> None:
+        super().__init__(nn.Sequential(*(block() for _ in range(4))), manual=manual)
+        self.call = call
+        for name, child in self.net.named_modules():
+            if frozen and name.endswith(frozen):
+                child.requires_grad_(False)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = batch.clone().requires_grad_() if self.training else batch
+        for block in self.net:  # type: ignore[union-attr]
+            x = self.call(block, x)
+        return x.square().mean()
+
+
+NETS: dict[str, tuple[type[nn.Module], str, str]] = {
+    "norms": (Normed, "", "a norm saves its weight as it is, where a linear layer saves a view of it"),
+    "frozen norms": (Normed, "norm", "a recompute keeps frozen weights as they are"),
+    # Found by fuzzing. Adapters on a checkpointed, frozen base are this case.
+    "frozen layers": (Block, "inner", "autograd read NaN from frozen weights once their layer had gone"),
+}
+for (name, call), (net, (block, frozen, covers)) in product(CALLS.items(), NETS.items()):
+    for manual in (False, True) if net == "frozen layers" else (False,):
+        program(
+            f"checkpoint: {net}, {name}{', manual' if manual else ''}", covers=covers,
+            variants=tiers(long=EACH) if manual and "reentrant" not in name else EACH,
+        )(partial(Around, call, block, frozen, manual=manual))  # fmt: skip
 
 
 @program("checkpoint files: saved inside a step", EACH)
@@ -101,33 +107,6 @@ class SavesInside(Module):
         loss = self.loss(batch)
         gradients = torch.autograd.grad(loss, list(self.parameters()), create_graph=True)
         return loss + sum(each.square().sum() for each in gradients)
-
-
-def _saves_products() -> Any:
-    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
-
-
-class SelectiveInside(Block):
-    """Its dispatch mode counts operators in forward and in the recompute: the engine's own differ between them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False, context_fn=_saves_products)
-
-
-class SelectiveAround(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, context_fn=_saves_products)
-        return self.head(x)
-
-
-for name, make in (
-    ("inside", lambda: nn.Sequential(Block(), SelectiveInside(), Block(), SelectiveInside())), ("around", SelectiveAround),
-):  # fmt: skip
-    program(f"checkpoint: selective, {name}", EACH, covers=SelectiveInside.__doc__ or "")(
-        lambda make=make: Module(make())
-    )
 
 
 @program("checkpoint: selective, around forwards of transformers", tiers(long=WINDOWS), batches=tokens)
@@ -189,16 +168,15 @@ class ReadsWeights(nn.Module):
         self.head = TiedLinear(self.embedding)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        again = partial(checkpoint, use_reentrant=True)
         x = self.embedding(numbers)
         for block in self.blocks:
-            x = again(block, x)
+            x = reentrant(block, x)
         x = self.norm(x)
         if self.where == "between":
-            x = again(lambda y: F.linear(y, self.other.weight, self.other.bias), x)
+            x = reentrant(lambda y: F.linear(y, self.other.weight, self.other.bias), x)
         if self.where == "chunks":
-            return torch.cat([again(self.head, part) for part in x.chunk(2, 1)], 1)
-        return again(self.head, x) if self.where == "head" else x if self.where == "loss" else self.head(x)
+            return torch.cat([reentrant(self.head, part) for part in x.chunk(2, 1)], 1)
+        return reentrant(self.head, x) if self.where == "head" else x if self.where == "loss" else self.head(x)
 
 
 class ChecksHead(EitherOptimization):

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.core.model.compile import compile_blocks
 from tests.equality.rows import Tiers, program, tiers
 from tests.equality.training import forget_graphs
-from tests.support.mixed import Tied
 from tests.support.models import CheckpointedCalls, Module, Stack, lora, tokens, vectors
-from tests.support.nets import Does
+from tests.support.nets import Does, Tied
 from tests.support.runs import Make, Outcome
 from tests.support.simdevice import simulated
 

@@ -25,10 +25,10 @@ from sp_lightning.capabilities.disk.mapped_file import is_on_disk
 from sp_lightning.capabilities.disk.state_placement import StatePlacement
 from tests.equality.rows import program, tiers
 from tests.equality.variants import CLIPPED
+from tests.support.engine import taken_apart
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.moments import At
 from tests.support.on_disk import MODELS, NoBatch, Unfreezes, away, fill_disk, refusal_in_fork, without_room
-from tests.support.overlapping import taken_apart
 from tests.support.runs import Make, Outcome
 
 STATE = tiers(rest=["state on a disk, forward"], long=["state on a disk, off"])

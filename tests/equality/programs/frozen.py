@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tests.equality.rows import program, tiers
-from tests.support.in_files import in_file, in_memory
 from tests.support.models import Transformer, enable_checkpointing, llama, tokens, vectors
 from tests.support.moments import At
+from tests.support.on_disk import in_file, in_memory
 from tests.support.runs import Outcome, assert_equal
 
 HERE = "frozen weights in their files"

@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 from tests.equality.programs.gpu_steps import made
 from tests.equality.rows import Tiers, program, tiers
 from tests.support.models import Block, Module, vectors
-from tests.support.on_device import Stepped
+from tests.support.nets import Stepped
 from tests.support.runs import Outcome
 
 FUSED = partial(AdamW, lr=1e-2, fused=True)  # on the simulated device, both places have its bits

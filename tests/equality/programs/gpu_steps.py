@@ -22,9 +22,7 @@ from sp_lightning.capabilities.gpu_steps.on_device import StepsOnDevice
 from sp_lightning.core.torch_compat.modes import default_dtype
 from tests.equality.rows import Tiers, program, tiers
 from tests.support.models import CASES, vectors
-from tests.support.nets import Does
-from tests.support.normed import NormedStack
-from tests.support.on_device import Stepped, adamw, alternating
+from tests.support.nets import Does, NormedStack, Stepped, adamw, alternating
 from tests.support.on_disk import away
 from tests.support.runs import Outcome
 

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.equality.rows import program, tiers
-from tests.support.bare import Manual
 from tests.support.models import Block, FunctionalCall, Module, Scaled, Stack
 from tests.support.moments import At
-from tests.support.normed import NormedStack
+from tests.support.nets import Manual, NormedStack
 
 USERS = tiers(rest=["users, k=1"], long=["users, k=2", "users, k=all", "users, k=1, mixed", "users, k=1, simulated"])
 PLAIN = tiers(long=["users, k=1", "users, k=all", "users, k=1, mixed"])

@@ -16,8 +16,8 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.equality.rows import program, tiers
-from tests.support.bare import Manual
 from tests.support.models import Module, Stack, vectors
+from tests.support.nets import Manual
 
 USERS = tiers("users, k=1", rest=["users, k=1, mixed"])
 Seen = list[Any]

@@ -204,14 +204,14 @@ def _(m: Any) -> None:
     assert [len(child._forward_pre_hooks) for child in m.net.modules()] == before
 
 
-for name, way, said in (
+for name, done, said in (
     ("scripted", lambda m: torch.jit.script(m.net), r"script .*'Sequential'.*copy\.deepcopy\(module\).*after the run"),
     ("traced", lambda m: torch.jit.trace(m.net, torch.ones(2, 16)), r"trace was called during a run.*log_graph=False"),
 ):  # fmt: skip
     program(
         f"modules: {name} in a run", tiers(rest=["keep, k=1"]), at="on_train_start",
         refused={"keep, k=1": rf"RuntimeError: .*torch\.jit\.{said}"}, covers="a program would have no weights after the run",
-    )(way)  # fmt: skip
+    )(done)  # fmt: skip
 
 
 def becomes_a_program(ours: Outcome) -> None:

@@ -30,9 +30,9 @@ from sp_lightning.core.engine.updating import Updating
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.equality.rows import Tiers, program, tiers
+from tests.support.engine import at_once
 from tests.support.models import CASES, Block, vectors
 from tests.support.moments import At
-from tests.support.overlapping import at_once
 from tests.support.runs import Outcome, fit
 
 LATE = tiers(long=["forward, simulated", "backward, simulated"])

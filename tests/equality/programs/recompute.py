@@ -26,10 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.torch_compat.private import current_graph_task
 from tests.equality.rows import program, tiers
-from tests.support.crowded import crowded
-from tests.support.kernels import CountsSaved, RunsKernel
+from tests.support.kernels import Block, CountsSaved, RunsKernel
 from tests.support.models import Module, Stack, Transformer, tokens, twice, vectors
-from tests.support.repeated_block import Block
+from tests.support.poison import crowded
 from tests.support.runs import Make, Outcome
 
 RECOMPUTE = tiers(rest=["recompute, k=1"])

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.equality.rows import program, tiers
-from tests.support.bare import Manual
 from tests.support.experts import switch
 from tests.support.models import Block, Module, tokens, vectors
+from tests.support.nets import Manual
 
 HALF = tiers(
     rest=["bf16-true", "users, k=1, half, simulated"], long=["users, k=all, half", "offload, k=1, half", "stays: net.1, half"]

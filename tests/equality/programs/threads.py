@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from sp_lightning.core.layers import roles
 from tests.equality.rows import program, tiers
-from tests.support.models import Module, Stack
+from tests.support.engine import Uses
+from tests.support.models import Module, Stack, vectors
 from tests.support.readers import LOOKS, MAY_FAIL, Watched, elsewhere
-from tests.support.runs import assert_equal
+from tests.support.runs import Outcome, assert_equal
 
 
 class Pool(Module):
@@ -146,7 +152,10 @@ program(
 )(partial(LookedAt, LOOKS, in_backward=False))  # fmt: skip
 
 
-@program("threads: parameters that another one was given", tiers(rest=["keep, k=1"]))
+@program(
+    "threads: parameters that another one was given", tiers(rest=["keep, k=1"]),
+    inside=lambda: only_in_this_thread(Uses, "operation_on"),
+)  # fmt: skip
 class Given(Watched):
     """They were taken inside of the step. While a layer is away its uses are those of the host's parameter."""
 
@@ -158,3 +167,76 @@ class Given(Watched):
         kept = list(self.net.parameters())
         self.seen.append(elsewhere(lambda: [(p.detach().clone(), p.data.clone()) for p in kept]))
         return super().loss(batch)
+
+
+# ---------------------------------------------------------------------- threads that copy, call and save
+
+
+@contextmanager
+def only_in_this_thread(owner: Any, name: str) -> Iterator[None]:
+    """A function of the engine is never called in another thread than the present one."""
+    function, here = getattr(owner, name), threading.get_ident()
+
+    def call(*args: Any, **options: Any) -> Any:
+        assert threading.get_ident() == here, f"{name} was called in another thread"
+        return function(*args, **options)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+def are_ordinary(ours: Outcome) -> None:
+    whole, shallow, parameters = ours.module.noted[-1]  # type: ignore[index, union-attr]
+    for each in whole.modules():
+        assert type(each._parameters) is dict
+    assert {type(p) for p in (*whole.parameters(), *parameters.values())} == {nn.Parameter}
+    assert isinstance(shallow, nn.Linear)
+    assert all(type(each._parameters) is dict for each in ours.module.modules())
+
+
+@program(
+    "threads: a copy of the module", tiers(rest=["keep, k=1"]), at="start", also=are_ordinary,
+    inside=partial(only_in_this_thread, roles, "leave_all"),
+)  # fmt: skip
+def _(m: Any) -> None:
+    """What a parameter is to the run it is meanwhile. After the run the module's dictionaries are ordinary again."""
+    one = m.net[0].first
+    copies = elsewhere(lambda: (copy.deepcopy(m.net), copy.copy(one), pickle.loads(pickle.dumps(one._parameters))))
+    m.noted.append(copies)
+
+
+def refused(said: str) -> Callable[[Outcome], None]:
+    def also(ours: Outcome) -> None:
+        noted: Any = ours.module.noted
+        assert noted
+        assert all(said in str(each) for each in noted), noted
+
+    return also
+
+
+@program(
+    "threads: a call between two steps, refused in its thread", tiers(rest=["keep, k=1"]), at="on_train_batch_end",
+    also=refused("was called in another thread"),
+)  # fmt: skip
+def _(m: Any) -> None:
+    """The run goes on."""
+    m.noted.append(elsewhere(lambda: m.net(vectors(1)[0])))
+
+
+def saves(m: Any) -> Any:
+    try:
+        raise KeyError
+    except KeyError:
+        return m.trainer.strategy.lightning_module_state_dict()
+
+
+@program(
+    "threads: a checkpoint of two steps, refused in its thread", tiers(rest=["updated under backward, 32-true"]), at="loss",
+    also=refused("Save it in a callback"),
+)  # fmt: skip
+def _(m: Any, batch: Tensor) -> Tensor:
+    """Also if the thread handles an error of its own, as a checkpoint on exception does. The run goes on."""
+    x = m.net[0](batch)
+    if x.requires_grad:  # the layers above it are updated by then
+        x.register_hook(lambda _: m.noted.append(elsewhere(lambda: saves(m))))
+    return m.net[3](m.net[2](m.net[1](x))).square().mean()  # type: ignore[no-any-return]

@@ -19,10 +19,9 @@ from sp_lightning.capabilities.activations.host_ring import HostRing
 from sp_lightning.capabilities.activations.recompute import Unrepeatable
 from sp_lightning.core.torch_compat.private import current_graph_task
 from tests.equality.rows import program, tiers
-from tests.support.crowded import crowded
-from tests.support.kernels import RunsKernel, with_one
+from tests.support.kernels import Block, RunsKernel, with_one
 from tests.support.models import Module, Stack, twice, vectors
-from tests.support.repeated_block import Block
+from tests.support.poison import crowded
 from tests.support.runs import Outcome
 from tests.support.simdevice import simulated
 

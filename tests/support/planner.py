@@ -1,14 +1,54 @@
-"""The visits of a batch and the speed of the machine, read from a timeline."""
+"""What ``superpipeline plan`` answers, the visits that are expected of a batch, and those that a timeline shows."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import pytest
+
+from sp_lightning.__main__ import main
 from sp_lightning.core.device.timeline import Interval, Kind
+from sp_lightning.core.plan.plan import Plan
+from sp_lightning.tools.planner.arguments import Question, make_parser
 from sp_lightning.tools.planner.prediction.visits import RESOURCES, Rates, Visit
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """The answer; the exit status has to be that of its verdict."""
+    status: Any = 0
+    try:
+        main(["plan", *arguments, "--json"])
+    except SystemExit as ended:
+        status = ended.code
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert status == (1 if found["best"] is None else 0)
+    return found
+
+
+def question(*arguments: str) -> Question:
+    """What such a command line asks."""
+    asked = make_parser().parse_args(["plan", *arguments], namespace=Question())
+    asked.given = frozenset(vars(make_parser(usual=False).parse_args(["plan", *arguments])))
+    return asked
+
+
+def schedule_visits(plan: Plan, seconds: Sequence[float], *, training: bool) -> list[Visit]:
+    """Expects what a batch does before one has shown it: a forward, then a backward that takes twice as long.
+
+    Args:
+        plan: gives the order of the layers.
+        seconds: how long each layer's forward takes.
+        training: whether there is a backward.
+    """
+    visits = [Visit((layer,), seconds[layer]) for layer in plan.order]
+    if training:
+        visits += [Visit((layer,), 2 * seconds[layer], True, (layer,)) for layer in reversed(plan.order)]
+    return visits
 
 
 def measured(intervals: Iterable[Interval], layers: int, *, synchronous: bool) -> tuple[list[Visit], Rates]:

@@ -1,10 +1,20 @@
-"""What a source file imports."""
+"""What is in the repository: what a source imports, the blocks of a page, a row of results."""
 
 from __future__ import annotations
 
 import ast
+import os
+import platform
+import re
+import subprocess
+from datetime import date
 from functools import cache
+from pathlib import Path
 
+import lightning
+import torch
+
+ROOT = Path(__file__).parents[2]
 GROUPS = ("core", "capabilities", "experimental", "tools")
 """The folders of the package that hold other folders."""
 
@@ -30,3 +40,21 @@ def imports(source: str, *, for_types: bool = True) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             found += [f"{node.module}.{alias.name}" for alias in node.names] if node.module else []
     return found
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of one language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+HEAD = "| claim | figure | machine, date | command | commit | page |"
+
+
+def result_row(claim: str, figure: str, command: str) -> str:
+    """Returns the row of a run on the CPU that ends now. The new row has no old page."""
+    git = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}, lightning {lightning.__version__}"
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {versions}, {date.today()}"
+    return f"| {claim} | {figure} | {machine} | `{command}` | {git.stdout.strip()} | – |"

@@ -1,6 +1,6 @@
 """Seven small trainings that need only the core, each compared bit by bit with plain Lightning.
 
-``python -m tests.support.core_runs`` prints a digest of each training's weights as JSON. An installation without a capability
+``python -m tests.repository.core_runs`` prints a digest of each training's weights as JSON. An installation without a capability
 must print the same digests. So a default that does nothing, where it should do something, is detected.
 """
 
