@@ -36,6 +36,8 @@ WHERE = ("after_forward", "backward", "after_backward", "on_before_optimizer_ste
 def test_after_a_failure_the_module_is_whole(where: str) -> None:
     """Host parameters are back in the modules, finite, and a new run is equal to plain."""
 
+    broken = True
+
     def fail(m: Any) -> None:
         if broken:
             raise (SystemExit if where == "start" else KeyError)(where)
@@ -52,7 +54,6 @@ def test_after_a_failure_the_module_is_whole(where: str) -> None:
         trainer_for(again).fit(module, loader(vectors()), loader(vectors()))
         return left, dict(module.state_dict())
 
-    broken = True
     code: dict[str, Any] = {where: fail}
     if where == "backward":
         code = {"after_forward": lambda m: m.net[2].first.weight.register_hook(lambda _: fail(m))}

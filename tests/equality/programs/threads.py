@@ -152,9 +152,22 @@ program(
 )(partial(LookedAt, LOOKS, in_backward=False))  # fmt: skip
 
 
+@contextmanager
+def only_in_this_thread(owner: Any, name: str) -> Iterator[None]:
+    """A function of the engine is never called in another thread than the present one."""
+    function, here = getattr(owner, name), threading.get_ident()
+
+    def call(*args: Any, **options: Any) -> Any:
+        assert threading.get_ident() == here, f"{name} was called in another thread"
+        return function(*args, **options)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
 @program(
     "threads: parameters that another one was given", tiers(rest=["keep, k=1"]),
-    inside=lambda: only_in_this_thread(Uses, "operation_on"),
+    inside=partial(only_in_this_thread, Uses, "operation_on"),
 )  # fmt: skip
 class Given(Watched):
     """They were taken inside of the step. While a layer is away its uses are those of the host's parameter."""
@@ -170,19 +183,6 @@ class Given(Watched):
 
 
 # ---------------------------------------------------------------------- threads that copy, call and save
-
-
-@contextmanager
-def only_in_this_thread(owner: Any, name: str) -> Iterator[None]:
-    """A function of the engine is never called in another thread than the present one."""
-    function, here = getattr(owner, name), threading.get_ident()
-
-    def call(*args: Any, **options: Any) -> Any:
-        assert threading.get_ident() == here, f"{name} was called in another thread"
-        return function(*args, **options)
-
-    with mock.patch.object(owner, name, call):
-        yield
 
 
 def are_ordinary(ours: Outcome) -> None:
