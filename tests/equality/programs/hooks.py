@@ -33,7 +33,7 @@ def node_of(p: Tensor) -> Any:
     return p.expand_as(p).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def note(seen: Seen, value: Any) -> None:
+def note(seen: Seen, value: Any) -> Any:
     seen.append(value.to_dense().clone() if isinstance(value, Tensor) else value)
 
 

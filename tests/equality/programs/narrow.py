@@ -181,12 +181,12 @@ def finite(ours: Outcome) -> None:
 for place in ("on_after_backward", "on_before_optimizer_step", "on_train_batch_end"):
     for scale in (2.0**8, 2.0**40):
         first = place == "on_before_optimizer_step"
-        make = type("Watches", (Watches,), {"place": place})
+        watches: Any = type("Watches", (Watches,), {"place": place})
         narrow(
             f"seen in {place} at a scale of {scale:.0e}",
             {f"{SCALED}, clipped by norm, simulated": 2 if first else 3,
              **tiers(long=[f"{SCALED}, simulated", f"{SCALED}, clipped by value, simulated"])},
-            partial(make, scale=scale), "scaled, unscaled and clipped when plain's are", inside=kept_all_the_same, also=finite,
+            partial(watches, scale=scale), "scaled, unscaled and clipped when plain's are", inside=kept_all_the_same, also=finite,
         )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def views(name: str, variants: Any = EACH, **more: Any) -> Any:
     return program(f"views: {name}", variants, batches=more.pop("batches", FOUR), covers=covers, **more)
 
 
-def scale(kept: Any, kind: str) -> None:
+def scale(kept: Any, kind: str) -> Any:
     with torch.no_grad():
         for each in kept:
             if kind == "numpy":
@@ -184,12 +184,12 @@ def writes_in_backward(kind: str, taken: int, written: int) -> At:
 # The update leaves nothing that may have been written, but a view does not end with it: the layer is updated after backward then.
 # Where no hook may read gradients after the step, they are freed in backward, so that it cannot be, and the write is an error.
 LATE, FREED = "updated under backward", "one pass under backward"
-for kind, (taken, written) in product(("data", "detach", "view"), ((0, 0), (0, 1))):
+for kind, (before, after) in product(("data", "detach", "view"), ((0, 0), (0, 1))):
     views(
-        f"{kind} of batch {taken} written in a backward of batch {written} that updates", tiers(rest=[LATE, FREED]),
+        f"{kind} of batch {before} written in a backward of batch {after} that updates", tiers(rest=[LATE, FREED]),
         repairable=False, precision="32-true", max_epochs=1, accumulate_grad_batches=1,
         refused={FREED: r"RuntimeError: .*('net\.3\.first\.weight' was written|modified by an inplace operation)"},
-    )(partial(writes_in_backward, kind, taken, written))  # fmt: skip
+    )(partial(writes_in_backward, kind, before, after))  # fmt: skip
 
 
 def gives_a_neighbour_memory(kind: str, m: At) -> None:

@@ -398,7 +398,7 @@ class Adversarial(Sharpness):
         self.net[0].first.weight.data = self.before
 
 
-def called(m: At) -> None:
+def called(m: At) -> Any:
     m.seen.append(m.net(torch.ones(1, 16)).sum().item())
 
 
@@ -569,9 +569,9 @@ for how in ("left", "put back"):
        block=partial(WritesWhatItHad, how))  # fmt: skip
 at("memory that a weight had is written before its use", modes=USERS, block=partial(WritesWhatItHad, "before"))
 at("memory of another dtype", modes=USERS, block=WidensItself, loss=writes_wide)
-for what, block in product(("held", "held.data", "weight", "other"), (Checkpointed, nn.Sequential)):
-    at(f"{what} is written after it was given, {block.__name__}", modes=USERS,
-       block=lambda what=what, block=block: block(GivesItsOwnValues(what)))  # fmt: skip
+for what, outer in product(("held", "held.data", "weight", "other"), (Checkpointed, nn.Sequential)):
+    at(f"{what} is written after it was given, {outer.__name__}", modes=USERS,
+       block=lambda what=what, outer=outer: outer(GivesItsOwnValues(what)))  # fmt: skip
 for within in (True, False):
     row(f"frozen weights after their {'block' if within else 'forward'}", partial(frozen_but_for_a_shift, within),
         modes=("users, k=1", "keep, k=1, bf16-mixed", "keep, k=1, simulated"))  # fmt: skip
