@@ -6,9 +6,9 @@
     python examples/demos/sweep_lora.py --model meta-llama/Llama-3.1-70B --data my.txt --precision bf16-true \\
         --batch-size 1 --length 512                                             # not run
 
-Without ``--model`` a small Llama first learns Python's help texts. Each learning rate is a *trial*: an ordinary
-function that loads the model, adds adapters and fits them with a trainer of its own. ``SharedBase.map`` runs all of them in
-threads of this process. A layer of the frozen model comes to the device once, and all trials use it before the next one comes.
+Without ``--model`` a small Llama first learns Python's help texts. Each learning rate is a *trial*: an ordinary function that
+takes a copy of the model with its adapters, and fits it with a trainer of its own. ``SharedBase.map`` runs all of them in threads
+of this process. A layer of the frozen model comes to the device once, and all trials use it before the next one comes.
 
 The losses are bitwise those of trainings one after the other, which ``--compare`` checks.
 """
@@ -154,15 +154,18 @@ def main(argv: Sequence[str] | None = None) -> Result:
         base.model.save_pretrained(options.output / "base")
         options.model = str(options.output / "base")
 
+    pl.seed_everything(options.seed, verbose=False)
+    shared = SharedBase(load_model(options, config), options.max_trials)
+
     def trial(rate: float) -> Trial:
         pl.seed_everything(options.seed, verbose=False)  # this trial's own: the others' random state is not touched
-        module = Learner(load_model(options, config), rate, options.steps)
+        module = Learner(shared.copy(), rate, options.steps)
         done = train(options, module, training, held_out)
         print(f"Learning rate {rate:g}: loss {done.losses[-1]:.3f} on held-out rows", flush=True)
         return done
 
     print(f"{len(options.rates)} learning rates at once, {options.steps} steps each", flush=True)
-    shared, begun = SharedBase(options.max_trials), time.perf_counter()
+    begun = time.perf_counter()
     trials, seconds = shared.map(trial, options.rates), time.perf_counter() - begun
     alone: list[Trial] = []
     if options.compare:

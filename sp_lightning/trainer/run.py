@@ -539,7 +539,7 @@ class Run:
             autocast=self._autocast,
             gpu_layers=self._options.gpu_layers,
         )
-        find = self._scope.finds(self.module, find)  # a trial of a SharedBase puts frozen weights first in each layer
+        find = self._scope.finds(self.module, find)  # a trial of a SharedBase puts its weights first in each layer
         found = find(layers=layers)
         plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
         is_limited = self.trains and self._window.room is not None

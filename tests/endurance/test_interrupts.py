@@ -271,7 +271,7 @@ class Interrupts:
         before = things_of_the_process()
         signal.setitimer(signal.ITIMER_REAL, self.chance.uniform(0.01, 0.16))
         try:
-            (sp_lightning.SharedBase(max_trials=2).wrap(train) if self.is_trial else train)()
+            (sp_lightning.SharedBase(module, max_trials=2).wrap(train) if self.is_trial else train)()
         except BaseException as error:
             self.ended = f"{type(error).__name__}: {error}"[:200]
         finally:

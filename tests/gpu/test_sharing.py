@@ -8,11 +8,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from sp_lightning import SharedBase, SuperpipelineStrategy
-from sp_lightning.experimental.sharing.common import TrialMemory
+from sp_lightning import SuperpipelineStrategy
+from sp_lightning.experimental.sharing.common import TrialBlock
 from tests.support.engine import streamer_of
 from tests.support.runs import Outcome, assert_equal, fit
-from tests.support.trials import RATES, Learner, batches
+from tests.support.trials import RATES, Learner, batches, shared
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -39,7 +39,7 @@ def test_trials_are_what_they_are_alone(precision: Any, options: dict[str, Any],
         )
 
     alone = [run(rate) for rate in RATES]
-    base = SharedBase(max_trials=len(RATES))
+    base = shared(max_trials=len(RATES))
     for ours, its in zip(base.map(run, RATES), alone, strict=True):
         for what in ("losses", "state", "optimizers", "rng"):
             assert_equal(getattr(ours, what), getattr(its, what), what)
@@ -48,26 +48,23 @@ def test_trials_are_what_they_are_alone(precision: Any, options: dict[str, Any],
         assert base.fetched_bytes < 2.5 * 4 * 2 * frozen  # four batches, forward and backward
 
 
-def test_adapters_are_page_locked_and_the_base_stays_in_common() -> None:
-    """Page-locking the whole view of a trial would copy each page of the base for each trial."""
-    locked, own = list[bool](), list[int]()
-
-    def run(rate: float) -> None:
-        outcome = fit(lambda: Learner(rate), batches(rate), SuperpipelineStrategy(k=1), recorded="nothing", accelerator="gpu",
-                      callbacks=[Looks()])  # fmt: skip
-        assert outcome.module is not None
+def test_all_that_a_trial_uploads_is_page_locked() -> None:
+    locked, common = list[bool](), list[bool]()
 
     class Looks(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             locked.extend(p.is_pinned() for p in pl_module.parameters() if p.requires_grad)
             blocks = [layer.block for layer in streamer_of(trainer.strategy).updating.layers]
-            own.extend(sum(last - first for first, last in block.memory.own(block.memory.own_from)) for block in blocks
-                       if isinstance(block.memory, TrialMemory))  # fmt: skip
+            common.extend(block.base.is_pinned() for block in blocks if isinstance(block, TrialBlock))
 
-    SharedBase(max_trials=2).map(run, RATES[:2])
+    def run(rate: float) -> None:
+        fit(lambda: Learner(rate), batches(rate), SuperpipelineStrategy(k=1), recorded="nothing", accelerator="gpu",
+            callbacks=[Looks()])  # fmt: skip
+
+    shared(max_trials=2).map(run, RATES[:2])
     assert locked
-    assert all(locked)
-    assert sum(own) == 0
+    assert common
+    assert all(locked + common)
 
 
 def test_a_trial_without_a_budget_gets_its_share() -> None:
@@ -78,7 +75,7 @@ def test_a_trial_without_a_budget_gets_its_share() -> None:
         fit(lambda: Learner(rate), batches(rate), strategy, recorded="losses", accelerator="gpu")
         budgets.append(strategy.plan)
 
-    SharedBase().map(run, RATES[:3])
+    shared().map(run, RATES[:3])
     assert len(budgets) == 3
     with pytest.raises(ValueError, match="it is not known how many there will be"):
-        SharedBase().wrap(run)(RATES[0])
+        shared().wrap(run)(RATES[0])

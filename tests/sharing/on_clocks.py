@@ -67,27 +67,27 @@ class Adapted(pl.LightningModule):
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=self.rate)
 
 
-def trial_of(workload: Workload) -> Callable[[int], list[float]]:
-    """A trial: its number says the learning rate and the seed. Returns its losses."""
+def trial_of(workload: Workload) -> tuple[Any, Callable[[Any, int], list[float]]]:
+    """A model, and a trial of a copy of it: its number says the learning rate and the seed. Returns its losses."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=workload.hidden, intermediate_size=3 * workload.hidden,
         num_hidden_layers=workload.layers, num_attention_heads=workload.hidden // 32, num_key_value_heads=workload.hidden // 32,
         max_position_embeddings=256, tie_word_embeddings=True,
     )  # fmt: skip
-    net = AutoModelForCausalLM.from_config(config)
+    net = AutoModelForCausalLM.from_config(config).requires_grad_(False)
     batches = torch.randint(VOCABULARY, (workload.steps, workload.tokens // 64, 64))
     lora = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_dropout=0.05, target_modules="all-linear")
 
-    def trial(number: int) -> list[float]:
+    def trial(copied: Any, number: int) -> list[float]:
         torch.manual_seed(number)
-        module = Adapted(get_peft_model(copy.deepcopy(net), lora), 1e-4 * (1 + number))
+        module = Adapted(get_peft_model(copied, lora), 1e-4 * (1 + number))
         strategy = SuperpipelineStrategy(k=2)
         trainer = pl.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, barebones=True)
         trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
         return module.losses
 
-    return trial
+    return net, trial
 
 
 class Streams(dict[Any, float]):
@@ -197,12 +197,12 @@ def measure(ratio: float, counts: Sequence[int], workload: Workload) -> list[Row
     Raises:
         RuntimeError: a trial has other losses than alone.
     """
-    trial, rows = trial_of(workload), []
-    travel = ratio * 2 * workload.layers * workload.steps / clocked(lambda: trial(0), 0.0).nbytes
+    (net, trial), rows = trial_of(workload), []
+    travel = ratio * 2 * workload.layers * workload.steps / clocked(lambda: trial(copy.deepcopy(net), 0), 0.0).nbytes
     for count in counts:
-        alone = [clocked(lambda number=number: trial(number), travel) for number in range(count)]  # type: ignore[misc]
-        base = SharedBase(layers=ON_DEVICE)
-        at_once = clocked(lambda: base.map(trial, range(count)), travel)  # noqa: B023
+        alone = [clocked(lambda number=number: trial(copy.deepcopy(net), number), travel) for number in range(count)]  # type: ignore[misc]
+        base = SharedBase(net, layers=ON_DEVICE)
+        at_once = clocked(lambda: base.map(lambda number: trial(base.copy(), number), range(count)), travel)  # noqa: B023
         if at_once.result != [each.result for each in alone]:
             raise RuntimeError(f"{count} trials at once have other losses than one after the other.")
         seconds, nbytes = sum(each.seconds for each in alone), sum(each.nbytes for each in alone)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
+import copy
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from itertools import product
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -24,14 +24,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torchmetrics import MeanMetric
 
 from sp_lightning import SharedBase, SuperpipelineStrategy
-from sp_lightning.core.device.device import Device
-from sp_lightning.core.device.layout import PAGE
-from sp_lightning.experimental.sharing.common import SharedLayer, TrialMemory
 from sp_lightning.experimental.sharing.own import with_state
 from sp_lightning.experimental.sharing.shared_base import current
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, trainer_for
 from tests.support.tiers import first
-from tests.support.trials import RATES, WIDTH, Learner, batches, learn
+from tests.support.trials import RATES, WIDTH, Learner, batches, learn, shared
 
 
 @pytest.mark.long("takes a second or more")
@@ -50,13 +47,9 @@ def test_what_cannot_share_is_told_before_work() -> None:
     of_before = SuperpipelineStrategy()
 
     def another_base() -> None:
-        def made(rate: float) -> Learner:
-            module = Learner(rate)
-            for p in module.parameters():
-                torch.nn.init.uniform_(p)
-            return module
+        learn(1e-3, make=lambda rate: copy.deepcopy(module))
 
-        learn(1e-3, make=made)
+    module = Learner(1e-3)
 
     def on_disk() -> None:
         fit(lambda: Learner(1e-3), batches(1e-3), SuperpipelineStrategy(disk="/tmp"))
@@ -71,13 +64,13 @@ def test_what_cannot_share_is_told_before_work() -> None:
         base.map(lambda _: None, [1])
 
     for bad, message in (
-        (nothing_frozen, "in common with others: it has none"),
-        (another_base, "others than those of the trial before"),
-        (on_disk, "disk= keeps weights where"),
-        (staying, "gpu_layers=1 keeps layers of one run in GPU memory"),
+        (nothing_frozen, "has no frozen weights of its SharedBase"),
+        (another_base, "has no frozen weights of its SharedBase"),
+        (on_disk, "disk=.* is not supported in trials"),
+        (staying, "gpu_layers=1 is not supported in trials"),
         (two_devices, "this trainer has more"),
     ):
-        base = SharedBase()
+        base = shared()
         base.map(learn, [1e-3])
         with pytest.raises(ValueError, match=message):
             base.wrap(bad)()
@@ -87,18 +80,18 @@ def test_what_cannot_share_is_told_before_work() -> None:
         assert trial is not None
         trial.begin(None, None, torch.device("meta"))
 
-    base = SharedBase()
+    base = shared()
     base.map(learn, [1e-3])
     with pytest.raises(ValueError, match="this one on meta, an earlier one on cpu"):
         base.wrap(on_another_device)()
     for before in (trainer_of_before, strategy_of_before):
         with pytest.raises(RuntimeError, match="was made outside of it"):
             base.wrap(before)()
-    with pytest.raises(RuntimeError, match="was started inside another trial"):
+    with pytest.raises(RuntimeError, match="was started inside another one"):
         base.wrap(inside)()
     for wrong in (0, -1, 1.5, True, "2"):
-        with pytest.raises(ValueError, match="has to be a number of at least 1"):
-            SharedBase(max_trials=wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="Expected a number of at least 1"):
+            shared(max_trials=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning", "ignore:coroutine")
@@ -113,7 +106,7 @@ def test_a_trial_returns_what_it_has_computed() -> None:
     async def both(rate: float) -> AsyncIterator[float]:
         yield rate
 
-    base = SharedBase()
+    base = shared()
     functions: list[Any] = [generator, both, coroutine, partial(generator), lambda rate: generator(rate)]
     for later in functions:
         with pytest.raises(TypeError, match=r"returns a (generator|async_generator|coroutine)\. A trial returns"):
@@ -132,9 +125,9 @@ def test_errors_are_told_whatever_they_and_the_arguments_are() -> None:
     def fails(argument: Any) -> None:
         raise argument
 
-    (found,) = SharedBase().map(fails, [Odd()], return_exceptions=True)
+    (found,) = shared().map(fails, [Odd()], return_exceptions=True)
     assert isinstance(found, Odd)
-    assert found.__notes__ == ["A trial of a SharedBase has raised this, with a Odd."]
+    assert found.__notes__[0].startswith("This was raised by the trial fails(<Odd instance at ")
 
 
 class Data(pl.LightningDataModule):
@@ -247,13 +240,18 @@ def test_what_has_a_state_is_in_one_trial(kind: str) -> None:
     torch.manual_seed(2)
     alone = use(make(), kind)
     torch.manual_seed(2)
-    thing, base = make(), SharedBase()
+    thing, base = make(), shared()
+    if isinstance(thing, Learner):
+        thing.take(base)
     found = base.map(lambda _: use(thing, kind), range(2), return_exceptions=True)
     first, second = sorted(found, key=lambda each: isinstance(each, RuntimeError))
     assert f"A {kind} is in two trials of a SharedBase at once: " in str(second)
     assert f"{place}. Make it" in str(second)
     assert_equal(first, alone, "the first one")
-    SharedBase(max_trials=1).map(lambda _: use(thing, kind), range(2))
+    one_by_one = shared(max_trials=1)
+    if isinstance(thing, Learner):
+        thing.take(one_by_one)
+    one_by_one.map(lambda _: use(thing, kind), range(2))
 
 
 class Around(Measures):
@@ -278,7 +276,7 @@ def test_a_module_within_the_module_of_the_first_trial_keeps_its_trainer() -> No
         trainer_for(SuperpipelineStrategy(k=1)).fit(Around(inner), loader(batches(1e-3)))
         return "it ends"
 
-    found = SharedBase().map(run, range(2), return_exceptions=True)
+    found = shared().map(run, range(2), return_exceptions=True)
     first, second = sorted(found, key=lambda each: isinstance(each, BaseException))
     assert first == "it ends"
     assert "A Learner is in two trials of a SharedBase at once: inner." in str(second)
@@ -298,9 +296,10 @@ def test_no_hook_of_a_module_runs_in_a_second_trial() -> None:
 
     done = list[str]()
     learn(1e-3, make=Prepares)
-    alone, module = done.copy(), Prepares(1e-3)
+    base = shared()
+    alone, module = done.copy(), Prepares(1e-3).take(base)
     done.clear()
-    found = SharedBase().map(lambda _: learn(1e-3, make=lambda _: module), range(2), return_exceptions=True)
+    found = base.map(lambda _: learn(1e-3, make=lambda _: module), range(2), return_exceptions=True)
     assert sum(isinstance(each, RuntimeError) for each in found) == 1
     assert done == alone
 
@@ -352,7 +351,8 @@ def test_what_of_a_loader_has_a_state(kind: str) -> None:
 
 @pytest.mark.rest("takes tenths of a second")
 def test_parameters_of_another_trial_are_refused_in_the_middle() -> None:
-    base, theirs = SharedBase(), Learner(1e-3)
+    base = shared()
+    theirs = Learner(1e-3).take(base)
 
     class Assigns(Learner):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -394,7 +394,7 @@ def test_what_trials_may_have() -> None:
         trainer_for(SuperpipelineStrategy(k=1), callbacks=[Equal()]).fit(module, EqualData() if at == 2 else common)
         return dict(module.state_dict())
 
-    assert_equal(SharedBase().map(run, range(3)), [run(at) for at in range(3)], "together and alone")
+    assert_equal(shared().map(run, range(3)), [run(at) for at in range(3)], "together and alone")
 
 
 @pytest.mark.long("takes a second or more")
@@ -409,7 +409,7 @@ def test_a_run_outside_of_trials_is_refused_beside_them() -> None:
             assert go_on.wait(20)
 
     with ThreadPoolExecutor(1) as pool:
-        trials = pool.submit(SharedBase().map, lambda rate: learn(rate, make=Steps), RATES[:2])
+        trials = pool.submit(shared().map, lambda rate: learn(rate, make=Steps), RATES[:2])
         assert step.wait(20)
         for use in (trainer.fit, trainer.validate, trainer.predict):
             with pytest.raises(RuntimeError, match="is used outside of the trials of a SharedBase"):
@@ -425,45 +425,143 @@ def test_a_trial_is_refused_beside_a_run_outside_of_trials() -> None:
 
     class Begins(Learner):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            SharedBase().map(learn, [1e-3])
+            shared().map(learn, [1e-3])
 
     outside = trainer_for(SuperpipelineStrategy(k=1))
     with pytest.raises(
         RuntimeError, match="outside of the trials of a SharedBase while they run, in another thread or around them"
     ):
         outside.fit(Begins(1e-3), loader(batches(1e-3)))
-    SharedBase().map(learn, [1e-3])
+    shared().map(learn, [1e-3])
 
 
-@pytest.mark.long("takes a second or more")
-def test_files_that_are_open() -> None:
-    """One for each layer while there is a base, whatever trials there are."""
-
-    def count() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    class Looks(Learner):
-        def on_train_end(self) -> None:
-            seen.append(count())
-
-    gc.collect()
-    before, seen, base = count(), list[int](), SharedBase()
-    base.map(lambda rate: learn(rate, make=Looks), RATES[:5])
-    assert max(seen) < before + 4 + 3  # layers of the base, and what else is open for a moment
-    del base
-    gc.collect()
-    assert count() <= before
+def test_a_base_is_made_of_a_model() -> None:
+    for old in (SharedBase, partial(SharedBase, 4), partial(SharedBase, max_trials=4)):
+        with pytest.raises(TypeError, match=r"Write SharedBase\(model\), and in each trial module = base.copy\(\)"):
+            old()
+    with pytest.raises(ValueError, match=r"no frozen weights: call model.requires_grad_\(False\)"):
+        SharedBase(nn.Linear(2, 2))
 
 
-def test_own_pages_behind_the_frozen_weights_are_none_of_theirs() -> None:
-    device = Device(torch.device("cpu"))
-    memory = TrialMemory(device, SharedLayer(device, PAGE, 4 * PAGE, pin=False), 4 * PAGE)
-    memory.common[3 * PAGE] = 1
-    assert memory.own(PAGE) == []
-    assert memory.own(4 * PAGE) == [(3 * PAGE, 4 * PAGE)]
+class Writes(Learner):
+    """The first trial writes a frozen weight in its second batch, and all go on."""
+
+    way: Callable[[nn.Linear], Any]
+    in_step: ClassVar = False
+
+    def write(self, batch_idx: int) -> None:
+        if batch_idx == 1 and self.rate == RATES[0]:
+            self.way(self.net[2].base)  # type: ignore[index, union-attr]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not self.in_step:
+            self.write(batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.in_step:
+            self.write(batch_idx)
+        return loss
 
 
-def test_a_model_is_not_passed() -> None:
-    with pytest.raises(ValueError, match="no base is passed") as raised:
-        SharedBase(torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(99))))  # type: ignore[arg-type]
-    assert len(str(raised.value)) < 150, "the whole of a large model is not shown"
+def in_place(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(1.5)
+
+
+def without_a_version(layer: nn.Linear) -> None:
+    layer.weight.data += 1
+
+
+def by_numpy(layer: nn.Linear) -> None:
+    layer.weight.numpy()[0] = 3
+
+
+def to_other_memory(layer: nn.Linear) -> None:
+    layer.weight.data = torch.ones(WIDTH, WIDTH, device=layer.weight.device)
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize(
+    ("way", "in_step"),
+    [*product((in_place, without_a_version), (False, True)), (by_numpy, False), (to_other_memory, False)],
+    ids=lambda value: getattr(value, "__name__", "in the step" if value else "between"),
+)
+def test_a_write_to_a_frozen_weight_is_an_error(way: Any, in_step: bool) -> None:
+    """All trials raise it if the memory was written, because it is theirs, too; and trials that begin later as well."""
+
+    class Writer(Writes):
+        pass
+
+    Writer.way, Writer.in_step = staticmethod(way), in_step  # type: ignore[method-assign]
+    base = shared()
+    found = base.map(lambda rate: learn(rate, make=Writer), RATES[:3], return_exceptions=True)
+    alone = way is to_other_memory  # the base's memory has the old values
+    for rate, each in zip(RATES, found, strict=False):
+        if alone and rate != RATES[0]:
+            assert isinstance(each, Outcome)
+            continue
+        assert isinstance(each, RuntimeError)
+        message = str(each)
+        assert "2.base.weight'" in message
+        assert "layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)" in message
+        if way is in_place:
+            assert "was written by the trial <lambda>(0.001)." in message
+    if not alone:
+        with pytest.raises(RuntimeError, match="was written by"):
+            base.map(learn, [RATES[3]])
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_a_write_of_a_trial_alone_is_an_error_at_its_end() -> None:
+    def writes() -> None:
+        outcome = learn(RATES[0])
+        without_a_version(outcome.module.net[1].base)  # type: ignore[index, union-attr, arg-type]
+
+    with pytest.raises(RuntimeError, match=r"'1\.base\.weight'.* was written by the trial writes\(\)"):
+        shared().wrap(writes)()
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_a_write_of_the_same_values_is_none() -> None:
+    """As loading a checkpoint is, and the copy that bitsandbytes gives a weight."""
+
+    def way(layer: nn.Linear) -> None:
+        with torch.no_grad():
+            layer.weight.copy_(layer.weight.clone())
+        layer.bias.data = layer.bias.data.clone()
+
+    class Writer(Writes):
+        pass
+
+    Writer.way = staticmethod(way)  # type: ignore[method-assign]
+    alone = [learn(rate, make=Writer) for rate in RATES[:2]]
+    for ours, its in zip(shared().map(lambda rate: learn(rate, make=Writer), RATES[:2]), alone, strict=True):
+        assert_same(ours, its)
+
+
+def test_a_copy_has_its_own_parameters_over_the_memory_of_the_base() -> None:
+    class Marked(nn.Parameter):
+        pass
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)).requires_grad_(False)
+    model[1].weight = Marked(torch.eye(3), requires_grad=False)
+    model[1].weight.note = "kept"
+    model[2].weight = model[0].weight
+    model[1].bias.requires_grad_(True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    base = SharedBase(model)
+    one, other = base.copy(), base.copy()
+    assert_equal(dict(one.state_dict()), before, "values")
+    for (name, p), q, r in zip(one.named_parameters(), other.parameters(), model.parameters(), strict=True):
+        assert p is not q
+        assert (p.data_ptr() == q.data_ptr() == r.data_ptr()) is (name != "1.bias")
+    assert one[2].weight is one[0].weight
+    assert type(one[1].weight) is Marked
+    assert one[1].weight.note == "kept"
+    one[0].weight.requires_grad_(True)
+    one[0].bias.data = torch.zeros(3)
+    one[1].weight.note = "another"
+    assert not other[0].weight.requires_grad
+    assert other[1].weight.note == "kept"
+    assert torch.equal(other[0].bias, before["0.bias"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.sharing import on_clocks
 from tests.sharing.on_clocks import Ran, Workload
@@ -23,7 +24,7 @@ def test_a_trial_that_comes_to_other_losses_on_the_device_of_clocks_is_an_error(
     made = iter(range(99))
 
     def trial_of(*_: Any) -> Any:
-        return lambda number: [float(next(made))]
+        return torch.nn.Linear(2, 2).requires_grad_(False), lambda copied, number: [float(next(made))]
 
     monkeypatch.setattr(on_clocks, "trial_of", trial_of)
     monkeypatch.setattr(on_clocks, "clocked", lambda run, travel: Ran(1.0, 1.0, 1, run()))

@@ -1,4 +1,4 @@
-"""Turns: one trial at a time, none waits for ever, each finds the process as it left it."""
+"""Turns: one trial at a time, none waits for ever, each with its own random state; and settings that none may change."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as of_examples
 from hypothesis import strategies as st
 
-from sp_lightning.core.torch_compat.private import attention_order, set_attention_order
-from sp_lightning.experimental.sharing.turns import PATIENCE, ProcessState, TrialTurn, TrialTurns
+from sp_lightning.core.torch_compat.private import attention_order
+from sp_lightning.experimental.sharing import turns
+from sp_lightning.experimental.sharing.turns import PATIENCE, RandomState, TrialTurn, TrialTurns, settings
 from tests.support.trials import interruptible
 
 PROGRAMS = st.lists(st.lists(st.none() | st.integers(0, 5), max_size=30), min_size=1, max_size=6)
@@ -80,7 +82,7 @@ class Machine:
 
 @pytest.mark.long("takes a second or more")
 @given(PROGRAMS, st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@of_examples(max_examples=60, deadline=None)
 def test_all_programs_end_in_their_own_order(programs: list[list[int | None]], room: int) -> None:
     machine = Machine(room)
     machine.all(programs)
@@ -111,41 +113,19 @@ def test_who_has_waited_long_comes_before_who_finds_its_layers() -> None:
     assert PATIENCE / 2 < second - first <= PATIENCE + 3, "once it had its turn, it waits anew"
 
 
-def test_what_a_trial_has_set_before_its_end_is_not_the_next_one_s() -> None:
-    machine = Machine(room=1)
-
-    def run(turns: int, dtype: torch.dtype) -> list[torch.dtype]:
-        turn, found = machine.begin(), list[torch.dtype]()
-        try:
-            for _ in range(turns):
-                machine.turns.pass_on(turn)
-                found.append(torch.get_default_dtype())
-            torch.set_default_dtype(dtype)
-        finally:
-            machine.turns.end(turn)
-        return found
-
-    with machine.together(2) as pool:
-        pool.submit(run, 3, torch.float64)
-        longer = pool.submit(run, 9, torch.float32)
-    assert set(longer.result()) == {torch.float32}
-    assert torch.get_default_dtype() is torch.float32
-
-
-def test_each_finds_the_process_as_it_left_it() -> None:
-    before = ProcessState()
-    machine = Machine(room=1)
-    dtypes = (torch.float64, torch.float32)
+def test_each_has_its_own_random_state_and_default_dtype() -> None:
+    """Lightning's ``bf16-true`` sets the default dtype within its steps. A trial's last values are not the next one's first."""
+    machine, dtypes = Machine(room=1), (torch.float64, torch.float32)
 
     def run(seed: int) -> list[object]:
-        turn, found = machine.begin(), list[object]()
+        turn, found = machine.begin(), list[object]([torch.get_default_dtype()])
         try:
             torch.manual_seed(seed)
             np.random.seed(seed)
             random.seed(seed)
             torch.set_default_dtype(dtypes[seed])
             os.environ["PL_GLOBAL_SEED"] = str(seed)
-            for _ in range(50):
+            for _ in range(9 + seed):
                 found += [torch.rand(()).item(), np.random.rand(), random.random(), torch.get_default_dtype()]
                 found.append(os.environ["PL_GLOBAL_SEED"])
                 machine.turns.pass_on(turn)
@@ -153,110 +133,89 @@ def test_each_finds_the_process_as_it_left_it() -> None:
             machine.turns.end(turn)
         return found
 
+    before = RandomState()
     alone = [run(seed) for seed in (0, 1)]
     torch.manual_seed(11)
     state = torch.get_rng_state()
     with machine.together(2) as pool:
         futures = [pool.submit(run, seed) for seed in (0, 1)]
     assert [each.result() for each in futures] == alone
-    assert all(one != other for one, other in zip(*alone, strict=True))
-    assert torch.get_default_dtype() is torch.float32
+    assert alone[0][0] is alone[1][0] is torch.get_default_dtype() is torch.float32
+    assert all(one != other for one, other in zip(alone[0][1:], alone[1][1:], strict=False))
     assert torch.equal(torch.get_rng_state(), state)
     before.restore()
 
 
-BACKENDS: Any = torch.backends
+def test_all_settings_are_read() -> None:
+    """A name that this version of torch lacks is left out: of the newest one, none is."""
+    names = {f"torch.{place}{name}" for place, names in turns._SETTINGS.items() for name in names.split()}
+    missing = names - settings().keys()
+    assert not missing or torch.__version__ < "2.14"
 
 
-def another(value: Any) -> Any:
-    """A value of the same setting."""
-    precisions = ("high", False, "ieee", "tf32", "bf16", "ieee", "ieee", "ieee", "none", "none", "none")
-    values = [True, False, 2, 1, "qnnpack", "none", torch.float64, (True, True), (True, False), (False, False)]
-    values += [
-        precisions,
-        [2, 1, 0, 3, 4],
-        np.random.MT19937(3),
-        torch.backends.cuda.preferred_linalg_library("cusolver"),
-    ]
-    values += [torch.backends.cuda.preferred_blas_library("cublaslt")]
-    alike = (each for each in values if type(each) is type(value) and each != value)
-    return (
-        "7" if value is None else next(each for each in alike if not isinstance(each, tuple) or len(each) == len(value))
-    )
-
-
-def attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
-
-
-MATRICES = BACKENDS.cuda.matmul
-FUTURE: Any = torch.__future__
-OWNERS: dict[str, tuple[Any, str]] = {
-    "cudnn": (BACKENDS.cudnn, "enabled benchmark benchmark_limit deterministic allow_tf32"),
-    "mkldnn": (BACKENDS.mkldnn, "enabled deterministic allow_tf32"),
-    "matmul": (MATRICES, "allow_fp16_accumulation"),
-    "reductions": (MATRICES, "allow_fp16_reduced_precision_reduction allow_bf16_reduced_precision_reduction"),
-    "opt_einsum": (BACKENDS.opt_einsum, "enabled strategy"),
-    "quantized": (BACKENDS.quantized, "engine"),
-    "deterministic": (torch.utils.deterministic, "fill_uninitialized_memory"),
+B: Any = torch.backends
+CHANGES: dict[str, tuple[str, str]] = {
+    "torch.backends.cudnn.deterministic": ("B.cudnn.deterministic = True", "B.cudnn.deterministic = False"),
+    "torch.get_num_threads": ("torch.set_num_threads(threads + 1)", "torch.set_num_threads(threads)"),
+    "the precision of float32 operations": ("B.cudnn.allow_tf32 = False", "B.cudnn.allow_tf32 = True"),
+    "torch.backends.cuda.math_sdp_enabled": ("B.cuda.enable_math_sdp(False)", "B.cuda.enable_math_sdp(True)"),
+    "NumPy's generator": ("random.set_bit_generator(np.random.PCG64(3))", "random.set_bit_generator(generator)"),
+    "attention kernels": ("set_order(order[::-1])", "set_order(order)"),
 }
-PUBLIC: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    **{f"{at}.{name}": attribute(owner, name) for at, (owner, names) in OWNERS.items() for name in names.split()},
-    **{
-        f"{name}_sdp": (getattr(BACKENDS.cuda, f"{name}_sdp_enabled"), getattr(BACKENDS.cuda, f"enable_{name}_sdp"))
-        for name in ("flash", "mem_efficient", "math", "cudnn")
-    },
-    "math_sdp reductions": (
-        BACKENDS.cuda.fp16_bf16_reduction_math_sdp_allowed,
-        BACKENDS.cuda.allow_fp16_bf16_reduction_math_sdp,
-    ),
-    "linalg": (BACKENDS.cuda.preferred_linalg_library, BACKENDS.cuda.preferred_linalg_library),
-    "blas": (BACKENDS.cuda.preferred_blas_library, BACKENDS.cuda.preferred_blas_library),
-    "overwrite": (
-        FUTURE.get_overwrite_module_params_on_conversion,
-        FUTURE.set_overwrite_module_params_on_conversion,
-    ),
-    "swap": (FUTURE.get_swap_module_params_on_conversion, FUTURE.set_swap_module_params_on_conversion),
-    "fast path": (BACKENDS.mha.get_fastpath_enabled, BACKENDS.mha.set_fastpath_enabled),
-    "attention order": (attention_order, set_attention_order),
-    "generator": (lambda: np.random.get_bit_generator(), lambda value: np.random.set_bit_generator(value)),  # type: ignore[attr-defined]
-    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
-    "threads": (torch.get_num_threads, torch.set_num_threads),
-    "nan": (torch.is_anomaly_check_nan_enabled, lambda value: torch.set_anomaly_enabled(False, value)),
-}
-"""How users read and write them, by name, whatever the state goes by."""
+"""How users change and restore them."""
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_what_users_set_goes_with_the_turn(name: str) -> None:
-    (read, write), state = PUBLIC[name], ProcessState()
-    before = read()
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_that_a_trial_changes_is_an_error(name: str) -> None:
+    known = {
+        "B": B, "torch": torch, "np": np, "random": np.random, "threads": torch.get_num_threads(),
+        "generator": np.random.get_bit_generator(), "order": attention_order(),  # type: ignore[attr-defined]
+        "set_order": torch._C._set_sdp_priority_order,
+    }  # fmt: skip
+    machine, (change, restore) = Machine(room=1), CHANGES[name]
+    turn = machine.begin()
     try:
-        write(another(before))
-    except (AttributeError, AssertionError, RuntimeError):
-        assert read() == before
-        pytest.skip("torch cannot set it here: opt_einsum is not installed, or the build has no such setting")
-    else:
-        assert read() != before
+        machine.turns.check(turn)
+        exec(change, known)
+        with pytest.raises(
+            RuntimeError, match=f"A trial of a SharedBase has changed a setting of the process: {name} is"
+        ):
+            machine.turns.check(turn)
     finally:
-        state.restore()
-        assert read() == before
+        exec(restore, known)
+        machine.turns.end(turn)
 
 
-def test_a_generator_of_numpy_goes_with_what_it_has_drawn() -> None:
-    """The generator itself first, then its state: another one's would be set otherwise."""
-    before, other = ProcessState(), np.random.MT19937(3)
+def test_all_trials_under_way_raise_the_error_of_a_setting_and_later_ones_do_not() -> None:
+    """They may have computed with it."""
+    machine = Machine(room=1)
+
+    def changes(turn: TrialTurn) -> None:
+        torch.backends.cudnn.benchmark = True
+        machine.turns.pass_on(turn)
+
+    def run(work: Callable[[TrialTurn], Any]) -> str:
+        turn = machine.begin()
+        try:
+            for _ in range(3):
+                work(turn)
+                machine.turns.pass_on(turn)
+            machine.turns.check(turn)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            machine.turns.end(turn)
+        return "it ends"
+
     try:
-        np.random.set_bit_generator(other)  # type: ignore[attr-defined]
-        inside, drawn = ProcessState(), np.random.rand()
-        before.restore()
-        ours = np.random.get_state()[1].copy()  # type: ignore[index, union-attr]
-        inside.restore()
-        assert np.random.rand() == drawn
-        before.restore()
-        assert np.array_equal(np.random.get_state()[1], ours)  # type: ignore[arg-type, index]
+        with machine.together(2) as pool:
+            ends = pool.map(run, (changes, lambda turn: None))
+        found = list(ends)
+        assert found == 2 * [found[0]]
+        assert "torch.backends.cudnn.benchmark is True; it was False when the trials began" in found[0]
+        assert run(lambda turn: None) == "it ends"
     finally:
-        before.restore()
+        torch.backends.cudnn.benchmark = False
 
 
 def test_a_trial_whose_state_cannot_be_read_has_the_turn_still(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +226,7 @@ def test_a_trial_whose_state_cannot_be_read_has_the_turn_still(monkeypatch: pyte
         def fails() -> None:
             nonlocal turn
             turn = machine.begin()
-            monkeypatch.setattr("sp_lightning.experimental.sharing.turns.ProcessState", lambda: 1 / 0)
+            monkeypatch.setattr("sp_lightning.experimental.sharing.turns.RandomState", lambda: 1 / 0)
             try:
                 with pytest.raises(ZeroDivisionError):
                     machine.turns.pass_on(turn)
@@ -280,38 +239,6 @@ def test_a_trial_whose_state_cannot_be_read_has_the_turn_still(monkeypatch: pyte
         futures = [pool.submit(fails), pool.submit(machine.run, 1, [1, 2])]
     for each in futures:
         each.result()
-
-
-def test_both_ways_to_set_what_float32_products_are_computed_in() -> None:
-    """torch refuses to read them by the old one where both were used."""
-    products, rest, state, machine = torch.backends.cuda.matmul, torch.backends, ProcessState(), Machine(room=1)
-
-    def run(at: int) -> list[str]:
-        turn, found = machine.begin(), list[str]()
-        try:
-            for _ in range(3):
-                if at == 0:
-                    products.fp32_precision = "tf32"  # explicitly, and what is above it says the same
-                if at < 2:
-                    rest.fp32_precision = "tf32"
-                if at == 2:
-                    torch.set_float32_matmul_precision("medium")
-                machine.turns.pass_on(turn)
-                rest.fp32_precision = "ieee"
-                found += [products.fp32_precision, rest.mkldnn.matmul.fp32_precision]
-                machine.turns.pass_on(turn)
-        finally:
-            machine.turns.end(turn)
-        return found
-
-    try:
-        alone = [run(at) for at in range(3)]
-        with machine.together(3) as pool:
-            futures = [pool.submit(run, at) for at in range(3)]
-        assert [each.result() for each in futures] == alone
-        assert alone == [["tf32", "ieee"] * 3, ["ieee", "ieee"] * 3, ["tf32", "bf16"] * 3]
-    finally:
-        state.restore()
 
 
 def _outer(cache: bool) -> Any:

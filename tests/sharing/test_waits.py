@@ -10,22 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sp_lightning import SharedBase
 from sp_lightning.core.device.device import Device, Stream, Wait
-from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.plan.plan import make_plan
-from sp_lightning.experimental.sharing.common import SharedLayers
+from sp_lightning.experimental.sharing.common import OnDevice
 from tests.support.runs import assert_same
 from tests.support.simdevice import Race, SimDevice, simulated
-from tests.support.trials import RATES, learn
+from tests.support.trials import RATES, learn, shared
 
 
 @pytest.mark.long("takes a second or more")
 def test_the_device_has_nothing_of_the_base_once_all_trials_are_over() -> None:
     with simulated(watch=False, shared=True) as made:
-        base = SharedBase(layers=1)
+        base = shared(layers=1)
         base.map(learn, RATES[:2])
         gc.collect()
         assert made[0].in_use == 0
@@ -42,7 +39,7 @@ def test_a_device_is_told_whose_turn_it_is(monkeypatch: pytest.MonkeyPatch) -> N
             told.append((id(self), name))
 
         monkeypatch.setattr(Device, name, tell)
-    SharedBase(layers=1).map(partial(learn, recorded="nothing"), RATES[:2])
+    shared(layers=1).map(partial(learn, recorded="nothing"), RATES[:2])
     assert len({device for device, _ in told}) == 2
     for (device, name), (other, then) in pairwise(told):
         assert name == "end_turn" or then == "end_turn" or device != other
@@ -70,20 +67,17 @@ def test_all_that_a_trial_copies_is_page_locked(options: dict[str, Any], monkeyp
     monkeypatch.setattr(SimDevice, "pin", pinning)
     monkeypatch.setattr(SimDevice, "_copy", copying)
     with simulated(watch=False, shared=True):
-        SharedBase(layers=1).map(partial(learn, recorded="nothing", **options), RATES[:2])
+        shared(layers=1).map(partial(learn, recorded="nothing", **options), RATES[:2])
     assert not other
 
 
 @pytest.mark.parametrize("omit", [None, Wait.CLOSE_AFTER_FETCH])
 @pytest.mark.parametrize("larger", [False, True], ids=["all are over", "a larger layer comes"])
 def test_memory_is_given_back_after_the_copies_to_it(larger: bool, omit: Wait | None) -> None:
-    plans = [
-        make_plan(find_layers(nn.Sequential(nn.Linear(8, width))), k=1, k_prime=1, training=True) for width in (8, 99)
-    ]
-    (small,), (large,) = (plan.layers for plan in plans)
-    device, common = SimDevice(torch.device("cpu"), omit), SharedLayers(1)
-    common.bring(common.layer(small, 1, device, pin=False), device)
-    give_back = partial(common.bring, common.layer(large, 1, device, pin=False), device) if larger else common.free
+    device, on_device = SimDevice(torch.device("cpu"), omit), OnDevice(1)
+    small, large = torch.ones(512, dtype=torch.uint8), torch.ones(1024, dtype=torch.uint8)
+    on_device.bring("small", small, device)
+    give_back = partial(on_device.bring, "large", large, device) if larger else on_device.free
     race = pytest.raises(Race, match=r"written by compute at .* is not ordered after copied to")
     with nullcontext() if omit is None else race:
         give_back()
@@ -92,7 +86,7 @@ def test_memory_is_given_back_after_the_copies_to_it(larger: bool, omit: Wait | 
 @pytest.mark.rest("takes tenths of a second")
 def test_late_copies_change_nothing() -> None:
     with simulated(watch=False, shared=True) as made:
-        ours = SharedBase(layers=1).map(learn, RATES[:2])
+        ours = shared(layers=1).map(learn, RATES[:2])
     assert len(made) == 1
     for outcome, rate in zip(ours, RATES[:2], strict=True):
         assert_same(outcome, learn(rate))

@@ -6,13 +6,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from sp_lightning import SuperpipelineStrategy
+from sp_lightning import SharedBase, SuperpipelineStrategy
+from sp_lightning.experimental.sharing.shared_base import current
 from tests.support.models import Module
 from tests.support.runs import Outcome, fit
 
@@ -44,16 +45,34 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(self.drop(x)))) + x
 
 
+def blocks(depth: int) -> nn.Sequential:
+    """The frozen weights of each block are the same, whatever the depth."""
+    torch.manual_seed(1)
+    return nn.Sequential(*(Adapted() for _ in range(depth)))
+
+
+def shared(max_trials: int | None = None, *, dtype: torch.dtype = torch.float32, **options: Any) -> SharedBase:
+    with torch.random.fork_rng():
+        return SharedBase(blocks(7).to(dtype), max_trials, **options)
+
+
 class Learner(Module):
     """A frozen base of some layers, the same in all trials, with adapters of one's own."""
 
     def __init__(self, rate: float, depth: int = 4) -> None:
-        torch.manual_seed(1)
-        super().__init__(nn.Sequential(*(Adapted() for _ in range(depth))))
+        super().__init__(blocks(depth))
         torch.manual_seed(int(1e5 * rate))
         for block in self.net:  # type: ignore[union-attr]
             nn.init.normal_(block.up.weight, std=0.1)
         self.rate = rate
+        if (trial := current()) is not None:
+            self.take(trial.base)
+
+    def take(self, base: SharedBase) -> Self:
+        """Takes the frozen weights of a base, which are equal."""
+        for block, its in zip(self.net, base.copy(), strict=False):  # type: ignore[call-overload]
+            block.base = its.base
+        return self
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.core.device.lease import lend
 from sp_lightning.core.torch_compat import private as torch_private
 from sp_lightning.core.updates.scaler import HostGradScaler
+from tests.support.precisions import restored_precisions
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine
 
@@ -369,11 +370,9 @@ def test_a_default_device_is_told() -> None:
 
 def test_what_products_are_computed_in_is_told_and_nothing_is_set() -> None:
     before, all_of_it = torch_private.product_precisions(), torch_private.float32_precisions()
-    try:
+    with restored_precisions():
         torch.set_float32_matmul_precision("medium")
         assert torch_private.product_precisions() != before
-    finally:
-        torch_private.set_float32_precisions(all_of_it)
     assert torch_private.product_precisions() == before
     assert torch_private.float32_precisions() == all_of_it
 

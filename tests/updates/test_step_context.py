@@ -17,14 +17,13 @@ from torch.optim import Optimizer
 
 from sp_lightning.core.torch_compat.private import (
     COMPILE_LOCK,
-    float32_precisions,
     set_compiling,
-    set_float32_precisions,
 )
 from sp_lightning.core.updates.background import BackgroundUpdates
 from sp_lightning.core.updates.step_context import StepContext, awaiting_steps
 from tests.support.models import Module, Stack, vectors
 from tests.support.nets import Stepped, on_device
+from tests.support.precisions import restored_precisions
 from tests.support.runs import Outcome, assert_same, fit
 from tests.support.ways import overlapping
 
@@ -110,12 +109,9 @@ def test_the_optimizers_of_a_run_do() -> None:
 
 
 def test_a_change_while_a_step_runs_is_noticed() -> None:
-    context, before = StepContext(["cpu"], "Muon"), float32_precisions()
-    try:
-        with pytest.raises(RuntimeError, match="Muon depends on torch's settings"):
-            context.run(lambda: torch.set_float32_matmul_precision("medium"))
-    finally:
-        set_float32_precisions(before)
+    context = StepContext(["cpu"], "Muon")
+    with restored_precisions(), pytest.raises(RuntimeError, match="Muon depends on torch's settings"):
+        context.run(lambda: torch.set_float32_matmul_precision("medium"))
     context.run(lambda: None)
 
 

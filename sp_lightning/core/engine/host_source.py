@@ -116,7 +116,7 @@ class HostSource(BlockSource):
             if layer.kind is Kind.RESIDENTS:
                 self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
             # An optimizer, a hook or a callback may write the layer now. If an update is in flight, such code waits first.
-            if layer.owner.update is None:
+            if layer.owner.update is None and not layer.block.is_common:
                 self._device.access(layer.block.weights, None, write=True)
 
     def invalidate(self, layers: Sequence[StreamedLayer]) -> None:

@@ -412,6 +412,8 @@ class Streamer:
     def changed(self) -> bool:
         """Returns True if user code has replaced, renamed or compiled modules, or replaced parameters, their dtypes or shapes.
 
+        Also True if it has unfrozen weights whose memory is not this run's alone.
+
         Called before each batch. Also renews the patch of autograd's engine, which notices backwards that fail.
 
         Raises:
@@ -419,7 +421,7 @@ class Streamer:
         """
         self._uses.calls.refuse_interrupted()
         watch(self._backward)  # other code may have restored the function that `watch` patches
-        return self._swap.changed()
+        return self._swap.changed() or any(layer.block.is_outdated for layer in self._layers)
 
     def thawed(self) -> bool:
         """Returns True if layers were unfrozen, so that there will be gradients that the plan does not count."""

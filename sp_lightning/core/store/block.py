@@ -41,6 +41,8 @@ class HostBlock:
         memory: the block itself.
         gradients: the memory for the parameters' gradients.
         absorbed_at: the value of :attr:`addresses` when the block last absorbed parameters.
+        is_common: True if other runs read the same memory, so that nobody may write it.
+        is_outdated: True if the engine has to be built again, because weights in memory of several runs are trained now.
 
     Args:
         layer: the parameters to absorb.
@@ -51,6 +53,8 @@ class HostBlock:
         pin: True to page-lock the memory for weights. Without effect if ``fetched_seldom`` is True.
         fetched_seldom: True for blocks that are rarely uploaded as a whole: masters and embedding tables.
     """
+
+    is_common = is_outdated = False
 
     def __init__(
         self,
@@ -238,7 +242,7 @@ class HostBlock:
     def _make_view(self, index: int) -> None:
         """Makes a parameter's data a view of its place in the block, with a new storage. Copies nothing."""
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            target = view(lend(bytes_of(self.memory.seen, self.planned.spans[index])), self._own_spans[index])
+            target = view(lend(self.weight_bytes(index)), self._own_spans[index])
             self.parameters[index].data = target
         self._storages[index] = StorageWeakRef(target.untyped_storage())
 

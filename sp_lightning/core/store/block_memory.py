@@ -20,8 +20,8 @@ class BlockMemory:
     """Host memory for the weights or the gradients of a layer.
 
     By default :attr:`seen`, :attr:`fetched` and :attr:`common` are the same memory. They differ in subclasses that share memory
-    with other processes (``ranks``) or other trials (``sharing``). In these subclasses user code writes to a private view.
-    Subclasses in ``disk`` write the memory to a file between its uses (*page it out*).
+    with other processes (``ranks``), in which user code writes to a private view. Subclasses in ``disk`` write the memory to a
+    file between its uses (*page it out*).
 
     Args:
         device: allocates the memory.

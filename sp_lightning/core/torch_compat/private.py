@@ -158,46 +158,23 @@ tree_unflatten = _pytree.tree_unflatten
 
 # ------------------------------------------------------------------------------------------------------------ settings
 
-# In the order of inheritance: "none" inherits the backend's setting for all operations, or the setting of all backends.
+# In the order of inheritance: an operation inherits the backend's setting for all operations, or the setting of all backends.
 _FLOAT32 = [
     ("generic", "all"),
     *((backend, of) for of in ("all", "matmul", "conv", "rnn") for backend in ("cuda", "mkldnn")),
 ]
 
 
-def float32_precisions() -> tuple[Any, ...]:
-    """Returns the precisions of float32 operations: the legacy settings, and the new ones per backend and operation.
+def float32_precisions() -> tuple[str, ...]:
+    """Returns the precisions of float32 operations, per backend and operation. The legacy settings show in them, too.
 
-    While the legacy settings are read, the new settings are "none"; they are restored afterwards. The public getters return
-    inherited values, and raise errors if both kinds of settings were used. The public setters cannot set mkldnn's.
+    The public getters raise errors if both kinds of settings were used.
     """
-    new = []
-    for place in _FLOAT32:
-        new.append(torch._C._get_fp32_precision_getter(*place))
-        torch._C._set_fp32_precision_setter(*place, "none")
-    products = torch.get_float32_matmul_precision()
-    try:
-        convolutions = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # while the new settings are "none", reading raises an error if the setting is True
-        convolutions = True
-    _set_new_precisions(new)
-    return products, convolutions, *new
-
-
-def set_float32_precisions(found: tuple[Any, ...]) -> None:
-    """Restores the settings that :func:`float32_precisions` returned."""
-    torch.set_float32_matmul_precision(found[0])
-    torch.backends.cudnn.allow_tf32 = found[1]
-    _set_new_precisions(found[2:])
-
-
-def _set_new_precisions(found: Sequence[str]) -> None:
-    for place, precision in zip(_FLOAT32, found, strict=True):
-        torch._C._set_fp32_precision_setter(*place, precision)
+    return tuple(torch._C._get_fp32_precision_getter(*place) for place in _FLOAT32)
 
 
 def product_precisions() -> tuple[Any, ...]:
-    """Returns the precisions of matrix products. Unlike :func:`float32_precisions`, it changes no settings to read them."""
+    """Returns the precisions of matrix products."""
     places = [place for place in _FLOAT32 if place[1] in ("all", "matmul")]
     backend: Any = torch.backends.cuda.matmul
     names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -207,9 +184,6 @@ def product_precisions() -> tuple[Any, ...]:
 attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
 """Returns the order in which ``scaled_dot_product_attention`` tries its kernels. The public context ``sdpa_kernel`` only sets the
 order."""
-
-set_attention_order: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
-"""Restores the order that :data:`attention_order` returned."""
 
 # -------------------------------------------------------------------------------------------------- storages, operators
 

@@ -1,10 +1,10 @@
-"""Several trainings in threads of one process share the uploads of the frozen weights that they have in common.
+"""Several trainings in threads of one process share the uploads of one model's frozen weights.
 
 ``SharedBase`` (``shared_base``) runs functions as *trials*. Each trial has its own engine, window and optimizer. A trial
 implements two interfaces of the core: ``trainer.run_scope.RunScope``, which a run calls before it begins, and
 ``engine.placement.Placement``, which makes the parts of the run's engine. Without trials no code of this folder runs.
 
-``common`` keeps one copy of the common weights on the host, and copies of a few layers on the device, from which each trial's
-slots are filled. ``turns`` lets one trial compute at a time. When a turn begins, it restores the state that the process had at
-the end of the trial's last turn. ``own`` records objects that no two trials may share.
+``common`` has the frozen weights, in one host memory, and copies of a few layers on the device, from which each trial's slots are
+filled. ``turns`` lets one trial compute at a time, with its own random state. ``own`` records objects that no two trials may
+share.
 """

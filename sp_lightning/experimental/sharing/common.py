@@ -1,239 +1,276 @@
-"""Weights that trials have in common: one copy on the host, and a few layers on the device.
+"""The frozen weights that trials have in common: one copy on the host, and a few layers on the device.
 
-Each trial sees a block of weights through a private view. In this view a page is copied when it is first written: by training, by
-user code, or at set-up by weights that differ from those of other trials. All other pages are shared. The system reports which
-pages were written, so users need not declare which weights are common.
+:class:`BaseWeights` moves the frozen weights of a model to one host memory. A trial's copy of the model has parameters of its own
+over the same memory. So a weight is common if it lies there, and nothing is compared. Nobody may write the memory:
+:meth:`BaseWeights.check` finds a write by its version, and by a digest when a trial ends.
 """
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+import copy
+import math
+from collections.abc import Collection, Hashable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
-from sp_lightning.core.device.layout import PAGE, aligned, bytes_of, view, whole_pages
-from sp_lightning.core.device.pages import create, written_pages
+from sp_lightning.core.device.layout import PAGE, Span, aligned, bytes_of, lay_out, part, total_bytes, versions, view
+from sp_lightning.core.device.lease import lend
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.ring import Uploads
+from sp_lightning.core.layers.writes import digest_of_values
+from sp_lightning.core.model.found import Layer
+from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.plan.plan import PlannedLayer
 from sp_lightning.core.store.block import HostBlock
-from sp_lightning.core.store.block_memory import BlockMemory
+from sp_lightning.core.store.block_memory import BlockMemory, Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
+from sp_lightning.core.torch_compat.private import is_traceable_wrapper_subclass
+from sp_lightning.experimental.sharing.turns import TURNS, TrialTurn
 
 ON_DEVICE = 2
 """The default number of common layers on the device, in addition to the trials' windows."""
+_WRITTEN = (
+    "{name!r}, a frozen weight of a SharedBase, was written by {by}. Trials share its memory. Before such a write, give the "
+    "module a weight of its own: layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)."
+)
 
 
-class SharedLayer:
-    """Host memory with the frozen weights of a layer that trials have in common. The first trial writes the weights.
+class BaseWeights:
+    """The frozen weights of a model, one behind the other in one host memory.
 
     Args:
-        device: page-locks the memory.
-        nbytes: the bytes of the frozen weights, which are at the start of the memory.
-        most: the most bytes of all weights of this layer in a trial. Pages that are never written take no memory.
-        pin: True to page-lock the frozen weights.
+        model: the model. Its frozen parameters become views of the memory.
+
+    Raises:
+        ValueError: the model has no frozen parameters.
 
     Attributes:
-        nbytes: the size of the memory in bytes, in whole pages.
-        bytes: the frozen weights, flat ``uint8``.
-        pinned: True if the frozen weights are page-locked.
-        filled: True after the first trial has written the frozen weights.
+        bytes: the memory, flat ``uint8``.
+        pinned: True if the memory is page-locked.
     """
 
-    def __init__(self, device: Device, nbytes: int, most: int, *, pin: bool) -> None:
-        self.nbytes = whole_pages(most)
-        self._file = create(self.nbytes, "superpipeline-base")
-        weakref.finalize(self, os.close, self._file)
-        memory = self._map(self.nbytes, shared=True)
-        self._locked = PinnedMemory(device, memory=memory[: whole_pages(nbytes)], pin=pin)
-        self.bytes = memory[:nbytes]
-        self.pinned = self._locked.pinned
-        self.filled = False
+    def __init__(self, model: nn.Module) -> None:
+        frozen = [(name, p) for name, p in model.named_parameters() if not (p.requires_grad or p.is_meta)]
+        named = [each for name, p in frozen for each in parts(name, p)]
+        if not named:
+            raise ValueError("The model of a SharedBase has no frozen weights: call model.requires_grad_(False) first.")
+        self._model, self._frozen = model, [p for _, p in frozen]
+        self._spans = lay_out(named)
+        self.pinned = False
+        self.bytes = Device(torch.device("cpu")).host_empty(total_bytes(self._spans))
+        with no_inference_mode(), torch.no_grad():
+            for (_, tensor), span in zip(named, self._spans, strict=True):
+                part(self.bytes, span).copy_(tensor.data)
+                tensor.data = view(lend(bytes_of(self.bytes, span)), replace(span, offset=0))
+        self._at = {self.bytes.data_ptr() + span.offset: span for span in self._spans if span.nbytes}
+        self._digests = [digest_of_values(part(self.bytes, span)) for span in self._spans]
+        self._written = ""  # the error for all trials, after a write
+        self._memory: PinnedMemory | None = None
 
-    def view(self, nbytes: int) -> Tensor:
-        """Returns a private view of the first ``nbytes`` bytes, in whole pages. Its pages are copied when they are written."""
-        return self._map(whole_pages(nbytes), shared=False)
+    def copy_of_model(self) -> nn.Module:
+        """Returns a copy of the model. Its frozen parameters are new objects over the same memory."""
+        return copy.deepcopy(self._model, {id(p): _over_same_memory(p) for p in self._frozen if not p.requires_grad})
 
-    def _map(self, nbytes: int, *, shared: bool) -> Tensor:
-        # Python's mmap would keep a descriptor for each mapping. torch's keeps none: one descriptor per layer serves all trials.
-        file = f"/proc/self/fd/{self._file}"
-        return torch.from_file(file, shared=shared, size=nbytes, dtype=torch.uint8)
+    def lock(self, device: Device) -> None:
+        """Page-locks the memory, once."""
+        self._memory = self._memory or PinnedMemory(device, memory=self.bytes, pin=True)
+        self.pinned = self._memory.pinned
+
+    def place(self, tensor: Tensor) -> Span | None:
+        """Returns the place of a tensor in the memory; None if it is trained, or has other memory, or another form."""
+        with torch.DisableTorchFunctionSubclass():  # neither the values nor an update are needed
+            found = self._at.get(tensor.data_ptr())
+            alike = found and (tensor.dtype, tensor.shape, tensor.stride()) == (found.dtype, found.shape, found.stride)
+        return found if alike and not tensor.requires_grad else None
+
+    def in_front(self, layer: Layer) -> Layer:
+        """Returns a layer with its common weights first, in the order of the memory. The rest is in the same order as before."""
+        first: Any = partial(sorted, key=lambda named: getattr(self.place(named[1]), "offset", math.inf))
+        return CommonFirst(**vars(layer) | {"parameters": tuple(first(layer.parameters))})
+
+    def beginning(self, layer: Layer, planned: PlannedLayer) -> tuple[int, int, int]:
+        """Returns the number of common weights with which a layer begins, and the bytes between which they are in the memory.
+
+        Of layers whose single rows are uploaded, of residents and of masters, weights are read from a block's own memory. If not
+        all of their weights are common, they count as not common.
+        """
+        count = begin = end = last = 0
+        for found in (self.place(parameter) for _, parameter in layer.parameters):
+            if found is None or (count and found.offset != end):
+                break
+            begin = begin if count else found.offset
+            count, end, last = count + 1, found.offset + aligned(found.nbytes), found.offset + found.nbytes
+        all_common = count == len(planned.spans) and not planned.casts
+        return count if all_common or (type(layer) is CommonFirst and not planned.rows) else 0, begin, last
+
+    def check(self, by: str, begin: int = 0, end: int | None = None) -> None:
+        """Checks by digests that no weight between two bytes was written.
+
+        Args:
+            by: who may have written, for the error.
+            begin, end: the bytes. ``end``: None for the end of the memory.
+
+        Raises:
+            RuntimeError: see :meth:`refuse_written`.
+        """
+        end = self.bytes.nbytes if end is None else end
+        for span, digest in zip(self._spans, self._digests, strict=True):
+            if begin <= span.offset < end and digest_of_values(part(self.bytes, span)) != digest:
+                self._written = self._written or _WRITTEN.format(name=span.name, by=by)
+        self.refuse_written()
+
+    def refuse_written(self) -> None:
+        """Raises a RuntimeError if :meth:`check` has found a written weight, in any trial, because the weight is all trials'."""
+        if self._written:
+            raise RuntimeError(self._written)
+
+
+def _over_same_memory(parameter: nn.Parameter) -> nn.Parameter:
+    """Returns a new parameter of the same class and with the same attributes, over the same memory, with versions of its own."""
+    made = nn.Parameter(parameter.data, requires_grad=False)
+    if not is_traceable_wrapper_subclass(parameter):  # its attributes are tensors, which `data` has made anew
+        made.__class__ = type(parameter)
+        vars(made).update(vars(parameter))
+    return made
+
+
+class CommonFirst(Layer):
+    """A layer whose common weights are in front of the trial's own weights."""
 
 
 class TrialMemory(BlockMemory):
-    """The memory of a block, as one trial sees it: a private view, so the trial's writes do not change the shared pages.
+    """The memory of a block that begins with common weights.
+
+    It has their place as well, so that offsets are the same, but these pages are never used and take no memory. If all weights
+    are common, it is their memory.
 
     Args:
-        device: allocates other memory after user code has given weights other memory (:meth:`reallocate`).
-        shared: the shared memory. Pages that this trial does not write are read from it.
-        nbytes: the size of the block in bytes.
-
-    Attributes:
-        shared: the argument; None after :meth:`reallocate`.
-        own_from: the offset of the page with the first byte behind the frozen weights. From there on pages belong to this trial.
+        weights: the common weights.
+        begin, end: the bytes of ``weights`` between which those of the block are.
+        device, nbytes, pin: as for :class:`BlockMemory`.
     """
 
-    def __init__(self, device: Device, shared: SharedLayer, nbytes: int) -> None:
-        self._device, self._nbytes, self._pin = device, nbytes, False
-        self.shared: SharedLayer | None = shared
-        self.own_from = shared.bytes.nbytes // PAGE * PAGE
-        self._view = shared.view(nbytes)
-        self.common = self._view[: self._nbytes]
-        self.pinned = shared.pinned  # nearly all bytes are uploaded from the shared memory
-
-    def lock(self) -> None:
-        """Page-locks trained weights and casts, because copies from pageable memory block the host.
-
-        Called when they have their values. Pages of frozen weights are not locked, because locking would copy them. So pages of
-        frozen weights that user code has written are uploaded from pageable memory.
-        """
-        self._pin = True
-        if self.shared is not None and aligned(self.shared.bytes.nbytes) < self._nbytes:
-            self._memory = PinnedMemory(self._device, memory=self._view[self.own_from :], pin=True)
-            self.pinned = self.pinned and self._memory.pinned
+    def __init__(self, weights: BaseWeights, begin: int, end: int, device: Device, nbytes: int, pin: bool) -> None:
+        self._weights, self._begin, self._end = weights, begin, end
+        super().__init__(device, nbytes, pin)
 
     def reallocate(self) -> None:
-        self.shared = None
-        super().reallocate()
-
-    def own(self, end: int) -> list[tuple[int, int]]:
-        """Returns the offsets between which pages belong to this trial, because it has written them, in order.
-
-        Args:
-            end: the offset at which the search ends. The last pages are cut there.
-        """
-        return [(begin, min(last, end)) for begin, last in written_pages(self._view[: whole_pages(end)])]
+        own = aligned(self._end - self._begin)
+        self.common, self.pinned = self._weights.bytes[self._begin :][: self._nbytes], self._weights.pinned
+        if own < self._nbytes:
+            memory = self._device.host_empty(self._nbytes)
+            self._memory = PinnedMemory(self._device, memory=memory[own // PAGE * PAGE :], pin=self._pin)
+            self.common, self.pinned = memory[: self._nbytes], self.pinned and self._memory.pinned
 
 
 class TrialBlock(HostBlock):
-    """A layer's weights of one trial. Weights that equal the common ones become views of shared pages. Their originals are freed.
+    """A layer's weights of one trial. The common weights remain where they are; only the trial's own are absorbed.
 
     Args:
-        shared: the common weights of this layer.
-        arguments, options: the arguments of :class:`~sp_lightning.core.store.block.HostBlock`.
+        weights: the common weights.
+        found: the result of :meth:`BaseWeights.beginning` for the layer.
+        layer, planned, device, staging, options: as for :class:`HostBlock`.
 
     Attributes:
-        common_bytes: the bytes of weights that were equal to the common weights at set-up.
+        base: the bytes of the common weights.
+        key: the beginning and the end of these bytes in the memory of all common weights.
     """
 
-    memory: TrialMemory
+    def __init__(
+        self, weights: BaseWeights, found: tuple[int, int, int], layer: Layer, planned: PlannedLayer, device: Device,
+        staging: Staging, _: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        self._weights, (self._count, begin, end) = weights, found
+        self.key, self.base = (begin, end), weights.bytes[begin:end]
+        self.is_common = self._count == len(planned.spans) and not planned.casts
+        allocate = partial(TrialMemory, weights, begin, end, device)
+        super().__init__(layer, planned, device, staging, allocate, **options)
+        self._versions = versions(self.parameters[: self._count])
 
-    def __init__(self, shared: SharedLayer, *arguments: Any, **options: Any) -> None:
-        self.common_bytes = 0
-        layer, planned, device, staging, _ = arguments
-        memory = TrialMemory(device, shared, planned.nbytes)
-        super().__init__(layer, planned, device, staging, lambda *_: memory, **options)
-        shared.filled = True
-        if options["pin"]:
-            memory.lock()
+    def check(self, by: str) -> None:
+        """Checks that no common weight was written, as versions show. A write of the same values, as by a checkpoint, is none.
+
+        Raises:
+            RuntimeError: a weight was written. ``by``: the trial, for the error.
+        """
+        before, self._versions = self._versions, versions(self.parameters[: self._count])
+        if self._versions != before:
+            self._weights.check(by, *self.key)
+
+    @property
+    def is_outdated(self) -> bool:  # type: ignore[override]
+        return any(parameter.requires_grad for parameter in self.parameters[: self._count])
+
+    def weight_bytes(self, index: int) -> Tensor:
+        return bytes_of(self.base, self.planned.spans[index]) if index < self._count else super().weight_bytes(index)
 
     def _absorb(self, index: int, into: Tensor | None) -> None:
-        shared, parameter, span = self.memory.shared, self.parameters[index], self.planned.spans[index]
-        if shared is not None and span.offset + span.nbytes <= shared.bytes.nbytes:
-            common = bytes_of(shared.bytes, span)
-            with no_inference_mode(), torch.no_grad():
-                value = torch.empty(common.nbytes, dtype=torch.uint8, device="cpu")
-                view(value, self._own_spans[index]).copy_(parameter.data)
-                if not shared.filled:
-                    common.copy_(value)
-                if torch.equal(value, common):
-                    self.common_bytes += common.nbytes
-                # Compared with the trial's view and not with `common`: the trial may have written the page before, for example if
-                # user code puts a weight back. If the view shows the value already, nothing is written.
-                if torch.equal(value, self.weight_bytes(index)):
-                    into = None
-        super()._absorb(index, into)
+        """Raises a RuntimeError if user code has given a common weight other memory with other values."""
+        if index >= self._count:
+            super()._absorb(index, into)
+            return
+        span, common = self.planned.spans[index], self.weight_bytes(index)
+        with torch.DisableTorchFunctionSubclass():
+            value = self.parameters[index].data
+        if value.data_ptr() != common.data_ptr() and digest_of_values(value) != digest_of_values(part(self.base, span)):
+            raise RuntimeError(_WRITTEN.format(name=span.name, by="this trial"))
+        self._make_view(index)
 
 
-@dataclass(eq=False)
-class _OnDevice:
-    """Device memory with a copy of a common layer.
-
-    Attributes:
-        memory: the memory. It has the size of the largest common layer at the time of its allocation.
-        device: copies to and from the memory.
-        layer: the layer in the memory; None before the first upload.
-    """
-
-    memory: Tensor
-    device: Device
-    layer: SharedLayer | None = None
-
-    def close(self) -> None:
-        """Waits for all copies from and to the memory."""
-        self.device.synchronize(self.device.record(Stream.UPLOAD), Wait.CLOSE_AFTER_FETCH)
-        self.device.access(self.memory, Stream.COMPUTE, write=True)  # compute may use the memory next
-
-
-class SharedLayers:
-    """The layers that trials have in common: all of them on the host, and the most recently uploaded ones on the device.
+class OnDevice:
+    """Copies of common layers on the device: the ones that were uploaded last. Keys identify layers.
 
     Args:
         layers: the number of layers on the device at once.
 
     Attributes:
-        fetched_bytes: the bytes that were uploaded to the device for all trials together.
+        fetched_bytes: the bytes that were uploaded for all trials together.
     """
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._host: dict[Hashable, SharedLayer] = {}  # by the layer's name and the spans of its frozen weights
-        self._device: list[_OnDevice] = []  # in the order of their uploads
+        self._copies: dict[Hashable, Tensor] = {}  # in the order of their uploads
+        self._device: Device
         self.fetched_bytes = 0
 
-    def layer(self, planned: PlannedLayer, frozen: int, device: Device, *, pin: bool) -> SharedLayer:
-        """Returns the common layer for a planned layer. Makes a new one if there is none, or if it is too small.
-
-        Args:
-            planned: the layer of a trial.
-            frozen: the number of frozen weights, which are the first ones.
-            device: page-locks the memory.
-            pin: True to page-lock the memory.
-        """
-        spans = planned.spans[:frozen]
-        place, nbytes = (planned.name, spans), max(span.offset + span.nbytes for span in spans)
-        found = self._host.get(place)
-        if found is None or found.nbytes < planned.nbytes:
-            # Twice the size, because later trials may have larger adapters. Pages that are not written take no memory.
-            found = self._host[place] = SharedLayer(device, nbytes, 2 * planned.nbytes, pin=pin)
-        return found
-
-    def there(self, layer: Hashable) -> bool:
+    def has(self, key: Hashable) -> bool:
         """Returns True if a layer is on the device, or its upload is in flight."""
-        return any(each.layer is layer for each in self._device)
+        return key in self._copies
 
-    def bring(self, layer: SharedLayer, device: Device) -> _OnDevice:
+    def bring(self, key: Hashable, source: Tensor, device: Device) -> Tensor:
         """Returns device memory with a layer, which later operations of the upload stream may read.
 
         If the layer is not on the device, issues its upload, which replaces the layer that was uploaded first. All trials on a
         device have the same upload stream, so their copies need no waits among each other.
         """
-        for each in self._device:
-            if each.layer is layer:
-                return each
-        there = self._device.pop(0) if len(self._device) == self._layers else None
-        if there is not None and there.memory.nbytes < layer.bytes.nbytes:  # a later trial has larger layers
-            there.close()
-            there = None
-        if there is None:
-            there = _OnDevice(device.upload_target(max(each.bytes.nbytes for each in self._host.values())), device)
-        device.copy([there.memory[: layer.bytes.nbytes]], [layer.bytes], Stream.UPLOAD)
-        there.layer = layer
-        self.fetched_bytes += layer.bytes.nbytes
-        self._device.append(there)
-        return there
+        if key not in self._copies:
+            self._device = device
+            full = len(self._copies) == self._layers
+            memory = self._copies.pop(next(iter(self._copies))) if full else None
+            if memory is not None and memory.nbytes < source.nbytes:
+                self._close(memory)
+                memory = None
+            if memory is None:
+                memory = device.upload_target(source.nbytes)
+            device.copy([memory[: source.nbytes]], [source], Stream.UPLOAD)
+            self.fetched_bytes += source.nbytes
+            self._copies[key] = memory
+        return self._copies[key][: source.nbytes]
 
     def free(self) -> None:
         """Frees the device memory. Called when no trial is under way. Waits for copies from and to the memory."""
-        while self._device:
-            self._device.pop().close()
+        while self._copies:
+            self._close(self._copies.popitem()[1])
+
+    def _close(self, memory: Tensor) -> None:
+        self._device.synchronize(self._device.record(Stream.UPLOAD), Wait.CLOSE_AFTER_FETCH)
+        self._device.access(memory, Stream.COMPUTE, write=True)  # compute may use the memory next
 
 
 class SharedUploads(Uploads):
@@ -241,46 +278,29 @@ class SharedUploads(Uploads):
 
     Args:
         device: copies the weights.
-        common: the common layers.
-        pass_on: called before a layer is uploaded, with the :class:`SharedLayer` that the trial needs, or None. Other trials may
-            have their turns during the call.
-        alone: returns True if no other trial is under way. In this case common weights are uploaded directly into the slot.
+        on_device: the common layers on the device.
+        turn: the trial's turn, which may end before a layer is uploaded or used.
+        under_way: the trials under way. If there is no other one, common weights are uploaded directly into the slot.
     """
 
-    def __init__(
-        self, device: Device, common: SharedLayers, pass_on: Callable[[Hashable], None], alone: Callable[[], bool]
-    ) -> None:
+    def __init__(self, device: Device, on_device: OnDevice, turn: TrialTurn, under_way: Collection[Any]) -> None:
         super().__init__(device)
-        self._common = common
-        self._pass_on = pass_on
-        self._alone = alone
+        self._on_device, self._turn, self._under_way = on_device, turn, under_way
         self._unused = set[StreamedLayer]()  # layers that were uploaded and not used since then
         self._passed = False  # True after `send`, until an uploaded layer is used for the first time
 
     def send(self, layer: StreamedLayer, target: Tensor, source: Tensor) -> None:
-        memory: Any = layer.block.memory
-        shared = memory.shared if isinstance(memory, TrialMemory) else None
-        self._pass_on(shared)
+        block = layer.block
+        key = block.key if isinstance(block, TrialBlock) else None
+        TURNS.pass_on(self._turn, key)
         self._passed = True
         self._unused.add(layer)
-        if shared is None:
+        if not isinstance(block, TrialBlock):
             super().send(layer, target, source)
             return
-        end = shared.bytes.nbytes
-        own = memory.own(end)
-        edges = [0, *(edge for run in own for edge in run), end]
-        common = [slice(*run) for run in zip(edges[::2], edges[1::2], strict=True) if run[0] < run[1]]
-        # Copies are cut at `own_from`: in the trial's view only the pages behind it are page-locked, and CUDA refuses a copy from
-        # memory of which only a part is page-locked.
-        edge = memory.own_from
-        before = [(begin, min(last, edge)) for begin, last in own]
-        behind = [(max(begin, edge), last) for begin, last in (*own, (end, source.nbytes))]
-        its_own = [slice(*run) for run in (*before, *behind) if run[0] < run[1]]
-        origin = shared.bytes
-        if common and not self._alone():
-            origin = self._common.bring(shared, self.device).memory
-        sources = [*(origin[run] for run in common), *(source[run] for run in its_own)]
-        self.device.copy([target[run] for run in (*common, *its_own)], sources, Stream.UPLOAD)
+        common = block.base if len(self._under_way) == 1 else self._on_device.bring(key, block.base, self.device)
+        own = aligned(common.nbytes)
+        self.device.copy([target[: common.nbytes], target[own:]], [common, source[own:]], Stream.UPLOAD)
 
     def before_use(self, layer: StreamedLayer) -> None:
         # At the end of a forward no further upload may follow, so `send` lets no other trial have a turn. The kernels of this
@@ -289,5 +309,5 @@ class SharedUploads(Uploads):
         if layer in self._unused:
             self._unused.remove(layer)
             if not self._passed:
-                self._pass_on(None)
+                TURNS.pass_on(self._turn)
             self._passed = False

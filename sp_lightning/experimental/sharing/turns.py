@@ -1,4 +1,4 @@
-"""Turns: one trial of a process computes at a time, with the state that the process had at the end of the trial's last turn.
+"""Turns: one trial of a process computes at a time, with its own random state.
 
 A turn may end before a layer is uploaded, before an uploaded layer is used, and when a step begins. The next turn goes to a trial
 that can continue without an upload: among several, to the one that has waited longest. If all trials need an upload, the trial
@@ -11,13 +11,15 @@ parts of the weight's gradient are added in another order.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np  # Lightning needs torchmetrics, which needs NumPy
@@ -25,13 +27,9 @@ import torch
 
 from sp_lightning.core.device.accelerator import generator_states, set_generator_states
 from sp_lightning.core.device.device import Device
+from sp_lightning.core.observe.messages import LOG
 from sp_lightning.core.torch_compat.patched import Patch
-from sp_lightning.core.torch_compat.private import (
-    attention_order,
-    float32_precisions,
-    set_attention_order,
-    set_float32_precisions,
-)
+from sp_lightning.core.torch_compat.private import attention_order, float32_precisions
 from sp_lightning.trainer.run_scope import TRAINERS
 
 LONG = 60.0
@@ -43,106 +41,60 @@ _BESIDE = (
     "A trainer with this strategy is used outside of the trials of a SharedBase while they run, in another thread or around "
     "them. Random state and settings belong to the whole process. Use it in a trial (base.wrap), or before or after them."
 )
-
-Access = tuple[Callable[[], Any], Callable[[Any], Any]]
-
-
-def _attribute(owner: Any, name: str) -> Access:
-    """Returns functions that read and write an attribute."""
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
-
-
-def _pairs(owner: Any, read: str, write: str, names: str) -> list[Access]:
-    """Returns an owner's functions that read and write settings. ``read`` and ``write`` are formats of their names."""
-    return [(getattr(owner, read.format(name)), getattr(owner, write.format(name))) for name in names.split()]
-
-
-def _environment(name: str) -> Access:
-    def write(value: str | None) -> None:
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
-
-    return lambda: os.environ.get(name), write
-
-
-_anomalies: Access = (
-    lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-    lambda value: torch.set_anomaly_enabled(*value),
+_CHANGED = (
+    "A trial of a SharedBase has changed a setting of the process: {name} is {now!r}; it was {before!r} when the trials began. "
+    "Other trials compute with it, too. Set it for all trials, before base.map."
 )
 
-
-def _reductions(name: str) -> Access:
-    """Returns functions that read and write whether matrix products in float16 or bfloat16 may add in that dtype.
-
-    Newer versions of torch have a second setting for sums of parts (split-k).
-
-    Args:
-        name: "fp16" or "bf16".
-    """
-    products = torch.backends.cuda.matmul
-    name = f"allow_{name}_reduced_precision_reduction"
-    parts = f"{name}_split_k" if hasattr(products, f"{name}_split_k") else name
-    return (
-        lambda: (getattr(products, name), getattr(products, parts)),
-        lambda value: setattr(products, name, value if parts != name else value[0]),
-    )
-
-
-_B = torch.backends
 _random: Any = np.random  # its types do not declare all functions that are used
-_ATTRIBUTES: tuple[tuple[Any, str], ...] = (
-    (_B.cudnn, "enabled benchmark benchmark_limit deterministic"),
-    (_B.mkldnn, "enabled deterministic allow_tf32"),
-    (_B.cuda.matmul, "allow_fp16_accumulation"),
-    (_B.opt_einsum, "enabled strategy"),
-    (_B.quantized, "engine"),
-    (torch.utils.deterministic, "fill_uninitialized_memory"),
-)
-_CONVERTED = "overwrite_module_params swap_module_params"
-_SETTINGS: tuple[Access, ...] = (
-    (_random.get_bit_generator, _random.set_bit_generator),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (float32_precisions, set_float32_precisions),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    _anomalies,
-    *(_attribute(owner, name) for owner, names in _ATTRIBUTES for name in names.split() if hasattr(owner, name)),
-    *map(_reductions, ("fp16", "bf16")),
-    (_B.mha.get_fastpath_enabled, _B.mha.set_fastpath_enabled),
-    *_pairs(_B.cuda, "{}_sdp_enabled", "enable_{}_sdp", "flash mem_efficient math cudnn"),
-    (_B.cuda.fp16_bf16_reduction_math_sdp_allowed, _B.cuda.allow_fp16_bf16_reduction_math_sdp),
-    (attention_order, set_attention_order),
-    *((library, library) for library in (_B.cuda.preferred_linalg_library, _B.cuda.preferred_blas_library)),
-    *_pairs(torch.__future__, "get_{}_on_conversion", "set_{}_on_conversion", _CONVERTED),
-    *map(_environment, ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")),  # of Lightning's seed_everything
-    _environment("CUBLAS_WORKSPACE_CONFIG"),  # of its Trainer(deterministic=True)
-)
-"""Functions that read and write the settings of the process. Grad mode, autocast and dispatch modes are settings of threads."""
+_SETTINGS = {
+    "": "get_num_threads get_deterministic_debug_mode is_anomaly_enabled is_anomaly_check_nan_enabled",
+    "utils.deterministic.": "fill_uninitialized_memory",
+    "backends.cudnn.": "enabled benchmark benchmark_limit deterministic",
+    "backends.mkldnn.": "enabled deterministic",
+    "backends.cuda.matmul.allow_": "fp16_accumulation fp16_reduced_precision_reduction bf16_reduced_precision_reduction "
+    "fp16_reduced_precision_reduction_split_k bf16_reduced_precision_reduction_split_k",
+    "backends.cuda.": "flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled cudnn_sdp_enabled "
+    "fp16_bf16_reduction_math_sdp_allowed preferred_linalg_library preferred_blas_library",
+    "backends.": "opt_einsum.enabled opt_einsum.strategy quantized.engine mha.get_fastpath_enabled",
+    "__future__.": "get_overwrite_module_params_on_conversion get_swap_module_params_on_conversion",
+}
+"""Settings of the process, by the beginning of their names. Grad mode, autocast and dispatch modes are settings of threads."""
 
 
-class ProcessState:
-    """A snapshot of the state of the process: random generators, number of threads, and the settings in :data:`_SETTINGS`."""
+def settings() -> dict[str, Any]:
+    """Returns the present settings of the process that trials may not change."""
+    found: dict[str, Any] = {
+        "the precision of float32 operations": float32_precisions(),
+        "attention kernels": attention_order(),
+        "NumPy's generator": type(_random.get_bit_generator()),
+    }
+    for name in (place + name for place, names in _SETTINGS.items() for name in names.split()):
+        with suppress(AttributeError):  # older versions of torch
+            value = attrgetter(name)(torch)
+            found[f"torch.{name}"] = value() if callable(value) else value
+    return found
+
+
+class RandomState:
+    """A snapshot of the random generators, and of the default dtype, which ``precision="bf16-true"`` sets within its steps."""
 
     def __init__(self) -> None:
-        self._torch = generator_states()
-        self._numpy, self._python = np.random.get_state(), random.getstate()
-        self._threads = torch.get_num_threads()
-        self._settings = [read() for read, _ in _SETTINGS]
+        self._torch, self._numpy, self._python = generator_states(), np.random.get_state(), random.getstate()
+        self._dtype = torch.get_default_dtype()
+        # `seed_everything` sets the first one. From it, workers of data loaders get their seeds.
+        self._seeds = {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
 
-    def restore(self, now: ProcessState | None = None) -> None:
-        """Restores the state.
-
-        Args:
-            now: the present state. Settings that are equal in it are not written. None to read the state, which takes longer than
-                everything else in this method.
-        """
-        for (_, write), value, found in zip(_SETTINGS, self._settings, (now or ProcessState())._settings, strict=True):
-            if found != value:
-                write(value)
-        torch.set_num_threads(self._threads)  # always, because each thread has its own number as well
+    def restore(self) -> None:
+        """Restores the state."""
         set_generator_states(self._torch)
         np.random.set_state(self._numpy)
         random.setstate(self._python)
+        torch.set_default_dtype(self._dtype)
+        for name, value in self._seeds.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 _casts = threading.local()
@@ -178,37 +130,31 @@ def _keeps_casts() -> bool:
     return getattr(_casts, "kept", False) and _autocast_depth() > 0
 
 
+@dataclass(eq=False)
 class TrialTurn:
     """The turn of one trial.
 
     Args:
         is_on_device: returns True if a layer is on the device, or its upload is in flight.
+        check: called when a turn ends. It raises an error if the trial has done what would change other trials.
 
     Attributes:
-        state: the state of the process at the end of the trial's last turn; before its first turn, the state outside of trials.
+        state: the random state at the end of the trial's last turn; before its first turn, the state outside of trials.
         wants: the layer that the trial needs next; None if it waits for no layer.
         waited: the number of turns that other trials have had since the trial's last turn.
         error: an error to raise in the trial's thread, when it next ends a turn; None without an error.
-        log: the logger for warnings.
         device: the device of the trial's run; None before the run.
         begun: notified when the trial's turn begins. The trial's thread waits for this condition.
     """
 
-    state: ProcessState
-    begun: threading.Condition
-
-    def __init__(self, is_on_device: Callable[[Hashable], bool]) -> None:
-        self.wants: Hashable = None
-        self.waited = 0
-        self.error: Exception | None = None
-        self.log = logging.getLogger("lightning.pytorch")
-        self.device: Device | None = None
-        self._is_on_device = is_on_device
-
-    @property
-    def ready(self) -> bool:
-        """True if the trial can continue without an upload: its next layer is on the device, or it waits for no layer."""
-        return self.wants is None or self._is_on_device(self.wants)
+    is_on_device: Callable[[Hashable], bool]
+    check: Callable[[], None] = lambda: None
+    wants: Hashable = None
+    waited: int = 0
+    error: Exception | None = None
+    device: Device | None = None
+    state: RandomState = field(init=False)
+    begun: threading.Condition = field(init=False)
 
     def fail(self) -> None:
         """If :attr:`error` is set, raises it, and sets it to None."""
@@ -226,11 +172,11 @@ class TrialTurns:
         self._running: TrialTurn | None = None  # the trial that has the turn; None if there is no trial
         self._thread = 0  # the identifier of the thread that has the turn
         self._given = 0  # how many turns have begun
-        # The state of the process before the first trial. Each trial begins with it. The end of the last trial restores it.
-        self._outside: ProcessState
-        # The state of the process at the end of the last turn, so that the next turn need not read it again, which is slow. None
-        # if it was not read: at the first turn, and after the end of a trial.
-        self._left: ProcessState | None
+        # The random state and the settings of the process before the first trial. Each trial begins with the state, and the end
+        # of the last trial restores it.
+        self._outside: RandomState
+        self._settings: dict[str, Any]
+        self._changed = ""  # the error for all trials that are under way, after a trial has changed a setting
         # Installed while there are trials. It records for each thread whether autocast may have cached casts.
         self._cache_notes = Patch(torch, "set_autocast_cache_enabled", _note_cache)
 
@@ -258,7 +204,7 @@ class TrialTurns:
             if self._running is None:
                 if any(each.state.status == "running" for each in TRAINERS):
                     raise RuntimeError(_BESIDE)
-                self._outside = ProcessState()
+                self._outside, self._settings, self._changed = RandomState(), settings(), ""
                 self._cache_notes.install()
             turn.state = self._outside
             # If the thread is in autocast already, its cache may have been on before `_note_cache` was installed.
@@ -285,23 +231,40 @@ class TrialTurns:
 
         Raises:
             Exception: the turn's :attr:`~TrialTurn.error`, once.
+            RuntimeError: see :meth:`check`.
         """
         # Read without the lock: a trial that begins at this moment gets a turn at the next call.
         if self._waiting and not _keeps_casts():
             with self._lock:
                 turn.wants, turn.waited = wants, 0
                 if self._chosen(turn) is not turn:
-                    # First, because it may raise an error. The trial then still has the turn.
-                    turn.state = ProcessState()
+                    # First, because both may raise an error. The trial then still has the turn.
+                    self.check(turn)
+                    turn.state = RandomState()
                     if turn.device is not None:
                         turn.device.end_turn()
                     self._waiting.append(turn)
-                    self._give(turn.state)
+                    self._give()
                     self._await(turn)
         turn.fail()
 
+    def check(self, turn: TrialTurn) -> None:
+        """Checks that the trial that has the turn has changed nothing that other trials use.
+
+        Raises:
+            RuntimeError: a setting of the process has changed, in this turn or in an earlier one; or the error of
+                :attr:`TrialTurn.check`.
+        """
+        turn.check()
+        now = settings()
+        if not self._changed and now != self._settings:
+            name = next(name for name in now if now[name] != self._settings[name])
+            self._changed = _CHANGED.format(name=name, now=now[name], before=self._settings[name])
+        if self._changed:
+            raise RuntimeError(self._changed)
+
     def end(self, turn: TrialTurn) -> None:
-        """Ends a trial, which has the turn. If no trial waits, restores the state of the process from before the first trial."""
+        """Ends a trial, which has the turn. If no trial waits, restores the random state from before the first trial."""
         with self._lock:
             self._running = None
             if self._waiting:
@@ -313,16 +276,17 @@ class TrialTurns:
     def _chosen(self, *last: TrialTurn) -> TrialTurn:
         """Returns the trial that gets the next turn, among the waiting trials and ``last``, which has waited least.
 
-        The first trial that has waited for :data:`PATIENCE` turns; else the first that is ready; else the first of all.
+        The first trial that has waited for :data:`PATIENCE` turns; else the first that can continue without an upload, because
+        its next layer is on the device, or it waits for no layer; else the first of all.
         """
         waiting = [*self._waiting, *last]
         patient = next((each for each in waiting if each.waited >= PATIENCE), None)
-        return patient or next((each for each in waiting if each.ready), waiting[0])
+        ready = (each for each in waiting if each.wants is None or each.is_on_device(each.wants))
+        return patient or next(ready, waiting[0])
 
-    def _give(self, left: ProcessState | None = None) -> None:
-        """Gives the turn to the next trial. ``left``: the present state of the process; None if it was not read."""
+    def _give(self) -> None:
+        """Gives the turn to the next trial."""
         self._running = chosen = self._chosen()
-        self._left = left
         self._waiting.remove(chosen)
         self._given += 1
         for each in self._waiting:
@@ -330,7 +294,7 @@ class TrialTurns:
         chosen.begun.notify()
 
     def _await(self, turn: TrialTurn) -> None:
-        """Waits for the turn of a trial, and restores its state of the process.
+        """Waits for the turn of a trial, and restores its random state.
 
         Raises:
             BaseException: an interrupt during the wait. It is raised after the turn has begun.
@@ -343,19 +307,19 @@ class TrialTurns:
             except BaseException as error:
                 interrupt, in_time = error, True
             if not in_time and given == self._given:
-                self._say_who_runs(turn.log)
+                self._say_who_runs()
             given = self._given
         self._thread = threading.get_ident()
-        turn.state.restore(self._left)
+        turn.state.restore()
         if turn.device is not None:
             turn.device.begin_turn()
         if interrupt is not None:
             raise interrupt
 
-    def _say_who_runs(self, log: logging.Logger) -> None:
+    def _say_who_runs(self) -> None:
         frame = sys._current_frames().get(self._thread)
         stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
-        log.warning(
+        LOG.warning(
             "Superpipeline: trials of a SharedBase have waited %g s for one that does not come to a layer. If it waits for "
             "another trial (a lock, a queue), both wait for ever: leave that out. It is here:\n%s", LONG, stack,
         )  # fmt: skip
