@@ -46,7 +46,7 @@ class SuperpipelineCallback(Callback):
 
     Args:
         plot: file (PNG, PDF, SVG) for a picture of the last recorded batch; needs matplotlib. With several devices, it shows
-            only rank 0, which updates the weights for all ranks of its node. Other ranks write no file.
+            only rank 0. Other ranks write no file.
         every_n_steps: Record every n-th batch, from the second on. Log metrics every n-th step.
         progress_bar: show two metrics in the progress bar: ``waited`` (a share of the time) and ``window`` (k).
         metrics: log these metrics to the trainer's loggers, as ``superpipeline/NAME``: True for ``waited`` and ``window``,

@@ -8,6 +8,7 @@ each layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,34 +19,24 @@ from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.trainer.options import Options
 
 
-class WholeSteps:
-    """Optimizer steps that are not divided into layers. On one device this default does not change them.
+class OwnedSteps:
+    """Changes of several devices to optimizers, gradient scaler and clipping. This default, for one device, changes nothing."""
 
-    With several devices, one rank runs such a step for all ranks.
-    """
-
-    def attach(self, optimizers: list[Optimizer], scaler: Any) -> None:
-        """Replaces the steps of optimizers. This default replaces nothing.
+    def attach(self, optimizers: list[Optimizer], scaler: Any, plugin: Any) -> None:
+        """Assigns each layer to a process, and changes the objects so that each process steps its layers.
 
         Args:
-            optimizers: the optimizers whose steps are not divided into layers.
-            scaler: the gradient scaler, whose unscaling is replaced as well; None if there is no scaler.
+            optimizers: the optimizers.
+            scaler: the gradient scaler; None if there is no scaler.
+            plugin: the precision plugin, which clips.
         """
 
     def detach(self) -> None:
-        """Restores the optimizers' own steps."""
+        """Restores scaler and plugin. An optimizer's state stays divided."""
 
-    def clipping(
-        self, methods: dict[str, Callable[..., None]], plugin: Any, *, in_updates: bool
-    ) -> dict[str, Callable[..., None]]:
-        """Returns, by name, the clipping methods to use during one step in place of the precision plugin's.
-
-        Args:
-            methods: the methods that clip layer by layer; empty if the plugin's own are used.
-            plugin: the precision plugin.
-            in_updates: True if the step is divided into layers, and its updates run in the background.
-        """
-        return methods
+    def owned(self, optimizers: list[Optimizer]) -> AbstractContextManager[None]:
+        """Returns a context in which optimizers have only the parameters that this process steps."""
+        return nullcontext()
 
 
 class Group:
@@ -55,14 +46,12 @@ class Group:
         alone: True if there is only this process.
         size: the number of this node's processes, each with its own device.
         nodes: the number of nodes.
-        primary: True if this process updates the weights of its node.
         closed: True if the group has ended. The strategy then uses :data:`ALONE`, and behaves as on one device.
     """
 
     alone = True
     size = 1
     nodes = 1
-    primary = True
     closed = False
 
     # ------------------------------------------------------------------ before work begins
@@ -77,33 +66,19 @@ class Group:
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Checks that all processes have the same optimizers. The error is a ``ValueError``."""
 
-    def check_batches(self, trainer: pl.Trainer) -> None:
-        """Checks that all processes have the same number of batches. The error is a ``ValueError``."""
-
-    def check_weights(self, module: pl.LightningModule, when: str) -> None:
-        """Checks that all nodes have the same weights. The caller has put the host parameters into the module.
-
-        Args:
-            module: the module.
-            when: the time in words, for the error.
-
-        Raises:
-            ValueError: a node has different weights.
-        """
-
     # ------------------------------------------------------------------ the parts of a run
 
     def placement(self) -> Placement | None:
         """Returns the placement for several devices; None on one device, where other options determine the placement."""
         return None
 
-    def steps(self, engine: Callable[[], Streamer]) -> WholeSteps:
-        """Returns the object for steps that are not divided into layers.
+    def steps(self, engine: Callable[[], Streamer]) -> OwnedSteps:
+        """Returns the object for optimizer steps. ``engine`` returns the present engine, which may be replaced during a run."""
+        return OwnedSteps()
 
-        Args:
-            engine: returns the present engine. During a run, it may be replaced by a new one.
-        """
-        return WholeSteps()
+    def owned_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Returns this process's part of an optimizer's state dictionary."""
+        return state
 
     # ------------------------------------------------------------------ during a run
 

@@ -201,8 +201,6 @@ class LoopStrategy(ReadableStrategy):
     Outside of a run (``self._run`` is None), all methods behave as Lightning's methods of the same name.
     """
 
-    _loop_begun: bool  # True once a loop of this run has begun
-
     # ------------------------------------------------------------------ a run begins and ends
 
     def model_to_device(self) -> None:
@@ -215,7 +213,6 @@ class LoopStrategy(ReadableStrategy):
         trains = module.trainer.state.fn == TrainerFn.FITTING
         self._run = Run(module, options, self.root_device, autocast, self._group, self.log, trains, module.trainer)
         self._group.send_buffers(module)
-        self._loop_begun = False
 
     def _fitting_begins(self) -> None:
         """Calls :meth:`Run.training_begins` at the end of set-up, before the optimizer state of a checkpoint is loaded.
@@ -240,8 +237,6 @@ class LoopStrategy(ReadableStrategy):
     # ------------------------------------------------------------------ loops
 
     def on_train_start(self) -> None:
-        if self._run is not None:
-            self._group.check_batches(self._run.trainer)
         self._loop_begins("train")
 
     def on_train_end(self) -> None:
@@ -249,7 +244,6 @@ class LoopStrategy(ReadableStrategy):
         if self._run is not None:
             self._run.finish_updates()
             self._run.placement.leave()
-            self._compare_nodes("after training")
 
     def on_validation_start(self) -> None:
         self._loop_begins("validate")
@@ -265,43 +259,25 @@ class LoopStrategy(ReadableStrategy):
 
         User code has run since set-up (for example ``on_fit_start``) or since the last loop. So earlier answers are dropped:
         which hooks may write weights (determined again at the next use), and how optimizers step (decided again now, in
-        training). Signal handlers that were set in the meantime, for example Lightning's own, are deferred from now on. Before
-        the first loop of a run, the nodes' weights are compared.
+        training). Signal handlers that were set in the meantime, for example Lightning's own, are deferred from now on.
 
         Args:
             phase: the loop: "train", "validate", "test" or "predict".
 
         Raises:
-            ValueError: nodes have different weights, or an option asks for a mode of updates that is no longer possible.
+            ValueError: an option asks for a mode of updates that is no longer possible.
             BaseException: a deferred signal handler raised.
         """
         if self._run is None:
             return
         self._signals.run_deferred()
         self._signals.install()
-        if not self._loop_begun:
-            self._loop_begun = True
-            self._compare_nodes("before the first batch")
         self._run.hooks.loop_starts()
         self._group.note_place(f"the beginning of the loop {phase!r}")
         if phase == "train":
             self._run.steps.decide_again()
         if phase == "validate":
             self._run.tuner.stop_timing()  # validation does not count as part of the previous training batch
-
-    def _compare_nodes(self, when: str) -> None:
-        """Compares the weights of the nodes, because each node has its own copy. Collective. No-op on one node or without a run.
-
-        Args:
-            when: the time, for the error.
-
-        Raises:
-            ValueError: nodes have different weights.
-        """
-        run = self._run
-        if run is not None and run.group.nodes > 1:
-            with run.host_parameters():
-                run.group.check_weights(run.module, when)
 
     # ------------------------------------------------------------------ batches
 

@@ -69,7 +69,7 @@ class OptimizerSteps:
         self._log = log
         self._layerwise: dict[Optimizer, LayerwiseStep] = {}  # the steps that are divided into layers
         self._trainer = run.trainer
-        self._whole_steps = run.group.steps(lambda: run.engine)  # all other steps
+        self._owned_steps = run.group.steps(lambda: run.engine)
         self.state: StateStore = IN_MEMORY
         self._facts = UpdateFacts()
         self.policy: UpdatePolicy | None = None
@@ -94,7 +94,7 @@ class OptimizerSteps:
     def close(self) -> None:
         """Restores the optimizers as their users configured them. Called after the engine is closed, or if it was not built."""
         self._step_hooks.close()
-        self._whole_steps.detach()
+        self._owned_steps.detach()
         self._layerwise.clear()
         self._applied = None
         self.state = IN_MEMORY  # the files of a store on the disk exist only during the run
@@ -141,6 +141,7 @@ class OptimizerSteps:
         Raises:
             ValueError: an option asks by name for a place or a mode that is not possible.
         """
+        self._attach()
         self._decide(self._collect())
         nbytes = self.place_state()
         self._apply_policy()
@@ -203,13 +204,13 @@ class OptimizerSteps:
         if self._applied != (engine, facts, policy):
             self._make_steps(policy, optimizers)
             self._applied = engine, facts, policy
-        # Even if nothing has changed: a checkpoint may have given an optimizer other state.
-        self._whole_steps.attach([each for each in optimizers if each not in self._layerwise], scaler_of(self._trainer))
-        # The line that is logged counts state. With disk=, only the primary rank has the store that counts it.
-        has_state = self._options.disk is None or self.state is not IN_MEMORY
-        if has_state and policy.mode != self._logged and self._log.isEnabledFor(logging.DEBUG):
+        self._attach()  # even if nothing has changed: a checkpoint may have given an optimizer other state
+        if policy.mode != self._logged and self._log.isEnabledFor(logging.DEBUG):
             self._log.debug("%s\nSuperpipeline: updates in the background: %s.", self._count(), policy.mode)
             self._logged = policy.mode
+
+    def _attach(self) -> None:
+        self._owned_steps.attach(self._real_optimizers, scaler_of(self._trainer), self._trainer.precision_plugin)
 
     def _make_steps(self, policy: UpdatePolicy, optimizers: Sequence[Optimizer]) -> None:
         """Makes the steps of the optimizers whose steps are divided into layers."""
@@ -305,6 +306,7 @@ class OptimizerSteps:
 
         Steps that are not divided into layers look up the present engine themselves.
         """
+        self._attach()
         if self._layerwise:
             self.decide_again()
             self._absorb_state()
@@ -317,21 +319,27 @@ class OptimizerSteps:
         if self._options.disk is None:
             return ledger.state or 0
         optimizers = self._real_optimizers
-        self.state, nbytes = registry.disk_tier().open_store(self._run, self._options, optimizers, ledger, self._log)
+        with self._owned_steps.owned(optimizers):
+            self.state, nbytes = registry.disk_tier().open_store(
+                self._run, self._options, optimizers, ledger, self._log
+            )
         return nbytes
 
     def _absorb_state(self) -> None:
         """If state is stored on the disk, moves state there that no step has made, for example the state of a checkpoint."""
         if self.state is not IN_MEMORY:
-            self.state.absorb(self._real_optimizers, self._run.engine.updating.layer_of)
+            with self._owned_steps.owned(self._real_optimizers):
+                self.state.absorb(self._real_optimizers, self._run.engine.updating.layer_of)
 
     def state_loaded(self) -> None:
         """Called when the optimizers have got the state of a checkpoint.
 
         If state is stored on the disk, tensors that are views of the checkpoint's file are copied to memory.
         """
+        self._attach()
         self._absorb_state()
-        self.state.loaded(self._trainer.optimizers)
+        with self._owned_steps.owned(self._real_optimizers):
+            self.state.loaded(self._trainer.optimizers)
 
     # ------------------------------------------------------------------ results for users
 
@@ -453,8 +461,7 @@ class OptimizerSteps:
 
     def _clipping(self, layerwise: LayerwiseStep | None, plugin: Any) -> dict[str, Any]:
         """Returns, by name, the clipping methods to use during one step in place of the precision plugin's."""
-        methods = {} if layerwise is None else self._clips_layerwise(layerwise, plugin)
-        return self._whole_steps.clipping(methods, plugin, in_updates=layerwise is not None and self.overlap != "off")
+        return {} if layerwise is None else self._clips_layerwise(layerwise, plugin)
 
     def _clips_layerwise(self, layerwise: LayerwiseStep, plugin: Any) -> dict[str, Any]:
         """Returns, by name, the methods that clip layer by layer; an empty dictionary if the plugin clips all gradients.

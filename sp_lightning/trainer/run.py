@@ -641,10 +641,10 @@ class Run:
     def loading(self) -> AbstractContextManager[None]:
         """A context for loading a state into the module between steps. Marks all copies on the device as out of date first.
 
-        With several devices, the values that the primary rank of a node loads count for all ranks of the node.
+        With several devices, the values that a layer's owner loads count for all processes of the node.
         """
         self.engine.allow_writes()
-        return self.engine.turns.loading(self.module)
+        return self.engine.owners.loading(self.module)
 
     def step_begins(self) -> None:
         """Called when a step of a loop begins. With several devices, sends rank 0's buffers to all ranks.

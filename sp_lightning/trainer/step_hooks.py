@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import perf_counter
 from types import FunctionType
 from typing import Any, TypeGuard
@@ -262,6 +263,8 @@ class StepHooks:
         if layerwise is not None and layerwise.submit(closure):
             self._begun = perf_counter()  # the device may compute meanwhile
             return
+        updating = self._engine.updating
+        updating.owners.begin_whole(optimizer, partial(updating.step_of, optimizer))
         stay = self._engine.updating.stay
         self._divide_by_place(optimizer, stay)
         if self._fuse(optimizer):
@@ -306,6 +309,8 @@ class StepHooks:
         for group, settings in reversed(self._changed):
             group.update(settings)
         self._changed.clear()
+        if (engine := self._engine_or_none()) is not None:
+            engine.owners.end_whole(well=bool(hooked))
         for optimizer, groups, known, random in reversed(self._divided):
             parts, optimizer.param_groups, state = optimizer.param_groups, groups, state_of(optimizer)
             what = "writes settings of them" if any(map(_writes, parts, _of_parts(parts, groups))) else ""

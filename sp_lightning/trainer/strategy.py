@@ -277,24 +277,20 @@ class StreamingStrategy(LoopStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if self._left_out and "state_dict" in checkpoint:
             checkpoint[FROZEN] = self._left_out
-        self._compare_nodes("for a checkpoint")  # before anything is written
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint. Weights stay in the file until they are copied to their places.
 
-        Optimizer state also stays in the file if it will be copied to a disk, or if only another rank's optimizers keep it.
+        Optimizer state also stays in the file if it will be copied to a disk, or if each process copies only its part.
         """
-        state_stays = self._options.disk is not None or not self._group.primary
+        state_stays = self._options.disk is not None or not self._group.alone
         return load(checkpoint_path, self.checkpoint_io, self.lightning_module, weights_only, state_stays=state_stays)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizers' state to host memory: the base class would move it to the device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if self._group.primary:
-                optimizer.load_state_dict(state)
-            else:  # only the primary's optimizers have state
-                optimizer.load_state_dict({**state, "state": {}})
+            optimizer.load_state_dict(self._group.owned_state(optimizer, state))
         if self._run is not None:
             self._run.steps.state_loaded()
 

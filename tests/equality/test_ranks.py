@@ -58,7 +58,7 @@ def test_three_ranks_are_ddp_in_the_order_of_ranks(name: str) -> None:
 
 
 LIKE_TWO = "the modes of two ranks have these cases"
-OF_RANKS_ALONE = (("conditional", "all under forward"), ("conditional", "scaled"), ("conditional", "in backward"))
+OF_RANKS_ALONE = (("conditional", "all under forward"), ("conditional", "scaled"))
 FEW = ("llama-dropout", "conditional")
 
 
@@ -84,13 +84,6 @@ FEW = ("llama-dropout", "conditional")
 def test_modes(name: str, mode: str) -> None:
     strategy, options = MODES[mode]
     compare(name, strategy=strategy, options=options, reference=reference(name, 2))
-
-
-@pytest.mark.long("two ranks in the first tier take the same way")
-@pytest.mark.parametrize("name", some(["conditional", "llama-dropout", "experts/mixture"], "conditional", why=LIKE_TWO))
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_three_ranks_in_backward(name: str, precision: str) -> None:
-    compare(name, 3, {"k": 1, "optimizer_overlap": "backward"}, {"precision": precision}, reference(name, 3))
 
 
 @pytest.mark.long("two and three ranks take the same way")

@@ -50,15 +50,14 @@ def policy(on_disk: Paging = MEMORY, /, **facts: Any) -> UpdatePolicy:
         ({"batch": BatchFacts(scales=True)}, "forward", NO, "the gradient scaler of 16-mixed"),
         ({"batch": BatchFacts(averages=True)}, "forward", NO, "StochasticWeightAveraging steps"),
         ({"batch": BatchFacts(hook="EMA.on_after_backward")}, "forward", NO, "EMA.on_after_backward may look"),
-        ({"disk": True}, "forward", NO, "with several devices, or a disk"),
-        ({"ranks": True}, "forward", NO, "with several devices, or a disk"),
+        ({"disk": True}, "forward", NO, "with a disk"),
+        ({"ranks": True}, "forward", NO, "with several devices, gradients are summed"),
         # Modes asked for by name.
         ({"overlap": "off"}, "off", NO, ""),
         ({"overlap": "off", "against_layers": "not fused"}, "off", NO, ""),
         ({"overlap": "forward"}, "forward", NO, ""),
         ({"overlap": "backward"}, "backward", FREES, ""),
         ({"overlap": "backward", "read_after_step": True}, "backward", KEEPS, ""),
-        ({"overlap": "backward", "read_after_step": True, "ranks": True}, "backward", FREES, ""),
         ({"overlap": "backward", "disk": True}, "backward", FREES, ""),
         ({"overlap": "forward", "against_background": "they compete"}, "forward", NO, ""),
         # An impossible place is an error only if the user has named it.
@@ -105,12 +104,12 @@ STATE, GRADIENTS = Paging(anything=True), Paging(gradients=True, anything=True)
     ("facts", "disk", "unit", "all_threads"),
     [
         (OFF, Paging(), "whole", False),
-        (OFF | {"ranks": True}, Paging(), "primary", False),
+        (OFF | {"ranks": True}, Paging(), "whole", False),
         ({"overlap": "forward"}, Paging(), "layers", False),
         (OFF | {"place": "gpu"}, Paging(), "layers", True),
         (OFF | {"disk": True}, STATE, "layers", True),
         (OFF | {"disk": True}, Paging(), "whole", False),
-        # Only the primary has state that may be on the disk. All ranks step in one way.
+        # All ranks step in one way.
         (OFF | {"disk": True, "ranks": True}, Paging(), "layers", True),
     ],
 )

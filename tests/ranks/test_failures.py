@@ -1,4 +1,4 @@
-"""Failures that ranks report to each other, and their places. Here all ranks are in one process."""
+"""Failures that ranks report to each other. Here all ranks are in one process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dist.TCPStore]]:
     assert comes(lambda: not listening()), "threads are left"
 
 
-NAMES = ("rank 0", "rank 1", "rank 2")
-
-
 @pytest.fixture
 def ranks(store: list[dist.TCPStore]) -> Iterator[list[Failures]]:
-    made = [Failures("a run", rank, NAMES, lambda rank=rank: f"batch {rank}") for rank in range(3)]  # type: ignore[misc]
+    made = [Failures("a run", f"rank {rank}", 3) for rank in range(3)]
     for each in made:
         each.begin()
     yield made
@@ -62,7 +59,7 @@ def test_all_ranks_read_the_first_failure(ranks: list[Failures]) -> None:
 @pytest.mark.rest("takes tenths of a second")
 def test_another_run_has_other_failures(ranks: list[Failures]) -> None:
     ranks[0].report(ValueError("no"))
-    another = Failures("another run", 0, NAMES, str)
+    another = Failures("another run", "rank 0", 3)
     another.begin()
     sleep(0.3)
     assert another.error("nothing") is None
@@ -90,16 +87,9 @@ def test_an_interrupt_of_one_rank_is_one_of_all(error: BaseException, ranks: lis
     assert type(ranks[1].error("while rank 1 waited")) is RankInterrupt
 
 
-@pytest.mark.rest("takes tenths of a second")
-def test_the_places_of_ended_processes_are_missing(ranks: list[Failures]) -> None:
-    ranks[1].end()  # as if its process had ended
-    assert ranks[0].places() == {"rank 0": "batch 0", "rank 2": "batch 2"}
-
-
 def test_a_lost_store_has_no_failures(store: list[dist.TCPStore], ranks: list[Failures]) -> None:
     """The process that has it may have ended in order, a little before this one."""
     store.clear()
     assert comes(lambda: not listening())
     assert ranks[0].error("nothing") is None
-    assert ranks[0].places() == {}
     ranks[0].report(ValueError("nobody hears it"))

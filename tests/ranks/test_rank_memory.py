@@ -70,12 +70,8 @@ def test_sums_of_gradients_are_in_the_plan(shuffles: bool, k_prime: int) -> None
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("ranks", [(2, 1), (2, 2)], ids=str)
 def test_sums_over_nodes_are_in_the_plan(ranks: Number, precision: Any) -> None:
-    numbers = {"ranks": devices(ranks)["devices"], "k": 1, "k_prime": 1}
-    tower = Tower(shuffles=False).to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
-    one_node = make_plan(find_layers(tower), **numbers)
     for peak, planned in in_ranks(ranks, train, False, None, ranks, precision, k=1, k_prime=1):
         assert peak <= planned + ACTIVATIONS
-        assert planned > one_node.peak_device_bytes
 
 
 @pytest.mark.long("takes a second or more")

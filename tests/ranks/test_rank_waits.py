@@ -5,11 +5,8 @@ held up where it matters, so that the other one comes too early:
 
 | wait | who is held up |
 |---|---|
-| SHOW_AFTER_LANDING | rank 1, before its part of the gradients is copied |
 | STEP_AFTER_ARRIVAL | rank 1, in a hook before the step that then looks at weights |
-| USE_AFTER_TURN | rank 0, in its optimizer's step |
-| READ_AFTER_SHARED_UPDATE | rank 0, in its update in the background |
-| UPDATE_AFTER_LANDING | rank 1, before its part of the gradients is copied |
+| READ_AFTER_OWNER | rank 0, before its optimizer's step |
 | READ_AFTER_FILL | rank 0, before it has cast the weights |
 """
 
@@ -28,18 +25,15 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.device.device import Device, Stream, Wait
-from sp_lightning.core.updates.background import BackgroundUpdates
-from sp_lightning.experimental.ranks.rank_steps import _CLOSURE, RankSteps
+from sp_lightning.core.device.device import Wait
+from sp_lightning.experimental.ranks.owners import RankOwners
 from sp_lightning.experimental.ranks.ranks import Ranks
-from sp_lightning.experimental.ranks.turns import RankTurns
 from tests.equality.cases import CASES
 from tests.equality.on_ranks import seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import RanksFailed, in_ranks, rank
 from tests.support.runs import Make, assert_equal, fit, fused
 from tests.support.simdevice import simulated
-from tests.support.tiers import some
 from tests.support.wait_scenarios import OF_RANKS, left_out
 
 RANKS = 2
@@ -78,7 +72,7 @@ def test_every_wait_between_devices_is_needed(wait: Wait) -> None:
 
 
 class Looks(Callback):
-    """Looks at weights right before the optimizer's step; rank 1 is late."""
+    """Looks at weights right before the optimizer's step, and after the batch; rank 1 is late."""
 
     def __init__(self, late: bool) -> None:
         self.late = late
@@ -87,16 +81,22 @@ class Looks(Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self.late:
             sleep(SECONDS * rank())
-        self.seen += [parameter.detach().clone() for parameter in pl_module.parameters()]
+        self._look(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._look(pl_module)
+
+    def _look(self, module: Any) -> None:
+        self.seen += [parameter.detach().clone() for parameter in module.parameters()]
 
 
 @contextmanager
-def held_up(kind: type, method: str, who: int, when: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
+def held_up(kind: type, method: str, who: int) -> Iterator[None]:
     """While this is active one rank is late in a method."""
     original = getattr(kind, method)
 
     def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if rank() == who and when(*args):
+        if rank() == who:
             sleep(SECONDS)
         return original(self, *args, **kwargs)
 
@@ -104,66 +104,33 @@ def held_up(kind: type, method: str, who: int, when: Callable[..., bool] = lambd
         yield
 
 
-@contextmanager
-def late_work() -> Iterator[None]:
-    """Rank 0 is late in the background."""
-    original = BackgroundUpdates.submit
-
-    def submit(self: Any, layer: Any, work: Any, then: Any = None) -> None:
-        def late() -> None:
-            sleep(SECONDS * (rank() == 0))
-            work()
-
-        original(self, layer, late, then)
-
-    with mock.patch.object(BackgroundUpdates, "submit", submit):
-        yield
-
-
-def drains(targets: Any, sources: Any, stream: Stream, *_: Any) -> bool:
-    return stream is Stream.DOWNLOAD
-
-
 HELD_UP: dict[Wait, Callable[[], Any]] = {
-    Wait.SHOW_AFTER_LANDING: lambda: held_up(Device, "copy", 1, drains),
     Wait.STEP_AFTER_ARRIVAL: ExitStack,
-    Wait.USE_AFTER_TURN: lambda: held_up(torch.optim.Adam, "_init_group", 0),
-    Wait.READ_AFTER_SHARED_UPDATE: late_work,
-    Wait.UPDATE_AFTER_LANDING: lambda: held_up(Device, "copy", 1, drains),
-    Wait.READ_AFTER_FILL: lambda: held_up(RankTurns, "cast", 0),
+    Wait.READ_AFTER_OWNER: lambda: held_up(RankOwners, "_merge", 0),
+    Wait.READ_AFTER_FILL: lambda: held_up(RankOwners, "_cast", 0),
 }
-
-
-IN_THE_BACKGROUND: dict[Wait, Any] = {
-    Wait.READ_AFTER_SHARED_UPDATE: "forward",
-    Wait.UPDATE_AFTER_LANDING: "backward",
-}
-"""The modes of updates in which a wait is needed at all."""
 
 
 @contextmanager
 def without(omit: Wait | None) -> Iterator[None]:
     """Nobody waits between ranks for this reason. What a collective brings is there all the same."""
-    barrier, largest, left = Ranks.barrier, Ranks.largest, list[Any]()
+    barrier, left = Ranks.barrier, list[Any]()
 
-    def goes_past(self: Ranks, what: str, number: float = 0, *, why: Any = None, group: Any = None) -> list[float]:
-        if why is None or why is not omit or why is Wait.USE_AFTER_TURN:
-            return barrier(self, what, number, why=why, group=group)
+    def goes_past(self: Ranks, what: str, number: float = 0, *, why: Any = None) -> list[float]:
+        if why is None or why is not omit:
+            return barrier(self, what, number, why=why)
         texts = torch.zeros(512 * self.world, dtype=torch.uint8)
-        host = group or self._groups["everybody"].host
-        left.append((texts, dist.all_to_all_single(texts.clone(), texts, group=host, async_op=True)))
+        group = self._everybody.host
+        left.append((texts, dist.all_to_all_single(texts.clone(), texts, group=group, async_op=True)))
         return [number] * self.world
 
-    def early(self: Ranks, values: torch.Tensor, why: Any) -> None:
-        if omit is not Wait.SHOW_AFTER_LANDING or why is not omit:
-            largest(self, values, why)
-        elif rank() == 0:  # all ranks have gradients for all parameters here, and there is one order
-            values[: 2 * ((len(values) - 1) // 2)].clamp_(min=0)
+    def early(self: Ranks, counter: torch.Tensor, number: int, why: Wait) -> None:
+        assert why is Wait.READ_AFTER_OWNER
 
-    with (
-        mock.patch.object(Ranks, "barrier", goes_past),
-        mock.patch.object(Ranks, "largest", early),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Ranks, "barrier", goes_past))
+        if omit is Wait.READ_AFTER_OWNER:
+            stack.enter_context(mock.patch.object(Ranks, "wait_until", early))
         yield
 
 
@@ -196,48 +163,40 @@ class Exchanges(Callback):
             pl_module.net.head = copy.deepcopy(pl_module.net.head)
 
 
-def goes_on(self: RankSteps, optimizer: Any, closure: Any = None) -> Any:
-    """A step of a rank that does not wait for the end of the primary's."""
-    assert self._turns.follow(self._step_of(optimizer), weights=True) == _CLOSURE
-    self._run.engine.invalidate()
-    result = closure()
-    self._turns.begin(self._step_of(optimizer), weights=True)
-    return result
-
-
-def train(why: str, omit: bool, late: bool) -> dict[str, Any]:
+def train(why: str, overlap: Any, omit: bool, late: bool) -> dict[str, Any]:
     wait = Wait[why]
     looks = Looks(late and wait is Wait.STEP_AFTER_ARRIVAL)
     options: dict[str, Any] = {"callbacks": [looks]}
-    strategy = SuperpipelineStrategy(k=1)
-    make: Make = Net
-    if wait in IN_THE_BACKGROUND:
-        options, make = {}, fused(make)
-        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=IN_THE_BACKGROUND[wait])
+    make: Make = Net if overlap == "off" else fused(Net)
     with ExitStack() as stack:
         if late:
             stack.enter_context(HELD_UP[wait]())
         if omit:
             stack.enter_context(without(wait))
-        if omit and wait is Wait.USE_AFTER_TURN:
-            stack.enter_context(mock.patch.object(RankSteps, "_follow_step", goes_on))
         if wait is Wait.READ_AFTER_FILL:
             make = ByHand
             options |= {"callbacks": [Exchanges()], "precision": "bf16-mixed"}
-        recorded: Any = "losses" if options == {} else "gradients"
-        found = seen(fit(make, vectors(4), strategy, devices=RANKS, recorded=recorded, **options))
+        strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap)
+        found = seen(fit(make, vectors(4), strategy, devices=RANKS, **options))
     return {**found, "looked at": looks.seen}
 
 
 @pytest.mark.long("each holds a rank up; the first tier has the equality that these waits give")
 @pytest.mark.parametrize(
-    "wait", some(HELD_UP, Wait.STEP_AFTER_ARRIVAL, why="one shows that races are seen"), ids=lambda wait: wait.name
+    ("wait", "overlap"),
+    [
+        (Wait.STEP_AFTER_ARRIVAL, "off"),
+        (Wait.READ_AFTER_OWNER, "off"),
+        (Wait.READ_AFTER_OWNER, "forward"),
+        (Wait.READ_AFTER_FILL, "off"),
+    ],
+    ids=str,
 )
-def test_every_wait_between_ranks_is_needed(wait: Wait) -> None:
-    plain = in_ranks(RANKS, train, wait.name, False, False)
-    assert_equal(in_ranks(RANKS, train, wait.name, False, True), plain, "held up")
+def test_every_wait_between_ranks_is_needed(wait: Wait, overlap: str) -> None:
+    plain = in_ranks(RANKS, train, wait.name, overlap, False, False)
+    assert_equal(in_ranks(RANKS, train, wait.name, overlap, False, True), plain, "held up")
     try:
-        early = in_ranks(RANKS, train, wait.name, True, True)
+        early = in_ranks(RANKS, train, wait.name, overlap, True, True)
     except RanksFailed:
         return
     with pytest.raises(AssertionError, match="values differ"):

@@ -1,4 +1,4 @@
-"""Under mixed precision every rank fetches casts, which the primary makes, and none the masters."""
+"""Under mixed precision every rank fetches casts, which owners make, and none the masters."""
 
 from __future__ import annotations
 

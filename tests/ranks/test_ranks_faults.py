@@ -114,6 +114,7 @@ def train(who: int, where: str, how: str, folder: str, strategy: dict[str, Any],
 
 HOOKS = (
     "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_train_batch_end",
+    "on_save_checkpoint",
 )  # fmt: skip
 WHERE = ("set-up", "optimizers", "data", "forward", "backward", "step", *HOOKS)
 ALL = [(who, where, how) for who in (0, 1) for where in WHERE for how in ("raise", "kill", "leave", "memory")]
@@ -146,7 +147,7 @@ def test_everybody_ends_where_a_killed_rank_has_workers(who: int, tmp_path: Any)
 
 
 INTERRUPTS = [
-    (who, where) for who in (0, 1, BOTH) for where in ("data", "forward", "backward", "step", HOOKS[0], HOOKS[-1])
+    (who, where) for who in (0, 1, BOTH) for where in ("data", "forward", "backward", "step", HOOKS[0], HOOKS[-2])
 ]
 
 

@@ -1,7 +1,8 @@
-"""Several devices with a disk: the first rank of each node has the optimizers' state, and so the disk."""
+"""Several devices with a disk: each rank has the state of its layers there."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,7 @@ def test_files_are_those_of_a_run_without(ranks: Number, tmp_path: Path) -> None
         ]
         files[disk] = first, second
         for run in runs:
-            expected = [disk is not None and number % devices(ranks)["devices"] == 0 for number in range(total(ranks))]
-            assert [nbytes > 0 for _, nbytes in run] == expected
+            assert [nbytes > 0 for _, nbytes in run] == [disk is not None] * total(ranks)
     for theirs, ours in zip(*files.values(), strict=True):
         a, b = (torch.load(file, weights_only=True) for file in (ours, theirs))
         for name in ("state_dict", "optimizer_states"):
@@ -78,9 +78,7 @@ def test_too_little_memory_for_all_processes_is_refused_on_each(tmp_path: Path) 
     with pytest.raises(RanksFailed) as caught:
         in_ranks(2, place, str(tmp_path), "100MiB")
     first, second = caught.value.errors
-    assert "MemoryError: CPU memory is" in str(first)
-    assert "rank 0 has failed" in str(second)
-    assert "CPU memory is" in str(second)
+    assert all("MemoryError" in str(each) and "CPU memory is" in str(each) for each in (first, second))
 
 
 def cap(host_memory: str) -> None:
@@ -107,15 +105,14 @@ def break_disk(disk: str, fault: str, at: int, overlap: Any) -> None:
 
 
 @pytest.mark.long("the first tier has a disk that fails on one device")
-@pytest.mark.parametrize("overlap", first(["off", "forward", "backward"], "backward", why="its other modes"))
+@pytest.mark.parametrize("overlap", first(["off", "forward"], "forward", why="its other mode"))
 @pytest.mark.parametrize("fault", ["write error", "read error"])
 def test_a_disk_that_fails_ends_all_ranks_with_its_error(fault: str, overlap: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as caught:
         in_ranks(2, break_disk, str(tmp_path), fault, 10, overlap)
     first, second = caught.value.errors
-    assert FAULTS[fault][2] in str(first)
-    assert "rank 0 has failed" in str(second)
-    assert "Input/output error" in str(second)
+    assert any(FAULTS[fault][2] in str(each) for each in (first, second))
+    assert all("Input/output error" in str(each) for each in (first, second))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,9 +120,10 @@ class Looks(pl.Callback):
     """Reads and writes state on the rank that has it, between steps."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if trainer.is_global_zero:
-            for state in trainer.optimizers[0].state.values():
-                state["exp_avg"].mul_(0.5)
+        optimizer = trainer.optimizers[0]
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            with suppress(RuntimeError):  # another rank has it
+                optimizer.state[parameter]["exp_avg"].mul_(0.5)
 
 
 def write_state(disk: str | None) -> Any:

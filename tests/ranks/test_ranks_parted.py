@@ -129,12 +129,12 @@ CASES: dict[str, Case] = {
     "rank 1 skips an epoch": (SkipsAnEpoch, EVEN, list, ("rank 1 the end of its run", BACKWARD)),
     "rank 1 stops": (Net, EVEN, lambda: [OnOneRank(stop)], ("rank 1 the end of its run", "batch 1 of epoch 0")),
     "rank 0 saves": (
-        Net, EVEN, lambda: [OnOneRank(save, 0)], ("disagree", "Lightning's barrier 'Trainer.save_checkpoint'", BACKWARD),
+        Net, EVEN, lambda: [OnOneRank(save, 0)], ("disagree", "gathering of an optimizer's state", BACKWARD),
     ),
     "rank 0 looks for the folder": (
         Net, EVEN, lambda: [OnOneRank(look_for_the_folder, 0)], ("disagree", "Lightning's broadcast", BACKWARD),
     ),
-    "the user's own sum": (SumsAlone, EVEN, list, ("waited for backward", "rank 0 was last at")),
+    "the user's own sum": (SumsAlone, EVEN, list, ("has lost other ranks while it waited for backward",)),
 }  # fmt: skip
 
 

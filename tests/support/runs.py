@@ -49,12 +49,21 @@ class Recorder(LossRecorder):
     """Also records all gradients, by name, after each backward."""
 
     def on_after_backward(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        self.gradients.append(
-            {
-                name: None if p.grad is None else p.grad.detach().to_dense().clone()
-                for name, p in pl_module.named_parameters()
-            }
-        )
+        self.gradients.append({name: _gradient(p) for name, p in pl_module.named_parameters()})
+
+
+ELSEWHERE = "on another device"
+"""In place of a gradient that another of several devices has."""
+
+
+def _gradient(parameter: torch.nn.Parameter) -> Any:
+    try:
+        gradient = parameter.grad
+    except RuntimeError as error:
+        if "that process alone has the gradient" not in str(error):
+            raise
+        return ELSEWHERE
+    return None if gradient is None else gradient.detach().to_dense().clone()
 
 
 @dataclass
@@ -146,7 +155,7 @@ def fit(
         losses=recorder.losses,
         gradients=recorder.gradients,
         state={name: value.clone() for name, value in module.state_dict().items() if isinstance(value, Tensor)},
-        optimizers=[copy.deepcopy(each.state_dict()) for each in trainer.optimizers],
+        optimizers=[copy.deepcopy(trainer.strategy.optimizer_state(each)) for each in trainer.optimizers],
         rng=torch.get_rng_state(),
         module=module,
         trainer=trainer,

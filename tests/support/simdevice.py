@@ -379,8 +379,10 @@ class SimDevice(Device):
 
     def finish(self, work: Future[None], why: Wait) -> None:
         self.waits.append(why)
-        self._later.urge(work)
-        while not work.done():
+        own = work in self._known or work in self._done
+        if own:
+            self._later.urge(work)
+        while not work.done() if own else self._known:
             piece = self._later.take()
             clock, issued = self._known.pop(piece.done)
             self._learn(Stream.UPDATE, clock)
@@ -398,7 +400,9 @@ class SimDevice(Device):
                     self._runs = HOST
             piece.done.set_result(None)
             self._done[piece.done] = dict(self.clocks[Stream.UPDATE])
-        if why is not self.omit:
+        if not own:  # another process does the work, which may wait for this one's
+            work.result()
+        elif why is not self.omit:
             self._learn(HOST, self._done[work])
 
     # ------------------------------------------------------------------ where memory is

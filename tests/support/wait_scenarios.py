@@ -253,11 +253,8 @@ def predicted_unseen(strategy: Any) -> Outcome:
 OF_RANKS = (
     Wait.REDUCE_AFTER_GRADIENT,
     Wait.DRAIN_AFTER_REDUCE,
-    Wait.SHOW_AFTER_LANDING,
     Wait.STEP_AFTER_ARRIVAL,
-    Wait.USE_AFTER_TURN,
-    Wait.READ_AFTER_SHARED_UPDATE,
-    Wait.UPDATE_AFTER_LANDING,
+    Wait.READ_AFTER_OWNER,
     Wait.READ_AFTER_FILL,
 )
 """Waits that several devices alone have: ``tests/ranks/test_rank_waits.py`` leaves them out."""

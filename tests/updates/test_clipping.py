@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.core.engine.clipping import Clipping
+from sp_lightning.core.engine.owners import Owners
 from sp_lightning.core.layers.narrow_gradient import Norms
 from sp_lightning.core.updates.layer_stepper import LayerStepper
 
@@ -28,6 +29,7 @@ class Engine:
         self.measured: list[Tensor] = []
         self.stepper, self.layer_of = LayerStepper(), lambda parameter: layers.get(id(parameter))
         self.device = SimpleNamespace(access=lambda *_, **__: None, later=self.later.append)
+        self.owners = Owners()
         norms = Norms()
         self.stay = frozenset[nn.Parameter]()
         self.norms = SimpleNamespace(of=lambda gradient: (self.measured.append(gradient), norms.of(gradient))[1])  # type: ignore[func-returns-value]

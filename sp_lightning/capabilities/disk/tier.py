@@ -36,7 +36,7 @@ from sp_lightning.capabilities.disk.weights_in_files import FilePlace, Mappings
 from sp_lightning.core.device.host_memory import free_garbage, return_free_memory, return_large_blocks
 from sp_lightning.core.device.layout import PAGE, whole_pages
 from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
-from sp_lightning.core.engine.state_store import IN_MEMORY, Key, StateStore
+from sp_lightning.core.engine.state_store import Key, StateStore
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.model.found import Found, Layer
 from sp_lightning.core.observe.messages import say_once
@@ -82,6 +82,8 @@ class DiskTier(StateStore):
         others: int,
         elsewhere: int,
         beside: int,
+        *,
+        among: int = 1,
     ) -> None:
         """Chooses the layers whose state is on the disk, and reserves disk space for it.
 
@@ -91,6 +93,7 @@ class DiskTier(StateStore):
             others: bytes of host memory for gradients, and for the memory of a device that computes on the host.
             elsewhere: bytes that other processes have taken of ``host_memory``.
             beside: bytes of weights and gradients on the disk, for the error.
+            among: the number of processes that share the memory, each with a part of the state.
 
         Raises:
             ValueError: the size of an optimizer's state is unknown before the first step.
@@ -100,7 +103,9 @@ class DiskTier(StateStore):
         small, large = _state_bytes(optimizers, layer_of)
         return_free_memory()
         room = room_for(self._host_memory, elsewhere)
-        self.placement = place_state(large, None if room is None else room - others - small, self._host_memory)
+        self.placement = place_state(
+            large, None if room is None else (room - others) // among - small, self._host_memory
+        )
         self._file = MappedFile(self._folder, "optimizer state", self.placement.window)
         if self.placement.on_disk:
             self._file.reserve(self.placement.disk_bytes + PAGE, beside)
@@ -164,8 +169,8 @@ def open_store(
 ) -> tuple[StateStore, int]:
     """Opens the state store of a run with a disk.
 
-    With several devices only the primary opens one, because only its optimizers have state. The memory of all processes counts.
-    All processes call this together.
+    With several devices each process opens one, for the layers that it steps. The memory of all processes counts. All processes
+    call this together.
 
     Args:
         run: the run, with its engine.
@@ -175,7 +180,7 @@ def open_store(
         log: the logger for messages to the user.
 
     Returns:
-        The store of this process, and the bytes of host memory that the primary's state takes.
+        The store of this process, and the bytes of host memory that the state of all processes of the node takes.
 
     Raises:
         ValueError: the size of an optimizer's state is unknown before the first step.
@@ -183,20 +188,17 @@ def open_store(
         OSError: the disk has no room.
     """
     free_garbage()
-    elsewhere = sum(run.group.gather(anonymous_bytes(), "what processes have taken of CPU memory")[1:])
-    store: StateStore = IN_MEMORY
-    nbytes = 0
-    if run.group.primary:
-        assert options.disk is not None
-        store = tier = DiskTier(options.disk, options.host_memory, log)
-        run.placement.leave()  # weights on the disk must not count in the memory that is measured next
-        streamer, below = run.engine, on_disk(run.placement)
-        on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
-        others = ledger.gradients + on_host + below.window
-        beside = below.weight_bytes + below.gradient_bytes
-        tier.place(optimizers, streamer.updating.layer_of, others, elsewhere, beside)
-        nbytes = tier.placement.memory_bytes
-    return store, run.group.gather(nbytes, "where optimizers' state is")[0]
+    own = anonymous_bytes()
+    elsewhere = sum(run.group.gather(own, "what processes have taken of CPU memory")) - own
+    assert options.disk is not None
+    tier = DiskTier(options.disk, options.host_memory, log)
+    run.placement.leave()  # weights on the disk must not count in the memory that is measured next
+    streamer, below = run.engine, on_disk(run.placement)
+    on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
+    others = ledger.gradients + on_host + below.window
+    beside = below.weight_bytes + below.gradient_bytes
+    tier.place(optimizers, streamer.updating.layer_of, others, elsewhere, beside, among=run.group.size)
+    return tier, sum(run.group.gather(tier.placement.memory_bytes, "where optimizers' state is"))
 
 
 def _state_bytes(

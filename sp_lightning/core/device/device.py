@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any, Self
@@ -70,13 +70,10 @@ class Wait(enum.Enum):
     USE_AFTER_RESIDENTS = "residents are read only after their upload"
     DRAIN_AFTER_GRADIENT = "a gradient is downloaded, or used by a step, only after the kernel that wrote it"
     REDUCE_AFTER_GRADIENT = "a gradient is sent to other ranks only after the kernel that wrote it"
-    DRAIN_AFTER_REDUCE = "a rank's part of a sum is downloaded only after the kernels that computed it"
-    SHOW_AFTER_LANDING = "user code sees gradients only after the parts of all ranks have arrived"
-    STEP_AFTER_ARRIVAL = "the primary writes weights and gradients only after all ranks have reached its turn"
-    USE_AFTER_TURN = "the other ranks continue only after the primary's turn"
-    READ_AFTER_SHARED_UPDATE = "the other ranks read a layer only after the primary's background update"
-    UPDATE_AFTER_LANDING = "the primary updates a layer in backward only after the parts of all ranks have arrived"
-    READ_AFTER_FILL = "weights are read only after the primary has filled the memory of all ranks"
+    DRAIN_AFTER_REDUCE = "a sum of gradients is downloaded only after the kernels that computed it"
+    STEP_AFTER_ARRIVAL = "a process writes weights only after all processes have reached the optimizer's step"
+    READ_AFTER_OWNER = "a process reads a layer only after the step of the layer's owner"
+    READ_AFTER_FILL = "weights are read only after the first process of the node has filled their memory"
     REUSE_AFTER_DRAIN = "a gradient's device memory is reused only after its download"
     APPLY_AFTER_DRAIN = "the host reads a gradient only after its download"
     DROP_AFTER_DRAIN = "the host reuses a dropped gradient's memory only after its download"
@@ -314,7 +311,7 @@ class Device:
             if self._background is not None and not work.done():
                 self._background.urge(work)
                 with profiled(f"host waits: {why.value}"):
-                    wait([work])
+                    work.exception()
             work.result()
         finally:
             self._stalled[why] += perf_counter() - start

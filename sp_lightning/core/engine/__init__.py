@@ -110,7 +110,7 @@ make each transition::
 - VIEWED protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
 
 **The parts**, from below: a module imports only modules of the engine that are above it in this list, and the interfaces of
-capabilities in this folder (``activations``, ``state_store``, ``turns``, ``tuner``):
+capabilities in this folder (``activations``, ``state_store``, ``owners``, ``tuner``):
 
 =======================  ============================================================================================
 ``schedule``             Which layers are fetched, locked, attached and released (1) (2), and in which order. The planner's

@@ -44,7 +44,8 @@ class Clipping:
 
     def by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips by the norm of all gradients together. Computes norms that are not known yet."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for p in everything if stored(p) is not None]
         measured, self._measured = self._measured, {}
         # A hook may have written a gradient after its norm was measured.
         if any(map(has_accumulation_hooks, parameters)):
@@ -54,7 +55,8 @@ class Clipping:
         if self._on_gpu:
             total = get_total_norm(self._norms_on_device(parameters))
         else:
-            total = get_total_norm([self._norm_or_gradient(measured, each) for each in parameters])
+            known = {each: self._norm_or_gradient(measured, each) for each in parameters}
+            total = get_total_norm(self._engine.owners.norms(everything, known))
         if stay := [p for p in parameters if p in self._engine.stay]:
             clip_grads_with_norm_(stay, clip_val, total)
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()

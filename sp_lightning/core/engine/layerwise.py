@@ -221,7 +221,7 @@ class LayerwiseStep:
         if layer not in updatable:
             return
         held = self._is_held(layer, _parameters(updatable[layer]))
-        if held and (self._traits.early is EarlyUpdates.KEEPS or (self._state_held and not self._engine.several)):
+        if held and (self._traits.early is EarlyUpdates.KEEPS or self._state_held):
             return  # user code may read or write the tensors that it holds in this backward
         groups = updatable.pop(layer)
         if any(_is_sparse(parameter) for member in layer.with_masters for parameter in member.block.parameters):
@@ -251,10 +251,10 @@ class LayerwiseStep:
 
         This is the order in which the next forward needs them.
 
-        On the GPU, on several ranks, and if state is not in memory, updates run in the order in which they are submitted.
+        On the GPU, and if state is not in memory, updates run in the order in which they are submitted.
         """
         order = list(self._engine.order())
-        in_order = self._engine.several or self._state.elsewhere or self._traits.on_gpu
+        in_order = self._state.elsewhere or self._traits.on_gpu
         self._updates.urgency = {} if in_order else {layer: at for at, layer in enumerate(order)}
         return order
 
@@ -317,6 +317,7 @@ class LayerwiseStep:
             if layer in by_layer:
                 held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
                 self._submit(layer, by_layer[layer], held=held)
+        self._engine.owners.follow()
         self.clipping.pending = None  # the updates clip
         self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
 
@@ -367,7 +368,7 @@ class LayerwiseStep:
             'optimizer_overlap="backward"': self.begun,
             self._state.option: self._state.elsewhere,
             'optimizer_on="gpu"': self._traits.on_gpu,
-            "Training on several devices": self._engine.several,
+            "Training on several devices": self._engine.owners.several,
         }
         for name, needed in needs.items():
             if needed:
@@ -448,7 +449,7 @@ class LayerwiseStep:
             if layer is None:
                 what = f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the module's"
                 raise _UndividedError(what, "Make it the module's")
-            if layer not in self.begun:
+            if layer not in self.begun and self._engine.owners.owns(layer):
                 if _is_sparse(parameter):
                     raise _sparse(layer)
                 parts[layer].append(parameter)
@@ -518,7 +519,7 @@ class LayerwiseStep:
             return
         self._noted = True
         state = state_of(self._optimizer)
-        if not all(dict.get(state, p) for p in _parameters(self._optimizer.param_groups)):
+        if not all(dict.get(state, p) for p in _parameters(self._optimizer.param_groups) if self._engine.owns(p)):
             self._updates.wait_for_all()  # updates of the last step may still make state
             self._known = set(dict.keys(state))
 

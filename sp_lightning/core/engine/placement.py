@@ -14,8 +14,8 @@ from typing import Any
 
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.host_source import HostSource
+from sp_lightning.core.engine.owners import Owners
 from sp_lightning.core.engine.step import Step
-from sp_lightning.core.engine.turns import Turns
 from sp_lightning.core.layers.gradients import Gradients, GradientSink
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.ring import Uploads
@@ -85,9 +85,9 @@ class Placement:
         """The class of the part that provides the layers' bytes."""
         return HostSource
 
-    def turns(self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step) -> Turns:
-        """Returns the part that decides which process may change the weights, and when. It is made last."""
-        return Turns()
+    def owners(self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step) -> Owners:
+        """Returns the part that knows which process steps which layer. It is made last."""
+        return Owners()
 
 
 ONE_DEVICE = Placement()

@@ -199,7 +199,7 @@ class Streamer:
             note_memory=self._note_memory,
             step=self._step,
         )
-        self.turns = placement.turns(self._lock, layers, self._source, self._step)
+        self.owners = placement.owners(self._lock, layers, self._source, self._step)
         self.updating = Updating(
             lock=self._lock,
             device=device,
@@ -211,7 +211,7 @@ class Streamer:
             updates=self.updates,
             step=self._step,
             backward=self._backward,
-            turns=self.turns,
+            owners=self.owners,
             stay=self.found.on_gpu,
         )
 

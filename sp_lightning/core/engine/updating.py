@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from sp_lightning.core.device.device import Device, Wait
 from sp_lightning.core.engine.graph import Backward
 from sp_lightning.core.engine.host_source import HostSource
+from sp_lightning.core.engine.owners import Owners
 from sp_lightning.core.engine.schedule import WRITTEN_IN_CALL, Residency
 from sp_lightning.core.engine.step import Step
-from sp_lightning.core.engine.turns import Turns
 from sp_lightning.core.layers.device_parameter import Untouched
-from sp_lightning.core.layers.freed_gradient import forget, free
+from sp_lightning.core.layers.freed_gradient import forget, free, has_gradient
 from sp_lightning.core.layers.gradients import GradientSink
 from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.core.layers.narrow_gradient import Norms
@@ -36,11 +36,9 @@ class Updating:
     Attributes:
         lock: the engine's lock.
         layers: all layers.
-        turns: which process may change the weights, and when.
+        owners: which process steps which layer.
         backward: calls its ``layer_done`` in the announced backward, for each layer whose gradients are all in ``param.grad``.
-            Before that, its ``may_update`` returns True if ``layer_done`` would begin an update of the layer. With several
-            devices, all ranks agree on the result.
-        several: True if there are several devices.
+            Before that, its ``may_update`` returns True if ``layer_done`` would begin an update of the layer.
         norms: computes norms of gradients on the host.
         stay: the parameters that are on the GPU between steps, too, where the optimizer steps them.
     """
@@ -55,12 +53,11 @@ class Updating:
     updates: BackgroundUpdates
     step: Step
     backward: Backward
-    turns: Turns
+    owners: Owners
     stay: frozenset[nn.Parameter]
 
     def __post_init__(self) -> None:
         self.norms = Norms()
-        self.several = self.turns.several
         self._place_of = {
             id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)
         }
@@ -75,16 +72,16 @@ class Updating:
         place = self._place_of.get(id(parameter))
         return None if place is None else place[0].owner
 
-    def order(self) -> Iterator[StreamedLayer]:
-        """Returns all layers: residents and tables first, then the others in the order in which the next forward needs them.
+    def owns(self, parameter: nn.Parameter) -> bool:
+        """Returns True if this process steps a host parameter."""
+        layer = self.layer_of(parameter)
+        return layer is None or self.owners.owns(layer)
 
-        With several devices, the others are in the plan's order: batches may be routed to experts in another order on each
-        process, and all processes update the layers in one order.
-        """
+    def order(self) -> Iterator[StreamedLayer]:
+        """Returns all layers: residents and tables first, then the others in the order in which the next forward needs them."""
         residents = [layer for layer in self.layers if layer.kind is Kind.RESIDENTS]
         tables = [layer for layer in self.layers if layer.kind is Kind.TABLE]
-        needed = () if self.several else self.residency.prefetch.order("train")
-        return iter(dict.fromkeys((*residents, *tables, *needed, *self.layers)))
+        return iter(dict.fromkeys((*residents, *tables, *self.residency.prefetch.order("train"), *self.layers)))
 
     def before(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
         """Prepares an optimizer's step: nothing reads the host's weights while the step writes them.
@@ -113,7 +110,7 @@ class Updating:
             with Untouched():  # reading `grad` would wait for a running update of the parameter
                 for parameter in parameters:
                     place = self._place_of.get(id(parameter))
-                    if place is not None and parameter.grad is not None:
+                    if place is not None and has_gradient(parameter):
                         layer, index = place
                         layer.parameters.unversioned_writes[index] += 1
 
@@ -127,6 +124,7 @@ class Updating:
 
     def resume(self) -> None:
         """Puts device parameters into the modules again, for a closure that an optimizer calls within its own step."""
+        self.owners.refuse_closure()
         with self.lock:
             self.step.resume()
 
@@ -169,7 +167,7 @@ class Updating:
 
     def gather(self, optimizer: Optimizer) -> None:
         """Called before an optimizer updates its first layer. With several devices it waits for all of them."""
-        self.turns.gather(partial(self.step_of, optimizer))
+        self.owners.gather(optimizer, partial(self.step_of, optimizer))
 
     def is_viewed(self, layer: StreamedLayer) -> bool:
         """Returns True if user code holds memory of a weight of the layer or its masters, on the host or the device."""

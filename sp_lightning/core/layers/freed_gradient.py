@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.core.layers.roles import ParameterRole, leave, take
-from sp_lightning.core.torch_compat.private import subclasses_are_asked
+from sp_lightning.core.torch_compat.private import moves_modules, subclasses_are_asked
 
 _tensor_grad: Any = Tensor.grad
 
@@ -24,10 +25,12 @@ _SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_g
 """Functions of torch that read ``param.grad`` only to reset it."""
 
 
-class _HasFreedGradient(ParameterRole):
-    """A host parameter whose gradient was freed after its update."""
+class _HasNoGradient(ParameterRole):
+    """A host parameter whose gradient exists on plain Lightning, but not here."""
 
     rank = 3
+    why: ClassVar[str]
+    """The end of the error's sentence, with a remedy."""
 
     @property
     def grad(self) -> Tensor | None:
@@ -37,21 +40,53 @@ class _HasFreedGradient(ParameterRole):
             RuntimeError: user code reads the attribute.
         """
         if subclasses_are_asked() and _is_users(sys._getframe(1)):
-            raise RuntimeError(
-                f"param.grad was read of a parameter of shape {tuple(self.shape)} after the optimizer's step. "
-                'optimizer_overlap="backward" has freed it, because no hook of the module or of a callback runs there. Read it '
-                'in on_train_batch_end, or leave optimizer_overlap out: "auto" keeps gradients.'
-            )
+            raise RuntimeError(f"param.grad was read of a parameter of shape {tuple(self.shape)}{self.why}")
+        if resets_gradients(_reader(sys._getframe(1))):
+            leave(self, _HasGradientElsewhere)
         return None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         _tensor_grad.__set__(self, value)
-        leave(self, _HasFreedGradient)
+        leave(self, _HasNoGradient)
 
     @grad.deleter
     def grad(self) -> None:
-        leave(self, _HasFreedGradient)
+        leave(self, _HasNoGradient)
+
+
+class _HasFreedGradient(_HasNoGradient):
+    """A host parameter whose gradient was freed after its update."""
+
+    why = (
+        " after the optimizer's step. "
+        'optimizer_overlap="backward" has freed it, because no hook of the module or of a callback runs there. Read it '
+        'in on_train_batch_end, or leave optimizer_overlap out: "auto" keeps gradients.'
+    )
+
+
+class _HasGradientElsewhere(_HasNoGradient):
+    """A host parameter whose gradient another process has. There is a subclass for each of these processes."""
+
+
+@cache
+def _elsewhere(owner: str) -> type[_HasGradientElsewhere]:
+    why = (
+        f" whose layer {owner} steps: with several devices, that process alone has the gradient. Read it there, or clip by "
+        "Trainer(gradient_clip_val=) or self.clip_gradients."
+    )
+    return type("_HasGradientElsewhere", (_HasGradientElsewhere,), {"why": why})
+
+
+def set_elsewhere(parameter: nn.Parameter, owner: str) -> None:
+    """Makes reading ``param.grad`` an error that names the process with the gradient, until ``param.grad`` is set."""
+    parameter.grad = None
+    take(parameter, _elsewhere(owner))
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Returns True if a parameter has a gradient, here or in another process."""
+    return parameter.grad is not None or isinstance(parameter, _HasGradientElsewhere)
 
 
 def resets_gradients(frame: FrameType) -> bool:
@@ -60,11 +95,17 @@ def resets_gradients(frame: FrameType) -> bool:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Returns True if ``frame``, which reads a gradient, is of user code: not of this package, and not torch's ``zero_grad``."""
-    # The property `grad` of another role of the parameter may have called this one.
+    """Returns True if ``frame``, which reads a gradient, is user code, and not torch that resets or moves gradients."""
+    frame = _reader(frame)
+    of_torch = frame.f_code in _SET_TO_NONE or moves_modules(frame.f_code)
+    return not of_torch and not frame.f_globals.get("__name__", "").startswith("sp_lightning.")
+
+
+def _reader(frame: FrameType) -> FrameType:
+    """Returns the frame that reads a gradient: the property `grad` of another role of the parameter may have called this one."""
     while frame.f_code.co_name == "grad" and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code not in _SET_TO_NONE and not frame.f_globals.get("__name__", "").startswith("sp_lightning.")
+    return frame
 
 
 def free(parameter: nn.Parameter) -> None:

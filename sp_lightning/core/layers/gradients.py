@@ -145,8 +145,7 @@ class GradientSink:
         keep_narrow: True if gradients in a lower dtype than their parameter's keep that dtype until user code reads them.
         keep_for_step: True if all layers step on the GPU. If a step waits for a layer, the layer's gradients are then not copied
             to the host.
-        arriving: the layers with gradients that have arrived, and whose transfer is not issued yet. With several devices, their
-            families.
+        arriving: the layers with gradients that have arrived, and whose transfer is not issued yet.
     """
 
     def __init__(self, device: Device, transfers: Transfers[Any]) -> None:
@@ -218,7 +217,7 @@ _Drain = tuple[StreamedLayer, deque[_OnHost], BlockMemory | None]
 
 
 @dataclass
-class _Received:
+class Received:
     """The gradients of a layer and its masters in the running backward.
 
     Attributes:
@@ -244,7 +243,7 @@ class Gradients(GradientSink):
     def __init__(self, device: Device, staging: Staging, *, in_flight: int) -> None:
         super().__init__(device, Transfers(device, in_flight, self._apply))
         self._staging = staging
-        self._received: dict[StreamedLayer, _Received] = {}
+        self._received: dict[StreamedLayer, Received] = {}
         # The thread that applies gradients holds this lock, so that several gradients of a parameter are added in order.
         self._applying = threading.RLock()
         self._applier = 0  # the identifier of this thread; 0 without one
@@ -267,7 +266,7 @@ class Gradients(GradientSink):
         place = (layer, index)
         received = self._received.get(owner)
         if received is None:
-            received = self._received[owner] = _Received()
+            received = self._received[owner] = Received()
         elif place in received.gradients:  # a second gradient of one parameter: the host adds the two
             self.drain(owner)
         if not received.gradients:
@@ -301,7 +300,7 @@ class Gradients(GradientSink):
         self._wanted = wanted
 
     def _may_keep(
-        self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
+        self, owner: StreamedLayer, received: Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> bool:
         """Returns True if gradients may wait on the GPU for the layer's step there, instead of being copied to the host.
 
@@ -316,7 +315,7 @@ class Gradients(GradientSink):
         return dense and alone and owner.kind is not Kind.RESIDENTS and self._wanted(owner)
 
     def _keep(
-        self, owner: StreamedLayer, received: _Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
+        self, owner: StreamedLayer, received: Received, gradients: dict[tuple[StreamedLayer, int], Tensor]
     ) -> None:
         """Keeps gradients on the GPU, as narrow gradients: reading ``param.grad`` copies the gradient to the host."""
         computed = self.device.record(Stream.COMPUTE)
@@ -368,7 +367,7 @@ class Gradients(GradientSink):
                 span, begin = block.planned.spans[index], int(staging.common.storage_offset()) + used
                 target = strided(staging.common, begin, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
-            rows = None if layer.whole else layer.rows.gradient_rows(index)
+            rows = self._rows_of(layer, index)
             if rows is None:
                 targets.append(target)
                 sources.append(gradient)
@@ -379,6 +378,10 @@ class Gradients(GradientSink):
                 sources += [gradient[row] for row in sorted(rows)]
             copies.append((parameter, target, own, False))
         return copies, staging, targets, sources
+
+    def _rows_of(self, layer: StreamedLayer, index: int) -> Any:
+        """Returns the numbers of the rows of a gradient that are not zero; None for all rows."""
+        return None if layer.whole else layer.rows.gradient_rows(index)
 
     def _place_sparse(
         self, layer: StreamedLayer, index: int, gradient: Tensor, memory: Tensor

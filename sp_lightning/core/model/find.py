@@ -211,7 +211,8 @@ def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
     return {
         parameter
         for parameter, where in places.items()
-        if (type(parameter) is nn.Parameter or isinstance(parameter, FakeTensor))
+        # A role (`layers.roles`) that a parameter has from a former engine has the user's class as an attribute.
+        if (getattr(type(parameter), "users", type(parameter)) is nn.Parameter or isinstance(parameter, FakeTensor))
         and parameter.dtype is torch.float32
         and all(type(child) in _CAST and child not in excluded for child, _ in where)
         and all(child not in compiled or key == "weight" for child, key in where)

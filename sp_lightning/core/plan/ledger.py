@@ -168,12 +168,14 @@ def state_bytes(optimizers: Iterable[torch.optim.Optimizer], on_gpu: Container[t
             for group, trained in groups:
                 total += state_tensors(optimizer, group) * sum(p.numel() * p.element_size() for p in trained)
         else:
-            now = dict(state_of(optimizer))  # an update in the background may add a parameter's
+            state = state_of(optimizer)
+            # A copy, because an update in the background may add a parameter's. Of several devices, each has a part.
+            now = dict.copy(state) if isinstance(state, dict) else dict(state)
             leaves = tree_leaves({p: values for p, values in now.items() if p not in on_gpu})
-            state = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
-            if not state:
+            tensors = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]
+            if not tensors:
                 return None
-            total += sum(each.nbytes for each in state if each.layout is torch.strided)
+            total += sum(each.nbytes for each in tensors if each.layout is torch.strided)
     return total
 
 

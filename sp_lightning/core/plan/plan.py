@@ -178,20 +178,18 @@ class Plan:
     def _reduced_bytes(self) -> int:
         """Device memory of gradients on several devices, except of weights that stay there.
 
-        It includes the buffers of :class:`~sp_lightning.experimental.ranks.reduced_gradients.ReducedGradients`.
+        It includes the buffers of :func:`~sp_lightning.experimental.ranks.rank_order.mean_in_order`.
         """
         residents = self.residents.gradient_bytes
         # Each layer is offloaded once. By then a table's gradient is dense, like a layer's.
         sizes = sorted((each.gradient_bytes for each in (*self.layers, *self.tables)), reverse=True)[: self.k_prime + 1]
-        parts = [aligned(-(-nbytes // self.ranks)) for nbytes in (*sizes, residents)]
+        world = self.ranks * self.nodes
+        parts = [aligned(-(-nbytes // world)) + ALIGNMENT for nbytes in (*sizes, residents)]
         # While a rank sums its own part of a layer, the sum needs memory, too; for half precision also in float32.
         adding = 3 * max(parts)
-        each = 2 * self.ranks + 1
-        if self.nodes > 1:
-            # The parts of other nodes, and the sum of a part; for half precision the sum in float32 and the rounded sum.
-            half = any(span.dtype.itemsize == 2 for layer in (*self.layers, self.residents) for span in layer.spans)
-            parts = [part + ALIGNMENT * self.nodes for part in parts]
-            each += 5 if half else 2
+        half = any(span.dtype.itemsize == 2 for layer in (*self.layers, self.residents) for span in layer.spans)
+        # The gradients that are sent, those that are received, the own part's sums of each node, and the sum over nodes.
+        each = 2 * world + self.nodes * (1 + half) + 1
         return sum(sizes) + residents + sum(each * part for part in parts) + adding
 
     @property

@@ -15,7 +15,7 @@ from typing import Literal
 
 from sp_lightning.core.plan.choices import Overlap, Place, Share
 
-Unit = Literal["whole", "primary", "layers"]
+Unit = Literal["whole", "layers"]
 Clip = Literal["whole", "at once", "in update"]
 
 
@@ -191,7 +191,7 @@ class UpdatePolicy:
         overlap: the phase that updates overlap with.
         early: when a layer is updated in backward, and whether its gradients are freed.
         why: why ``"auto"`` does not use a faster mode; empty if it uses the fastest mode, or if the user chose the mode.
-        unit: the layers of one step: all of them; all of them, on the primary of several devices; or one.
+        unit: the layers of one step: all that this process steps, or one.
         fused: True if optimizers on the CPU run fused when the user's optimizer does not specify it.
         all_threads: True if updates in the background use as many threads as a step of all layers: the last bits of a step that
             is not fused depend on the number of threads.
@@ -235,7 +235,7 @@ class UpdatePolicy:
         return "at once" if read or self.place == "gpu" else "in update"  # updates on the GPU do not clip
 
     def __str__(self) -> str:
-        units = {"whole": "all layers at once", "primary": "all layers at once, on rank 0", "layers": "layer by layer"}
+        units = {"whole": "all layers at once", "layers": "layer by layer"}
         fused = ", fused if the optimizer leaves that open" if self.fused else ""
         return f"{units[self.unit]} on the {self.place.upper()}{fused}; overlap: {self.mode}"
 
@@ -312,7 +312,7 @@ def complete(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> Update
     clips_norm = facts.batch.clip is not None and facts.batch.clip[0] == "norm"
     return replace(
         policy,
-        unit="layers" if by_layers else "primary" if facts.ranks else "whole",
+        unit="layers" if by_layers else "whole",
         all_threads=waits and by_layers,
         measure_norms=clips_norm and facts.unread_before_step and (paging.gradients or not waits) and not on_gpu,
         clips_by_layers=paging.gradients or on_gpu,
@@ -324,7 +324,7 @@ def complete(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> Update
 
 def steps_by_layers(policy: UpdatePolicy, facts: UpdateFacts, paging: Paging) -> bool:
     """Returns True if optimizers step layer by layer."""
-    # Only the primary has state, which may be on the disk. All ranks must decide the same, so they ask for the option.
+    # On several devices, all processes must decide the same, so they ask for the option.
     ranks_with_disk = facts.ranks and facts.disk
     on_gpu = policy.place == "gpu"
     return policy.overlap != "off" or on_gpu or paging.anything or ranks_with_disk
@@ -351,14 +351,16 @@ def _choose_early(facts: UpdateFacts) -> tuple[EarlyUpdates, str]:
             return EarlyUpdates.NO, against
         if not facts.tried:
             return EarlyUpdates.TRIED, ""
-    frees = facts.place == "gpu" or facts.ranks or (facts.overlap == "backward" and not facts.read_after_step)
+    frees = facts.place == "gpu" or (facts.overlap == "backward" and not facts.read_after_step)
     return (EarlyUpdates.FREES if frees else EarlyUpdates.KEEPS), ""
 
 
 def _against_early(facts: UpdateFacts) -> str:
     """Returns why ``"auto"`` does not begin updates in backward; empty if nothing known is against it."""
-    if facts.ranks or facts.disk:  # user code may look at gradients that this mode has freed
-        return 'with several devices, or a disk, optimizer_overlap="backward" frees gradients'
+    if facts.ranks:
+        return "with several devices, gradients are summed until backward ends"
+    if facts.disk:  # user code may look at gradients that this mode has freed
+        return 'with a disk, optimizer_overlap="backward" frees gradients'
     if facts.place == "gpu" and facts.read_after_step:
         return "on the GPU, gradients are freed as soon as they are used, and a hook may look at them"
     return facts.needed

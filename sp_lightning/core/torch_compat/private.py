@@ -605,6 +605,11 @@ def take_for_parameter(tensor: Tensor) -> None:
     vars(tensor)["_is_param"] = True
 
 
+def moves_modules(code: Any) -> bool:
+    """Returns True if code is torch's that moves a module's parameters, and their gradients with them."""
+    return code is nn.Module._apply.__code__
+
+
 scaler_device: Callable[[torch.amp.GradScaler], str] = attrgetter("_device")
 """Returns the device type of a gradient scaler. It has no public name."""
 

@@ -10,7 +10,6 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent import futures
 from typing import Any
 from weakref import WeakSet
 
@@ -212,7 +211,7 @@ class BackgroundUpdates:
         """
         for layer in self._updating(values):
             if (update := layer.update) is not None:  # read once: the run may end the update at any time
-                futures.wait([update])
+                update.exception()  # waits
             self._device.synchronize(layer.downloaded, Wait.READ_AFTER_TAKE)
 
     def wait_for_all(self) -> None:

@@ -144,12 +144,12 @@ def constants_of(optimizer: Any) -> frozenset[str]:
 
 def lacks_buffers(group: Mapping[str, Any], state: dict[Any, Any], parameters: Iterable[nn.Parameter]) -> bool:
     """Returns True if some of a group's parameters have a momentum buffer and others do not yet."""
-    # With several ranks only one rank has state. On the other ranks the methods of the state raise an error, so this uses `dict`.
+    # With several devices, methods of the state raise an error for parameters of other processes, so this uses `dict`.
     buffers = [dict.get(state, p, {}).get("momentum_buffer") is not None for p in parameters]
     return bool(group.get("momentum")) and any(buffers) and not all(buffers)
 
 
-def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any], constants: Container[str]) -> bool:
+def shares_state(groups: Iterable[Mapping[str, Any]], state: dict[Any, Any], constants: Container[str]) -> bool:
     """Returns True if one tensor is the state of two parameters: its value then depends on the order of their updates.
 
     Args:
@@ -159,7 +159,7 @@ def shares_state(groups: Iterable[Mapping[str, Any]], state: Mapping[Any, Any], 
     """
     seen = set[int]()
     for parameter in [p for group in groups for p in group["params"]]:
-        values = dict(state.get(parameter, {}))  # a copy, because an update in the background may add values
+        values = dict(dict.get(state, parameter, {}))  # a copy, because an update in the background may add values
         written = tree_leaves([value for name, value in values.items() if name not in constants])
         places = {_place(value) for value in written if isinstance(value, Tensor)}
         if seen & places:

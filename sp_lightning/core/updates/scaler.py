@@ -7,7 +7,6 @@ The optimizer's step widens it. See ``layers.narrow_gradient``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,11 +29,10 @@ class HostGradScaler(torch.amp.GradScaler):
     divides them by the scale. Everything else is torch's code, including checkpoints.
 
     Attributes:
-        run_on_one_rank: runs the unscaling on one rank, for gradients that all ranks share; None on one device. Its argument is
-            the function that unscales. It returns the result of that function on every rank.
+        agree: takes what this process has found, and returns what any process has found; None on one device.
     """
 
-    run_on_one_rank: Callable[[Callable[[], Found]], Found] | None = None
+    agree: Callable[[Found], Found] | None = None
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler) -> HostGradScaler:
@@ -47,18 +45,12 @@ class HostGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Found:
         # torch's method of this name, which its ``unscale_`` and ``step`` call.
-        unscale = partial(self._unscale_on_this_rank, optimizer, inv_scale, found_inf, allow_fp16)
-        return unscale() if self.run_on_one_rank is None else self.run_on_one_rank(unscale)
-
-    def _unscale_on_this_rank(
-        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> Found:
-        """Unscales all gradients of an optimizer: torch's code unscales wide gradients, and this method narrow gradients."""
+        # It unscales all gradients of an optimizer: torch's code unscales wide gradients, and this method narrow gradients.
         inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         unscale = Factor(inv_scale)
         narrow: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        for parameter in [p for group in optimizer.param_groups for p in group["params"] if stored(p) is not None]:
             widen_if_changed(parameter)  # a narrow gradient with changes of an earlier step
             (narrow if is_narrow(parameter) else others).append(parameter)
         only_others: Any = SimpleNamespace(param_groups=[{"params": others}])  # torch reads only an optimizer's groups
@@ -72,7 +64,8 @@ class HostGradScaler(torch.amp.GradScaler):
                 is_recorded = change(parameter, unscale)  # the update will multiply the gradient by this factor
                 if not is_recorded and parameter.grad is not None:
                     unscale(parameter.grad)  # another thread has read the gradient meanwhile, which has widened it
-        return {device: number.cpu() for device, number in found.items()}
+        found = {device: number.cpu() for device, number in found.items()}
+        return found if self.agree is None else self.agree(found)
 
     def _get_scale_async(self) -> Tensor | None:
         # torch's method of this name, whose result ``step`` gives to a fused optimizer as ``grad_scale``.

@@ -2,8 +2,9 @@
 
 Options: ``Trainer(devices=, num_nodes=)``.
 
-The ranks of a node share one host store. Each rank computes its own batches. Gradients are summed layer by layer, and the
-*primary*, rank 0 of a node, runs the optimizers for all ranks of the node. Several nodes are replicas.
+The ranks of a node share one host store. Each rank computes its own batches. Gradients are summed layer by layer on the devices.
+Each layer has an *owner* on each node: the rank that downloads the sum, has the optimizer's state, and steps the layer in the
+shared memory. Several nodes are replicas.
 
 Interfaces of the core that this folder implements:
 
@@ -11,28 +12,26 @@ Interfaces of the core that this folder implements:
 interface of the core          implementation                         purpose
 =============================  =====================================  ==================================================
 ``HostStrategy``               ``strategy.RankStrategy``              a base class of the strategy, before ``DDPStrategy``
-``trainer.group.Group``        ``group.RankGroup``                    checks and collectives of a run, and its parts
-``trainer.group.WholeSteps``   ``rank_steps.RankSteps``               optimizer steps that are not split by layers
+``trainer.group.Group``        ``ranks.Ranks``                        checks and collectives of a run, and its parts
+``trainer.group.OwnedSteps``   ``steps.RankSteps``                    divides optimizers, clips and unscales
 ``engine.placement.Placement`` ``placement.RankPlacement``            makes the parts of the engine below
+``engine.owners.Owners``       ``owners.RankOwners``                  who steps which layer, and when others may read it
 ``BlockMemory``                ``block_memory.SharedBlockMemory``     host memory of a layer
-``GradientSink``               ``reduced_gradients.ReducedGradients`` gradients, summed over the ranks
-``BackgroundUpdates``          ``shared_updates.SharedUpdates``       updates in the background
-``HostSource``, ``Turns``      ``turns.SharedSource``, ``RankTurns``  which rank may change the weights, and when
+``Gradients``                  ``gradients.SummedGradients``          gradients, summed over the ranks
+``BackgroundUpdates``          ``updates.OwnerUpdates``               updates in the background
+``HostSource``                 ``owners.SharedSource``                bytes of layers, with private writes
 =============================  =====================================  ==================================================
 
 Parts that these implementations use:
 
-- ``ranks`` connects the processes. ``collectives`` calls torch.distributed: barriers that compare the ranks' next operations,
-  broadcasts, sums and exchanges. ``failures`` reports errors to all ranks, by the store of torch.distributed.
-  ``process_locks`` detects processes that have ended.
-- ``rank_sum`` sums one layer's gradients over the ranks, and ``rank_order`` adds the parts in rank order. The sum is copied to
-  ``gradient_places``, which are in ``shared_memory``.
-- ``agreement`` checks that all ranks have the same model, options, optimizers and numbers of batches.
+- ``collectives`` calls torch.distributed: barriers that compare the ranks' next operations and a digest, broadcasts, sums and
+  means. ``rank_order`` adds the parts of a mean in rank order. ``failures`` reports errors to all ranks, by the store of
+  torch.distributed.
+- ``shared_memory`` has memory of a node, with a private view for user code.
+- ``agreement`` checks that all ranks have the same model, options and optimizers.
 
-Why the primary steps all layers of its node: the memory of a node is shared, so one process with all cores updates as fast as
-many processes with a part of the cores each. Why nodes are replicas: sending new weights through a network takes longer than
-computing them (measured by ``examples/benchmarks/who_updates.py`` of commit eb601d28). So optimizers need no special property,
-and one process of each node has the whole optimizer state for checkpoints.
+A step: all ranks meet in a barrier, which also compares what user code has written. Then each owner steps its layers, and sets
+their *step numbers* in shared memory. Other ranks wait for a layer's step number before they read the layer.
 
-Cost when unused: nothing is imported. A run on one device calls methods of ``Group`` that return at once, once per batch.
+Cost when unused: nothing is imported. A run on one device calls methods of ``Group`` and ``Owners`` that return at once.
 """

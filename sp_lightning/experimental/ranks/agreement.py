@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
-import struct
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sp_lightning.core.layers.writes import digest
 from sp_lightning.core.torch_compat.private import has_accumulation_hooks
 from sp_lightning.core.updates.scaler import HostGradScaler
-from sp_lightning.experimental.ranks.ranks import Ranks
+from sp_lightning.experimental.ranks.collectives import Collectives
 from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.update_facts import clips_as_lightning
 
 _ONE = "Pass Trainer(devices=1)"
 
@@ -42,6 +38,16 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
         raise ValueError(f"gpu_layers={options.gpu_layers} keeps layers on one device. {_ONE}, or leave it out.")
     if options.optimizer_on == "gpu":
         raise ValueError(f'optimizer_on="gpu" steps layers of one device. {_ONE}, or leave it out.')
+    if not clips_as_lightning(plugin):
+        raise ValueError(
+            f"{type(plugin).__name__} clips gradients in a way of its own, but each device has the gradients of some layers. "
+            f"{_ONE}, or clip by Trainer(gradient_clip_val=)."
+        )
+    if options.optimizer_overlap == "backward":
+        raise ValueError(
+            'optimizer_overlap="backward" updates layers before all devices have finished backward. Use '
+            'SuperpipelineStrategy(optimizer_overlap="forward"), or Trainer(devices=1).'
+        )
     if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
         raise ValueError(
             f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "
@@ -49,7 +55,6 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
         )
     # Sums of sparse gradients that are bit-identical to DDP's would be possible: gloo divides each row by the number of ranks,
     # adds up the rows of each rank, and then the rows of all ranks in rank order. But the number of rows is not known in advance.
-    # So a sparse gradient has no place in the shared memory, and other ranks would not see the primary's unscaling and clipping.
     for name, child in module.named_modules():
         if getattr(child, "sparse", False) and isinstance(child, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError(
@@ -65,26 +70,28 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
             )
 
 
-def compare_models(ranks: Ranks, module: pl.LightningModule, options: Options) -> None:
+def compare_models(ranks: Collectives, module: pl.LightningModule, options: Options) -> None:
     """Compares the module's parameters and buffers, the options of strategy and trainer, and versions. Collective.
 
-    Only names, shapes and dtypes of tensors are compared, and whether they are frozen. For values see :func:`compare_weights`.
+    Only names, shapes and dtypes of tensors are compared, and whether they are frozen.
 
     Raises:
         ValueError: a rank differs from rank 0.
     """
-    parameters = {name: f"{_shape(p)}{'' if p.requires_grad else ', frozen'}" for name, p in module.named_parameters()}
-    remedy = "Build the same module in every process: its arguments and files must not depend on the rank."
-    ranks.must_agree("parameters", parameters, remedy)
-    buffers = {name: _shape(buffer) for name, buffer in module.named_buffers()}
-    ranks.must_agree("buffers", buffers, remedy)
-    chosen = {name: _said(value) for name, value in vars(options).items()}
-    ranks.must_agree("options", chosen, "Make the strategy with the same options in every process.")
     trainer = trainer_of(module)
-    settings = {name: _said(getattr(trainer, name, None)) for name in _SETTINGS}
-    ranks.must_agree("trainer's settings", settings, "Make the trainer with the same settings in every process.")
-    kernels = {"torch": torch.__version__, "CPU capability": torch.backends.cpu.get_cpu_capability()}
-    ranks.must_agree("kernels", kernels, "Use the same versions and the same kind of CPU for all processes.")
+    found: dict[str, dict[str, Any]] = {
+        "parameters": {n: f"{_shape(p)}{'' if p.requires_grad else ', frozen'}" for n, p in module.named_parameters()},
+        "buffers": {name: _shape(buffer) for name, buffer in module.named_buffers()},
+        "options": {name: _said(value) for name, value in vars(options).items()},
+        "trainer's settings": {name: _said(getattr(trainer, name, None)) for name in _SETTINGS},
+        "kernels": {"torch": torch.__version__, "CPU capability": torch.backends.cpu.get_cpu_capability()},
+    }
+    ranks.compare(
+        "a comparison of the ranks' modules and options",
+        {(kind, name): value for kind, values in found.items() for name, value in values.items()},
+        "Make the same module, strategy and trainer in every process: they must not depend on the rank. Use the same versions "
+        "and the same kind of CPU.",
+    )
 
 
 _SETTINGS = (
@@ -93,66 +100,30 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def compare_weights(ranks: Ranks, module: pl.LightningModule, when: str) -> None:
-    """Compares the weights of all nodes, and the CPU capability that torch's kernels use. Collective.
-
-    Args:
-        ranks: the ranks. Only the primary of each node computes digests, because the ranks of a node share the weights.
-        module: the module. It must have the host's parameters.
-        when: the time in words, for the error.
-
-    Raises:
-        ValueError: a node differs from node 0.
-    """
-    mine = {"CPU capability": torch.backends.cpu.get_cpu_capability()}
-    if ranks.primary:
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            tensors = dict(module.named_parameters())
-            digests = pool.map(digest, tensors.values())
-            mine |= {name: f"{each[:16]}…" for name, each in zip(tensors, digests, strict=True)}
-    ranks.must_agree(
-        f"digests of the weights {when}",
-        mine,
-        "Every node updates a replica of its own: make the same weights on all of them (seed_everything before the module is "
-        "made, the same files), and change them on all alike.",
-        primaries=True,
-    )
-
-
-def compare_optimizers(ranks: Ranks, optimizers: Sequence[Any]) -> None:
+def compare_optimizers(ranks: Collectives, optimizers: Sequence[Any]) -> None:
     """Compares the optimizers' classes, options and shapes of parameters. Collective.
-
-    Only the primary's optimizers step, so options that differ on other ranks would have no effect.
 
     Raises:
         ValueError: the optimizers of a rank differ from those of rank 0.
     """
     groups = {
-        f"{type(optimizer).__name__} {number}, group {index}": _group(group)
-        for number, optimizer in enumerate(optimizers)
-        for index, group in enumerate(optimizer.param_groups)
+        key: text for number, optimizer in enumerate(optimizers) for key, text in settings(optimizer, number).items()
     }
-    ranks.must_agree("optimizers", groups, "Make the same optimizers in every process: those of rank 0 step for all.")
+    ranks.compare("a comparison of optimizers", groups, "Make the same optimizers in every process.")
 
 
-def _group(group: Mapping[str, Any]) -> str:
-    simple = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
-    shapes = [tuple(parameter.shape) for parameter in group["params"]]
-    return ", ".join(f"{name} {value}" for name, value in {**simple, "parameters of shapes": shapes}.items())
-
-
-def compare_batches(ranks: Ranks, trainer: Any) -> None:
-    """Compares the numbers of training and validation batches. Collective.
-
-    Raises:
-        ValueError: the numbers of a rank differ from those of rank 0.
-    """
-    ranks.must_agree(
-        "numbers of batches",
-        {"training batches": trainer.num_training_batches, "validation batches": tuple(trainer.num_val_batches)},
-        "Give every rank the same number of batches: with use_distributed_sampler=True Lightning does so for data sets that have "
-        "a length; otherwise cut them (limit_train_batches, drop_last=True).",
-    )
+def settings(optimizer: Any, number: int | None = None) -> dict[tuple[str, str], str]:
+    """Returns the settings of an optimizer's groups, for comparisons: with a number, also the shapes of parameters."""
+    found = {}
+    for index, group in enumerate(optimizer.param_groups):
+        simple: dict[str, Any] = {
+            name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))
+        }
+        if number is not None:
+            simple["parameters of shapes"] = [tuple(parameter.shape) for parameter in group["params"]]
+        name = type(optimizer).__name__ + ("" if number is None else f" {number}")
+        found["optimizers", f"{name}, group {index}"] = ", ".join(f"{key} {value}" for key, value in simple.items())
+    return found
 
 
 def _shape(tensor: torch.Tensor) -> str:
@@ -212,42 +183,3 @@ def refuse_other_places(strategy: Any) -> None:
             f"started: {places or 'on one node'}. Start them by torchrun {launch} --nproc-per-node {devices} on each node, or "
             f"under SLURM with --ntasks-per-node={devices} --distribution=block."
         )
-
-
-# ---------------------------------------------------------------------- the network interface
-
-VARIABLE = "GLOO_SOCKET_IFNAME"
-_ADDRESS_OF = 0x8915  # SIOCGIFADDR of Linux
-
-
-def choose_interface(address: str) -> None:
-    """If the user has not named a network interface for gloo, sets the variable to the interface that leads to an address.
-
-    Without the variable, gloo uses the address of the machine's own name. On many systems that is 127.0.1.1 (``/etc/hosts``),
-    which other nodes cannot reach.
-
-    Args:
-        address: the address or the name of the first node.
-    """
-    if VARIABLE not in os.environ and (name := interface_to(address)) is not None:
-        os.environ[VARIABLE] = name
-
-
-def interface_to(address: str) -> str | None:
-    """Returns the name of the network interface that leads to an address (IPv4).
-
-    Returns None if no interface is found, or if the address is this machine's loopback address.
-    """
-    with suppress(OSError, ImportError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        import fcntl  # not at the top: Windows has no fcntl, and does not support several devices
-
-        probe.connect((address, 9))  # sets only the socket's own address: a datagram socket sends nothing in `connect`
-        mine = probe.getsockname()[0]
-        if mine.startswith("127."):
-            return None
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # the interface has no IPv4 address
-                found = fcntl.ioctl(probe, _ADDRESS_OF, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == mine:
-                    return name
-    return None

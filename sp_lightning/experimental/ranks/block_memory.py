@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -16,11 +17,10 @@ from sp_lightning.core.device.pages import Page
 from sp_lightning.core.store.block import HostBlock, refuse_other_form
 from sp_lightning.core.store.block_memory import Allocate, BlockMemory
 from sp_lightning.core.torch_compat.modes import no_inference_mode
-from sp_lightning.experimental.ranks.ranks import Ranks
 from sp_lightning.experimental.ranks.shared_memory import OwnView, SharedMemory, commit_or_drop
 
 
-def shared_allocator(ranks: Ranks, device: Device, nbytes: int) -> Allocate:
+def shared_allocator(ranks: Any, device: Device, nbytes: int) -> Allocate:
     """Returns a function that allocates blocks in memory that all ranks of a node share. Collective.
 
     Args:
@@ -33,7 +33,7 @@ def shared_allocator(ranks: Ranks, device: Device, nbytes: int) -> Allocate:
     def allocate(nbytes: int, pin: bool) -> BlockMemory:
         nonlocal used
         begin, used = used, used + whole_pages(nbytes)
-        return SharedBlockMemory(memory, begin, nbytes, device, pin=pin, primary=ranks.primary)
+        return SharedBlockMemory(memory, begin, nbytes, device, pin=pin, fills=ranks.rank == 0)
 
     return allocate
 
@@ -46,20 +46,19 @@ class SharedBlockMemory(BlockMemory):
         begin, nbytes: the offset and the size of this block in the shared memory, in bytes.
         device: page-locks the block.
         pin: True to page-lock the block.
-        primary: True if this rank is the primary. The initial values are copied from the primary's parameters.
+        fills: True if the initial values are copied from this rank's parameters.
 
     Attributes:
         view: this rank's private view. It shows all blocks at first, and only this block after :meth:`reallocate`.
-        primary: True if an update shares this rank's private writes with all ranks. Those of other ranks are dropped.
         written: True if uploads read the private view, because this rank had private pages of the block at the last
             :meth:`look`, or has computed its own casts. :func:`merge` makes it False.
     """
 
     def __init__(
-        self, memory: SharedMemory, begin: int, nbytes: int, device: Device, *, pin: bool, primary: bool
+        self, memory: SharedMemory, begin: int, nbytes: int, device: Device, *, pin: bool, fills: bool
     ) -> None:
         self._shared = memory
-        self.primary = primary
+        self._fills = fills
         self._begin, self._pages = begin, whole_pages(nbytes)
         self._nbytes = nbytes
         self._offset = begin  # of the block in the view
@@ -71,7 +70,7 @@ class SharedBlockMemory(BlockMemory):
 
     @property
     def initial(self) -> Tensor | None:
-        return self.common if self.primary else None
+        return self.common if self._fills else None
 
     @property
     def seen(self) -> Tensor:
@@ -113,18 +112,17 @@ class SharedBlockMemory(BlockMemory):
         self._offset = 0
 
 
-def merge(blocks: Iterable[BlockMemory]) -> int:
-    """Drops this rank's private pages of blocks. On the primary, copies the pages to the shared memory before.
+def merge(blocks: Sequence[SharedBlockMemory], *, commit: bool) -> int:
+    """Drops this rank's private pages of blocks. With ``commit``, copies the pages to the shared memory before.
 
     Sets :attr:`SharedBlockMemory.written` to False.
 
     Returns:
         The bytes of the private pages that this rank had.
     """
-    shared = [block for block in blocks if isinstance(block, SharedBlockMemory)]
-    for block in shared:
+    for block in blocks:
         block.written = False
-    return commit_or_drop([block.area for block in shared], commit=any(block.primary for block in shared))
+    return commit_or_drop([block.area for block in blocks], commit=commit)
 
 
 @contextmanager

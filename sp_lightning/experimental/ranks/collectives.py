@@ -7,14 +7,17 @@ same collectives.
 
 from __future__ import annotations
 
+import os
+import select
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 from uuid import uuid4
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -23,8 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from sp_lightning.core.device.device import Wait
 from sp_lightning.experimental.ranks.failures import Failures, RankError
-from sp_lightning.experimental.ranks.process_locks import ProcessLocks
-from sp_lightning.experimental.ranks.rank_order import all_gather_single
+from sp_lightning.experimental.ranks.rank_order import mean_in_order
 
 TIMEOUT: timedelta = default_pg_timeout
 """How long a rank waits for a rank that neither arrives nor fails: the default timeout of torch's process groups."""
@@ -49,11 +51,10 @@ class ProcessGroups(NamedTuple):
 
 
 class Collectives:
-    """Collectives with the ranks of the node, with the peers on other nodes, and with all ranks.
+    """Collectives with the ranks of the node, and with all ranks.
 
-    All ranks call the collectives in the same order. Ranks are numbered node by node. The *peers* of a rank are the ranks with
-    the same number on the other nodes. The process groups belong to this object. User code uses other groups, so its collectives
-    may run in any order relative to these, also in other threads.
+    All ranks call the collectives in the same order. Ranks are numbered node by node. The process groups belong to this object.
+    User code uses other groups, so its collectives may run in any order relative to these, also in other threads.
 
     Args:
         device: the device on which this rank computes.
@@ -65,7 +66,6 @@ class Collectives:
         node: the number of this rank's node.
         size: the number of ranks of each node.
         nodes, world: the numbers of nodes and of ranks.
-        primary: True if this rank updates its node's weights (rank 0 of the node).
         first: True if this is rank 0 of all ranks. It writes files and the full log. Other ranks get copies of its buffers.
         failure: this rank's own error as text; empty before an error.
         place: the present place of this rank in the training, as text. Barriers compare it.
@@ -77,28 +77,30 @@ class Collectives:
         self.size = per_node or self.world
         self.nodes = self.world // self.size
         self.node, self.rank = divmod(self.number, self.size)
-        self.primary = self.rank == 0
         self.first = self.number == 0
         self.failure = ""
         self.place = ""
-        self._last = "nothing"  # the last barrier of this rank
         self._failures: Failures | None = None
-        self._locks: ProcessLocks | None = None
-        self._groups: dict[str, ProcessGroups] = {"everybody": self._group([list(range(self.world))])}
-        self._groups["node"] = self._groups["everybody"]
+        # A descriptor shows the end of a process at once. Connections do not: the workers of a DataLoader are forked, and keep
+        # the connections of a killed process open.
+        self._processes = select.poll()
+        self._rank_of: dict[int, int] = {}  # the ranks of the node's other processes, by the descriptor of the process
+        everybody = self._group([range(self.world)])
+        on_nodes = [range(first, first + self.size) for first in range(0, self.world, self.size)]
+        self._everybody, self._node, self._peers = everybody, everybody, None
         if self.nodes > 1:
-            self._groups["node"] = self._group(self._of_nodes)
-            self._groups["peers"] = self._group([list(each) for each in zip(*self._of_nodes, strict=True)])
-        run = self._gather_objects(uuid4().hex, "the first collective")[0]
-        names = [self.called(each) for each in range(self.world)]
-        self._failures = Failures(run, self.number, names, lambda: self._last)
+            self._node, self._peers = self._group(on_nodes), self._group(list(zip(*on_nodes, strict=True)))
+        started = self._gather_objects((uuid4().hex, os.getpid()), "the first collective")
+        self._failures = Failures(started[0][0], self.name, self.world)
+        for rank in on_nodes[self.node]:
+            if rank != self.number:
+                with suppress(
+                    OSError
+                ):  # the system has no such descriptors: collectives with an ended process fail later
+                    self._rank_of[descriptor := os.pidfd_open(started[rank][1])] = rank
+                    self._processes.register(descriptor, select.POLLIN)
 
-    @property
-    def _of_nodes(self) -> list[list[int]]:
-        """The ranks of each node, by number."""
-        return [list(range(first, first + self.size)) for first in range(0, self.world, self.size)]
-
-    def _group(self, parts: list[list[int]]) -> ProcessGroups:
+    def _group(self, parts: Sequence[Sequence[int]]) -> ProcessGroups:
         """Makes process groups for each part, and returns the groups of this rank's part. Collective.
 
         Args:
@@ -106,26 +108,25 @@ class Collectives:
         """
         backends = ("gloo",) if self._on_host else ("gloo", None)
         made: list[Any] = [
-            dist.new_subgroups_by_enumeration(parts, timeout=None if each is None else TIMEOUT, backend=each)[0]
+            dist.new_subgroups_by_enumeration(
+                list(map(list, parts)), timeout=None if each is None else TIMEOUT, backend=each
+            )[0]
             for each in backends
         ]
         return ProcessGroups(made[0], made[-1])
 
-    @property
-    def background(self) -> Any:
-        """A separate group of all ranks, for barriers of their background threads. Made at the first use, which is collective."""
-        if "background" not in self._groups:
-            group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-            self._groups["background"] = ProcessGroups(group, group)
-        return self._groups["background"].host
-
     def end_groups(self) -> None:
         """Ends all process groups, with their threads and connections. Every rank calls it, not necessarily at the same time."""
-        for group in self._groups.values():
-            for each in group:
-                with suppress(ValueError):  # the group has ended already, for example as `host` of a pair on the CPU
-                    dist.destroy_process_group(each)
-        self._groups.clear()
+        groups = {*self._everybody, *self._node, *(self._peers or ())} - {None}
+        self._everybody = self._node = self._peers = ProcessGroups(
+            None, None
+        )  # a group's threads end with the last reference
+        while groups:
+            with suppress(ValueError):  # user code has ended all groups
+                dist.destroy_process_group(groups.pop())
+        for descriptor in self._rank_of:
+            os.close(descriptor)
+        self._rank_of.clear()
 
     def called(self, number: int) -> str:
         """Returns the name of a rank, for messages."""
@@ -144,16 +145,13 @@ class Collectives:
 
     # ------------------------------------------------------------------ barriers
 
-    def barrier(self, what: str, number: float = 0, *, why: Wait | None = None, group: Any = None) -> list[float]:
+    def barrier(self, what: str, number: float = 0, *, why: Wait | None = None) -> list[float]:
         """Waits until all ranks have called the barrier. Their devices may still be busy.
 
         Args:
             what: the name of this rank's next operation. It must be the same on all ranks.
             number: a number that is sent to the other ranks. Integers are exact up to 2**53.
             why: the member of ``Wait`` for this wait; None if there is no member for it.
-            group: :attr:`background` in a background thread, which works at another place of the training than the main thread;
-                None for the group of all ranks. With None, :attr:`place` must be the same on all ranks as well, and the barrier
-                is recorded as this rank's last one.
 
         Returns:
             The numbers of all ranks.
@@ -162,15 +160,12 @@ class Collectives:
             RankError: another rank has failed, or has sent another name or place.
             RankInterrupt: another rank was interrupted.
         """
-        text = what
-        if group is None:
-            text = self._last = f"{what}, {self.place}" if self.place else what
+        text = f"{what}, {self.place}" if self.place else what
         mine = struct.pack(f"d{_TEXT}s", number, text.encode())
         # gloo's all-to-all takes half the time of its all-gather, which sends around a ring.
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).repeat(self.world)
         received = torch.empty_like(sent)
-        group = group or self._groups["everybody"].host
-        self._wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), why or what)
+        self._wait_for(dist.all_to_all_single(received, sent, group=self._everybody.host, async_op=True), why or what)
         found = [struct.unpack(f"d{_TEXT}s", each.numpy().tobytes()) for each in received.chunk(self.world)]
         for rank, (_, name) in enumerate(found):
             if name != found[self.number][1]:
@@ -182,53 +177,82 @@ class Collectives:
                 )
         return [each for each, _ in found]
 
-    def _error(self, why: Wait | str) -> BaseException | None:
+    def compare(self, what: str, mine: Mapping[tuple[str, str], Any], remedy: str, why: Wait | None = None) -> None:
+        """Checks that values, and their order, are the same on all ranks, by a digest. Collective.
+
+        Args:
+            what: the name of the barrier, for errors.
+            mine: this rank's values, by the name of their kind and their own name.
+            remedy: a sentence for the error.
+            why: as in :meth:`barrier`.
+
+        Raises:
+            ValueError: the values of a rank, or their order, differ from those of rank 0. All ranks raise the same error.
+        """
+        digests = self.barrier(what, crc32(repr(mine).encode()), why=why)
+        if len(set(digests)) == 1:
+            return
+        everybody = self._gather_objects(dict(mine), f"a comparison before {what}")
+        for rank, theirs in enumerate(everybody):
+            if found := _first_difference(everybody[0], theirs):
+                (kind, name), first, other = found
+                raise ValueError(
+                    f"The {kind} of {self.called(rank)} are not those of rank 0: {name} is {other} on rank {rank} and "
+                    f"{first} on rank 0. {remedy}"
+                )
+
+    def error(self, why: Wait | str) -> BaseException | None:
         """Returns the error to raise if another rank has failed or its process has ended; None if this rank may still wait.
 
         Args:
             why: the purpose of the wait, for the message.
         """
         waited = f"while {self.name} waited for {in_words(why)}"
-        ended = None if self._locks is None else self._locks.ended()
-        if ended is not None and self._failures is not None:
-            sleep(
-                3 * self._failures.pause
-            )  # the process may have reported its error, which the thread of `Failures` reads
+        ended = self._processes.poll(0) if self._rank_of else []
+        if ended and self._failures is not None:
+            sleep(3 * self._failures.pause)  # it may have reported its error, which the thread of `Failures` reads
         if self._failures is not None and (error := self._failures.error(waited)) is not None:
             return error
-        if ended is None:
+        if not ended:
             return None
-        number = self.node * self.size + ended
-        more = ""
-        # If the store does not answer, the process could not report its error.
-        if number and self._failures is not None and self._failures.reads and not self._failures.places():
-            more = f" The store of torch.distributed cannot be reached: {self.called(0)} or torchrun has ended as well."
+        who = self.called(self._rank_of[ended[0][0]])
         return RankError(
-            f"the process of {self.called(number)} has ended {waited}. It was killed (see dmesg for lack of memory), or it left "
-            f"trainer.fit earlier than this process.{more}"
+            f"the process of {who} has ended {waited}. It was killed (see dmesg for lack of memory), or it left trainer.fit "
+            "earlier than this process."
         )
 
     # ------------------------------------------------------------------ objects
 
     def _broadcast_object(self, value: Any, name: str) -> Any:
-        """Returns the primary's value on all ranks of the node. Collective on all nodes.
+        """Returns the value of the first rank of each node on all ranks of the node. Collective on all nodes.
 
         Args:
-            value: the value of this rank. Only the primary's is used.
+            value: the value of this rank. Only the first rank's is used.
             name: the purpose of the memory that the value describes, for errors.
         """
         values = [value]
-        first = self.node * self.size
         with self.together(f"memory for {name}"):
-            dist.broadcast_object_list(values, first, group=self._groups["node"].host)
+            dist.broadcast_object_list(values, self.node * self.size, group=self._node.host)
         return values[0]
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
         """Returns the values of all ranks, in the order of ranks. Collective; ``what`` is its name for errors."""
         values: list[Any] = [None] * self.world
         with self.together(what):
-            dist.all_gather_object(values, value, group=self._groups["everybody"].host)
+            dist.all_gather_object(values, value, group=self._everybody.host)
         return values
+
+    def to_first(self, value: Any, owner: int) -> Any:
+        """Sends a value from a rank of node 0 to rank 0, and returns it there. Ranks that have no part in it return None."""
+        if self.node or owner == self.rank == 0:
+            return None if self.node else value
+        values = [value]
+        if self.rank == owner:
+            dist.send_object_list(values, 0, group=self._node.host)
+        elif self.first:
+            dist.recv_object_list(values, owner, group=self._node.host)
+            return values[0]
+        return None
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -249,12 +273,14 @@ class Collectives:
 
     # ------------------------------------------------------------------ tensors
 
-    def largest(self, values: Tensor, why: Wait | str) -> None:
-        """Replaces integers in host memory by the maximum over all ranks, element by element."""
-        words = values.to(torch.int64)
-        group = self._groups["everybody"].host
-        self._wait_for(dist.all_reduce(words, dist.ReduceOp.MAX, group=group, async_op=True), why)
-        values.copy_(words)
+    def largest(self, values: Tensor, what: str) -> None:
+        """Replaces numbers in host memory by the maximum over all ranks, element by element."""
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._everybody.host, async_op=True)
+        self._wait_for(work, what)
+
+    def add_up(self, values: Tensor, what: str) -> None:
+        """Replaces numbers in host memory by the sum over the ranks of the node, element by element."""
+        self._wait_for(dist.all_reduce(values, group=self._node.host, async_op=True), what)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites tensors with those of rank 0. As in DDP, tensors of one device and dtype are sent together. Collective."""
@@ -264,39 +290,25 @@ class Collectives:
         for (device, _), each in alike.items():
             host = self._on_host or device.type == "cpu"
             flat = torch.cat([tensor.reshape(-1) for tensor in each])
-            group = self._groups["everybody"][not host]
-            self.barrier(f"sending rank 0's buffers ({flat.nbytes} bytes)")
-            self._wait_for(dist.broadcast(flat, 0, group=group, async_op=True), "the buffers of rank 0", host=host)
+            self.barrier(f"sending rank 0's values ({flat.nbytes} bytes)")
+            work = dist.broadcast(flat, 0, group=self._everybody[not host], async_op=True)
+            self._wait_for(work, "values of rank 0", host=host)
             if not self.first:
                 for tensor, value in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
                     tensor.copy_(value.view(tensor.shape))
 
-    def exchange(self, received: Tensor, sent: Tensor, what: str) -> None:
-        """Sends one part of a flat tensor on the device to each rank of the node, and receives one part from each (all-to-all).
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrites tensors in host memory with those of this rank's peer on node 0. Collective on all nodes."""
+        assert self._peers is not None
+        self.barrier("sending rank 0's weights")
+        for tensor in tensors:
+            work = dist.broadcast(tensor, self.rank, group=self._peers.host, async_op=True)
+            self._wait_for(work, "the weights of rank 0")
 
-        Args:
-            received: overwritten with the parts for this rank, in the order of ranks.
-            sent: the tensor to send, of the same size. Its size is a multiple of the number of the node's ranks.
-            what: the name of the data, for errors.
-        """
-        group = self._groups["node"].device
-        self._wait_for(dist.all_to_all_single(received, sent, group=group, async_op=True), what, host=self._on_host)
-
-    def exchange_between_nodes(self, received: Tensor, sent: Tensor, what: str) -> None:
-        """Does the same as :meth:`exchange` with this rank's peers on all nodes, in the order of nodes."""
-        work = dist.all_to_all_single(received, sent, group=self._groups["peers"].device, async_op=True)
-        self._wait_for(work, f"{what} of other nodes", host=self._on_host)
-
-    def gather_between_nodes(self, everybody: Tensor, own: Tensor, what: str) -> None:
-        """Gathers the flat tensors of all peers, in the order of nodes (all-gather).
-
-        Args:
-            everybody: overwritten with the tensors of all peers.
-            own: this rank's tensor.
-            what: the name of the data, for errors.
-        """
-        work = all_gather_single(everybody, own, group=self._groups["peers"].device, async_op=True)
-        self._wait_for(work, f"{what} of other nodes", host=self._on_host)
+    def mean(self, flat: Tensor, owner: int, what: str) -> list[Tensor]:
+        """Replaces a flat tensor on the device by its mean over all ranks, on a rank of each node; see ``mean_in_order``."""
+        wait = lambda work: self._wait_for(work, what, host=self._on_host)  # noqa: E731
+        return mean_in_order(flat, self.size, self._everybody.device, wait, owner if self.nodes == 1 else None)
 
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
         """Waits for a collective: on the host, or on the current stream of an accelerator.
@@ -314,7 +326,7 @@ class Collectives:
             # The error means that this wait has timed out, or that the collective has failed. The wait below raises the latter.
             with suppress(RuntimeError):
                 work.wait(_LOOK)
-            if not work.is_completed() and (error := self._error(why)) is not None:
+            if not work.is_completed() and (error := self.error(why)) is not None:
                 raise error
         try:
             work.wait()
@@ -324,31 +336,32 @@ class Collectives:
     def _lost(self, why: Wait | str, error: BaseException) -> BaseException:
         """Returns the error to raise for a collective that has failed or timed out.
 
-        If another rank has failed, its own error is in the store within a moment, so this waits up to a second for it. Otherwise
-        this rank asks all ranks for their places, and the error names the ranks that do not answer.
+        If another rank has failed, its own error is in the store within a moment, so this waits up to a second for it.
 
         Args:
             why: the purpose of the wait for the collective, for the message.
             error: the error of the collective.
         """
-        reads = self._failures is not None and self._failures.reads
-        late = monotonic() + (1 if reads else 0.1)
-        while (found := self._error(why)) is None and monotonic() < late:
+        late = monotonic() + (1 if self._failures is not None and self._failures.reads else 0.1)
+        while (found := self.error(why)) is None and monotonic() < late:
             sleep(0.02)
-        if found is not None:
-            return found
-        if self._failures is None or not reads:
-            return RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}: {error}")
-        places = self._failures.places()
-        if not places:
-            said = f"No answer from {self.called(0)}, which has the store of torch.distributed"
-        elif missing := [name for each in range(self.world) if (name := self.called(each)) not in places]:
-            said = f"No answer from {', '.join(missing)}: the process stands still, or has ended"
-        else:
-            said = "; ".join(f"{name} was last at {place}" for name, place in places.items())
-        return RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}. {said}. ({error})")
+        return found or RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}: {error}")
 
 
 def in_words(why: Wait | str) -> str:
     """Returns the purpose of a wait in words. Messages put it after "waited for"."""
     return f"this: {why.value}" if isinstance(why, Wait) else why
+
+
+def _first_difference(first: Mapping[Any, Any], other: Mapping[Any, Any]) -> tuple[Any, Any, Any] | None:
+    """Returns the first name whose values differ, with both values; None if values and order are the same.
+
+    If only the order differs, the two values state which name is before which.
+    """
+    for name in dict.fromkeys([*first, *other]):
+        values = first.get(name, "not there"), other.get(name, "not there")
+        if values[0] != values[1]:
+            return name, *values
+    if list(first) != list(other):
+        return next((a, f"before {b[1]!r}", f"after {b[1]!r}") for a, b in zip(first, other, strict=True) if a != b)
+    return None

@@ -1,13 +1,14 @@
-"""Means over ranks whose bits depend only on the order of ranks.
+"""Means over processes whose bits depend only on the order of processes.
 
 In the sum of a communication library, the order of addition depends on the position of an element in the buffer. So with three or
-more ranks the bits of the sum depend on the size of the buffer (``bucket_cap_mb``). In this file each rank receives one part of
-every rank's tensor, and adds the parts in the order of ranks: on several nodes first the ranks of each node, then the nodes.
+more processes the bits of the sum depend on the size of the buffer (``bucket_cap_mb``). In this file each process receives one
+part of every process's tensor, and adds the parts in the order of processes: on several nodes first the processes of each node,
+then the nodes.
 """
 
 # This file evaluates its annotations (no `from __future__ import annotations`), because DistributedDataParallel checks the
 # annotations of a hook.
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,6 +42,44 @@ def sum_in_order(parts: Iterable[Tensor], out: Tensor) -> None:
         out.copy_(total)
 
 
+def mean_in_order(
+    flat: Tensor,
+    per_node: int,
+    group: Any = None,
+    wait: Callable[[Any], None] = lambda work: work.wait(),
+    to: int | None = None,
+) -> list[Tensor]:
+    """Replaces a flat tensor by its mean over all processes of a group. Collective.
+
+    Each process multiplies its tensor by 1 / processes, as DistributedDataParallel does. The products are added in order.
+
+    Args:
+        flat: the tensor. Its number of elements is a multiple of the number of processes.
+        per_node: the number of processes of each node.
+        group: the process group; None for the default group.
+        wait: waits for a collective.
+        to: the process whose tensor is replaced; None for all. The tensors of other processes have no use afterwards.
+
+    Returns:
+        The memory that was used, which must exist until the present stream has computed the mean.
+    """
+    size = dist.get_world_size(group)
+    flat.mul_(1 / size)
+    received = torch.empty_like(flat)
+    wait(dist.all_to_all_single(_bytes(received), _bytes(flat), group=group, async_op=True))
+    own = flat.new_empty(flat.numel() // size)
+    sums = [torch.empty_like(own, dtype=added_in(own.dtype)) for _ in range(size // per_node)]
+    for node, total in zip(received.view(-1, per_node, own.numel()).unbind(), sums, strict=True):
+        sum_in_order(node.unbind(), total)
+    sum_in_order(sums, own)
+    if to is None:
+        wait(all_gather_single(_bytes(flat), _bytes(own), group=group, async_op=True))
+    else:
+        parts = list(_bytes(flat).chunk(size)) if dist.get_rank() == to else None
+        wait(dist.gather(_bytes(own), parts, to, group=group, async_op=True))
+    return [received, own, *sums]
+
+
 def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A communication hook for PyTorch's DistributedDataParallel. Its gradients are then bit-identical to superpipeline's.
 
@@ -69,18 +108,10 @@ def rank_order_hook(state: dist.ProcessGroup | int | None, bucket: dist.GradBuck
             f"rank_order_hook was told that each node has {per_node} ranks, but there are {size} in all. Give it the number of "
             "devices that each node has (trainer.num_devices)."
         )
-    step = -(-flat.numel() // size)
-    sent = flat.new_zeros(step * size)
-    torch.mul(flat, 1 / size, out=sent[: flat.numel()])
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(_bytes(received), _bytes(sent), group=group)
-    own = flat.new_empty(step)
-    sums = [torch.empty_like(own, dtype=added_in(own.dtype)) for _ in range(size // per_node)]
-    for node, total in zip(received.view(-1, per_node, step).unbind(), sums, strict=True):
-        sum_in_order(node.unbind(), total)
-    sum_in_order(sums, own)
-    all_gather_single(_bytes(sent), _bytes(own), group=group)
-    flat.copy_(sent[: flat.numel()])
+    padded = flat.new_zeros(-(-flat.numel() // size) * size)
+    padded[: flat.numel()] = flat
+    mean_in_order(padded, per_node, group)
+    flat.copy_(padded[: flat.numel()])
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(flat)
     return future

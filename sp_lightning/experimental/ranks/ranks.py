@@ -1,29 +1,38 @@
 """The ranks: the processes that train one model together. Each rank has its own device. The ranks of a node share one host store.
 
 All communication goes through torch.distributed: tensors and barriers through collectives (``collectives``), errors through its
-store (``failures``). Nodes are replicas: each node has its own host store, and a primary that updates the node's weights.
+store (``failures``). Nodes are replicas: each node has its own host store, in which its processes step their layers.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from operator import and_
+from time import monotonic, sleep
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from sp_lightning.core.device.device import Wait
-from sp_lightning.core.device.layout import PAGE, whole_pages
+from sp_lightning.core.device.layout import whole_pages
 from sp_lightning.core.device.pages import create, supported
-from sp_lightning.experimental.ranks.collectives import Collectives
-from sp_lightning.experimental.ranks.process_locks import ProcessLocks
+from sp_lightning.core.engine.placement import Placement
+from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.experimental.ranks.agreement import compare_models, compare_optimizers, refuse_on_ranks
+from sp_lightning.experimental.ranks.collectives import TIMEOUT, Collectives, in_words
+from sp_lightning.experimental.ranks.failures import RankError
+from sp_lightning.experimental.ranks.placement import RankPlacement
 from sp_lightning.experimental.ranks.shared_memory import SharedMemory
+from sp_lightning.experimental.ranks.steps import RankSteps, owned_state
+from sp_lightning.trainer.group import Group
+from sp_lightning.trainer.options import Options
 
 
-class Ranks(Collectives):
+class Ranks(Collectives, Group):
     """The processes of this node, and their collectives with those of other nodes.
 
     Every process of every node makes an object of this class at the same time, and calls its collective methods in the same
@@ -39,6 +48,7 @@ class Ranks(Collectives):
     Attributes:
         over: True if the last run has ended. The next object of this class then closes this object.
         closed: True if this object is closed.
+        stepped: the number of optimizer steps so far.
     """
 
     def __init__(self, device: torch.device, per_node: int | None = None) -> None:
@@ -52,16 +62,42 @@ class Ranks(Collectives):
         for each in former:  # here, in all processes at the same time, and not when Python's garbage collector runs
             each.close()
         super().__init__(device, per_node)
-        locks = ProcessLocks(self._file(PAGE, "locks"), self.rank, self.size)
-        self.barrier("the locks of all processes")
-        self._locks = (
-            locks  # only now: a process without its lock counts as ended, so waits check locks after the barrier
-        )
         for each in former:  # of failed runs: now all processes have connected anew, so none is in a collective of them
             each.end_groups()
         self.over: bool = False
         self.closed = False
+        self.stepped = 0
         _open.append(self)
+
+    # ------------------------------------------------------------------ the interface of the trainer
+
+    alone = False
+
+    def check_model(self, module: pl.LightningModule, options: Options, plugin: Any) -> None:
+        refuse_on_ranks(module, options, plugin)
+        compare_models(self, module, options)
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        compare_optimizers(self, optimizers)
+
+    def placement(self) -> Placement:
+        return RankPlacement(self)
+
+    def steps(self, engine: Callable[[], Streamer]) -> RankSteps:
+        return RankSteps(self, engine)
+
+    def owned_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return owned_state(optimizer, state)
+
+    def note_place(self, place: str) -> None:
+        self.place = place
+
+    def gather(self, number: int, what: str) -> list[int]:
+        first = self.node * self.size
+        return [int(each) for each in self.barrier(what, number)[first : first + self.size]]
+
+    def send_buffers(self, module: pl.LightningModule) -> None:
+        self.broadcast([buffer for buffer in module.buffers() if buffer.numel()])
 
     # ------------------------------------------------------------------ memory
 
@@ -86,18 +122,18 @@ class Ranks(Collectives):
     def _file(self, nbytes: int, name: str) -> int:
         """Makes a file in memory that all ranks of the node share, and returns a descriptor of it. Collective.
 
-        The other ranks open the primary's descriptor through ``/proc``, where only processes of the same user may open it. So the
-        processes need no common file system, and the memory has no name that other users could find.
+        The other ranks open the first rank's descriptor through ``/proc``, where only processes of the same user may open it.
+        So the processes need no common file system, and the memory has no name that other users could find.
         """
         made = -1
         with self._for_memory(nbytes, name):
-            if self.primary:
+            if self.rank == 0:
                 made = create(nbytes, f"superpipeline {name}")
         path = self._broadcast_object(f"/proc/{os.getpid()}/fd/{made}", name)
         with self._for_memory(nbytes, name):
-            if not self.primary:
+            if self.rank:
                 made = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.barrier(f"access to memory for {name}")  # until here the primary's descriptor must stay open
+        self.barrier(f"access to memory for {name}")  # until here the first rank's descriptor must stay open
         return made
 
     @contextmanager
@@ -111,65 +147,21 @@ class Ranks(Collectives):
                 "freeze layers, or train adapters."
             ) from error
 
-    # ------------------------------------------------------------------ comparisons
-
-    def must_agree(self, what: str, mine: Mapping[str, Any], remedy: str, *, primaries: bool = False) -> None:
-        """Checks that values, and their order, are the same on all ranks. Collective. If not, all ranks raise the same error.
-
-        Args:
-            what: the name of the values, for the error.
-            mine: this rank's values by name.
-            remedy: a sentence for the error.
-            primaries: True to compare only the values of the primaries.
+    def wait_until(self, counter: Tensor, number: int, why: Wait) -> None:
+        """Waits until another rank of the node has set a counter in shared memory to at least a number.
 
         Raises:
-            ValueError: the values of a rank, or their order, differ from those of rank 0.
+            RankError: another rank has failed or ended.
+            RankInterrupt: another rank was interrupted.
         """
-        everybody = self._gather_objects(
-            dict(mine) if self.primary or not primaries else None, f"a comparison of {what}"
-        )
-        for rank, theirs in enumerate(everybody):
-            found = None if theirs is None else _first_difference(everybody[0], theirs)
-            if found:
-                name, first, other = found
-                raise ValueError(
-                    f"The {what} of {self.called(rank)} are not those of rank 0: {name} is {other} on rank {rank} and "
-                    f"{first} on rank 0. {remedy}"
-                )
-
-    def same(self, number: int, what: str) -> bool:
-        """Returns True if all ranks have the same number. Collective.
-
-        Args:
-            number: this rank's number, from 0 to 2**53.
-            what: the name of the collective, for errors.
-        """
-        return len(set(self.barrier(what, number))) == 1
-
-    def all_have(self, bits: int, what: str) -> int:
-        """Returns the bits that are set on all ranks. Collective. The arguments are those of :meth:`same`."""
-        return reduce(and_, map(int, self.barrier(what, bits)))
-
-    # ------------------------------------------------------------------ the primary's turn
-
-    def begin_turn(self, what: str) -> None:
-        """Begins the primary's turn. All ranks wait for each other.
-
-        Args:
-            what: the purpose of the turn. It must be the same on all ranks.
-        """
-        self.barrier(what, why=Wait.STEP_AFTER_ARRIVAL)
-
-    def end_turn(self, number: float = 0.0) -> float:
-        """Ends the primary's turn. All ranks wait for each other.
-
-        Args:
-            number: the number that the primary sends to the other ranks of its node.
-
-        Returns:
-            The number of the primary of this node.
-        """
-        return self.barrier("the end of the primary's turn", number, why=Wait.USE_AFTER_TURN)[self.node * self.size]
+        looks, late = 0, monotonic() + TIMEOUT.total_seconds()
+        while int(counter) < number:
+            looks += 1
+            if monotonic() > late:
+                raise RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}.")
+            sleep(min(1e-5 * looks, 1e-3))
+            if looks % 200 == 0 and (error := self.error(why)) is not None:
+                raise error
 
     # ------------------------------------------------------------------ runs and failures
 
@@ -196,7 +188,7 @@ class Ranks(Collectives):
             self.failures.end()
 
     def close(self) -> None:
-        """Releases this process's lock, and ends the thread and the process groups. Not collective, but all ranks call it.
+        """Ends the thread and the process groups. Not collective, but all ranks call it.
 
         After an error of this rank, other ranks may still be in a collective. In this case the groups end later, when all ranks
         have connected anew.
@@ -204,25 +196,9 @@ class Ranks(Collectives):
         self.closed = True
         _open.remove(self)
         self.failures.end()
-        if self._locks is not None:
-            self._locks.close()
         if not self.failure:
             self.end_groups()
 
 
 _open: list[Ranks] = []
 """The objects of this process that are not closed: usually one, because a new object closes those whose run has ended."""
-
-
-def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Returns the first name whose values differ, with both values; None if values and order are the same.
-
-    If only the order differs, the two values state which name is before which.
-    """
-    for name in dict.fromkeys([*first, *other]):
-        values = first.get(name, "not there"), other.get(name, "not there")
-        if values[0] != values[1]:
-            return name, *values
-    if list(first) != list(other):
-        return next((a, f"before {b!r}", f"after {b!r}") for a, b in zip(first, other, strict=True) if a != b)
-    return None

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from sp_lightning.experimental.ranks.agreement import (
-    choose_interface,
     refuse_other_places,
     refuse_restart_with_old_store,
 )
 from sp_lightning.experimental.ranks.failures import RankError
-from sp_lightning.experimental.ranks.group import RankGroup
 from sp_lightning.experimental.ranks.ranks import Ranks
+from sp_lightning.experimental.ranks.steps import DividedState
 from sp_lightning.trainer.compat import barrier_before_batches, is_interactive
 from sp_lightning.trainer.group import Group
 
@@ -53,7 +52,7 @@ class RankStrategy(_Base):
     def _ranks(self) -> Ranks | None:
         """The connected processes; None before they are connected, and after another object has closed them."""
         group = self._group
-        return group if isinstance(group, RankGroup) else None
+        return group if isinstance(group, Ranks) else None
 
     # ------------------------------------------------------------------ a run begins and ends
 
@@ -68,9 +67,6 @@ class RankStrategy(_Base):
             RankError: the other ranks cannot be reached.
         """
         refuse_restart_with_old_store()
-        if self._nodes > 1:
-            assert self.cluster_environment is not None
-            choose_interface(self.cluster_environment.main_address)
         super().setup_environment()
         ranks = self._connect()
         if self.lightning_module is not None:
@@ -91,7 +87,7 @@ class RankStrategy(_Base):
         refuse_other_places(self)
         again = not self._connected.alone
         try:
-            ranks = RankGroup(self.root_device, len(self._devices))
+            ranks = Ranks(self.root_device, len(self._devices))
         except dist.DistError as error:
             raise RankError(
                 f"rank {self.global_rank} cannot connect to the other ranks ({error}). Their processes may have ended since the "
@@ -111,7 +107,17 @@ class RankStrategy(_Base):
                 if self.lightning_module is not None:
                     barrier_before_batches(self.lightning_module.trainer, None)
         finally:
-            super().teardown()
+            # Lightning would read all state to move it to the host, where it is already.
+            optimizers, self.optimizers = self.optimizers, []
+            try:
+                super().teardown()
+            finally:
+                self.optimizers = optimizers
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        """Returns an optimizer's state dictionary. Rank 0's has the whole state. Collective."""
+        state = vars(getattr(optimizer, "_optimizer", optimizer)).get("state")
+        return state.gathered() if isinstance(state, DividedState) else super().optimizer_state(optimizer)
 
     # ------------------------------------------------------------------ collectives
 

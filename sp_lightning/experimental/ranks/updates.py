@@ -1,0 +1,80 @@
+"""Background updates of several ranks: each rank updates the layers that it owns, and waits for the owners of other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from sp_lightning.core.device.device import Device, Wait
+from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.experimental.ranks.block_memory import written_in_common
+from sp_lightning.experimental.ranks.failures import LOST
+from sp_lightning.experimental.ranks.owners import RankOwners
+
+
+class OwnerUpdates(BackgroundUpdates):
+    """Updates of several ranks in the background.
+
+    Args:
+        layers: all layers.
+        device: runs work in its background thread, and waits for it.
+        owners: the owners of the layers.
+    """
+
+    def __init__(self, layers: Sequence[StreamedLayer], device: Device, owners: RankOwners) -> None:
+        super().__init__(layers, device)
+        self._owners = owners
+
+    def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
+        common = ExitStack()
+        number = self._owners.number
+
+        def update() -> None:
+            try:
+                work()
+            except LOST:
+                raise
+            except BaseException as error:
+                self._owners.ranks.fail(error)
+                raise
+            self._owners.publish(layer, number)
+
+        def after() -> None:
+            common.close()
+            if then is not None:
+                then()
+
+        with self._lock:
+            self._finish(layer, Wait.READ_AFTER_UPDATE)
+            # From now on until the run has waited for the update, the layer's parameters are the shared memory.
+            for member in layer.with_masters:
+                common.enter_context(written_in_common(member.block))
+            super().submit(layer, update, after)
+
+    def follow(self, layers: Iterable[StreamedLayer]) -> None:
+        """Makes uses of layers wait until their owners have published the present step."""
+        with self._lock:
+            for layer in layers:
+                self._finish(layer, Wait.READ_AFTER_UPDATE)
+                self._set_waiting_class(layer)
+                self._under_way[layer] = None
+                published: Any = _Published(self._owners, layer)
+                layer.update = published
+
+
+class _Published:
+    """The update of a layer by another rank, with the methods of a ``Future`` that the engine calls."""
+
+    def __init__(self, owners: RankOwners, layer: StreamedLayer) -> None:
+        self._owners, self._layer, self._number = owners, layer, owners.number
+
+    def done(self) -> bool:
+        return self._owners.is_published(self._layer, self._number)
+
+    def result(self) -> Any:
+        self._owners.wait_for(self._layer, self._number)
+
+    def exception(self) -> None:
+        self._owners.wait_for(self._layer, self._number)
