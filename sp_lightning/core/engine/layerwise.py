@@ -221,7 +221,7 @@ class LayerwiseStep:
         if layer not in updatable:
             return
         held = self._is_held(layer, _parameters(updatable[layer]))
-        if held and (self._traits.early is EarlyUpdates.KEEPS or self._state_held):
+        if held:
             return  # user code may read or write the tensors that it holds in this backward
         groups = updatable.pop(layer)
         if any(_is_sparse(parameter) for member in layer.with_masters for parameter in member.block.parameters):

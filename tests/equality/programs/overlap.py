@@ -180,26 +180,35 @@ STATE: dict[str, Callable[[Any], Any]] = {
 HOLDERS = (
     "backward", "forward", "forward, half stays", "forward, on the GPU, simulated", "backward, on the GPU, simulated",
 )  # fmt: skip
+FREEING = ("backward, no callback", "backward, on the GPU, simulated")
 
 
 class Holds(At):
     """Takes a part of its optimizer, and looks at it in each step and, with ``after``, after each step."""
 
-    def __init__(self, what: str, *, after: bool) -> None:
+    def __init__(self, what: str, *, after: bool, **moments: Any) -> None:
         ends = {"on_train_batch_end": Holds.hold} if after else {}
-        super().__init__(Block, depth=5, on_train_start=Holds.hold, start=Holds.look, **ends)
+        super().__init__(Block, depth=5, **{"on_train_start": Holds.hold, "start": Holds.look, **ends, **moments})
         self.what = what
 
-    def hold(self) -> None:
+    def hold(self, before: int = 1) -> None:
         if self.batch >= 0:  # state has been looked at before it is taken
             self.look()
-        if self.batch < 1:
+        if self.batch < before:
             self.kept[:] = [STATE[self.what](self.optimizer)]
 
     def look(self) -> None:
         (held,) = self.kept or [()]
         held = held() if callable(held) else held
         self.seen.append(copy.deepcopy(list(held.values()) if isinstance(held, dict) else held))
+
+
+class HoldsInBackward(Holds):
+    """Takes it before each of the first two steps, of which the second has state, and looks at it in backward as well."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, after=False, start=partial(Holds.hold, before=2))
+        self.net[1].register_forward_hook(lambda *call: call[2].register_hook(lambda _: self.look()) and None)
 
 
 @contextmanager
@@ -235,6 +244,12 @@ for what in STATE:
         long=["backward, on the GPU, no callback, simulated"]),
         covers="nothing looks after the step, so that gradients are freed in backward",
     )(lambda what=what: Holds(what, after=False))  # fmt: skip
+    if what != "vars, later":  # refused, as "state needed in backward" is
+        overlap(
+            f"{what} of an optimizer held and read in backward", {**dict.fromkeys(FREEING, 3),
+            "backward, on the GPU, simulated": 2 if one else 3},
+            covers="a layer whose state user code holds is updated after backward, if its gradients were to be freed as well",
+        )(partial(HoldsInBackward, what))  # fmt: skip
 
 # ---------------------------------------------------------------------- code around backward
 
