@@ -8,8 +8,11 @@ computes
 
 - with the device parameter, if the operation builds a graph, if another argument is on the device, or if the parameter's layer is
   in use on the device;
-- with the host's memory otherwise: for example reads and writes in ``torch.no_grad``, or of ``.data``. ``.grad`` is always the
-  host parameter's, because gradients are on the host between backward and the optimizer's step.
+- with the host's memory otherwise: for example reads and writes in ``torch.no_grad``. ``.grad`` is always the host parameter's,
+  because gradients are on the host between backward and the optimizer's step.
+
+``.data`` and ``.detach()`` give out the device's memory. User code may write it between two uses of the layer, and views of a
+slot are compared before each fetch.
 
 Between two steps without backward, host parameters may keep this role (:meth:`ParameterSwap.watch_between`). Hooks run there, and
 may write weights through ``.data``, which changes no version counter. So a layer is uploaded again if an operation could have
@@ -367,7 +370,7 @@ class _HostParameterInStep(ParameterRole):
             if func == _GET_DATA:
                 role.used = True
                 device = of[id(args[0])]
-                if role.in_use([args[0]]):
+                if role.gives_device_memory():
                     return device.data
                 device._of.engine.host_is_shown(device._of.layer)
             if func not in _OF_NO_MEMORY:
@@ -408,6 +411,11 @@ class _HostParameterInStep(ParameterRole):
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``Tensor.set_``, for which torch does not call ``__torch_function__`` itself."""
         return type(self).__torch_function__(Tensor.set_, (type(self),), (self, *args), kwargs)
+
+    @classmethod
+    def gives_device_memory(cls) -> bool:
+        """Returns True if ``.data`` and ``.detach()`` give this thread the device's memory of a weight."""
+        return cls.swap.on_device and get_ident() == cls.swap.threads.main
 
     @classmethod
     def in_use(cls, hosts: Iterable[Tensor]) -> bool:
@@ -531,7 +539,7 @@ def _computes_on_device(
     if func in _OF_GRAPHS or any(issubclass(type(other), DeviceParameter) for other in others):
         return True
     if func in _DETACH:  # user code may write the result, so the run's thread gets the memory with the present values
-        return role.swap.on_device and get_ident() == role.swap.threads.main
+        return role.gives_device_memory()
     others = [other for other in others if other.ndim]  # a scalar tensor may be on another device than the weight
     if any(map(device.has, others)):
         return True

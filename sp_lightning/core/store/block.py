@@ -104,6 +104,10 @@ class HostBlock:
 
     def weight_bytes(self, index: int) -> Tensor:
         """Returns the bytes of a weight, flat ``uint8``."""
+        return self.place(index)
+
+    def place(self, index: int) -> Tensor:
+        """Returns the memory of which a parameter is made a view, flat ``uint8``."""
         return bytes_of(self.memory.seen, self.planned.spans[index])
 
     def write(self, index: int, value: Tensor) -> bool:
@@ -242,7 +246,7 @@ class HostBlock:
     def _make_view(self, index: int) -> None:
         """Makes a parameter's data a view of its place in the block, with a new storage. Copies nothing."""
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            target = view(lend(self.weight_bytes(index)), self._own_spans[index])
+            target = view(lend(self.place(index)), self._own_spans[index])
             self.parameters[index].data = target
         self._storages[index] = StorageWeakRef(target.untyped_storage())
 

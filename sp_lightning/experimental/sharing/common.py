@@ -207,8 +207,8 @@ class TrialBlock(HostBlock):
     def is_outdated(self) -> bool:  # type: ignore[override]
         return any(parameter.requires_grad for parameter in self.parameters[: self._count])
 
-    def weight_bytes(self, index: int) -> Tensor:
-        return bytes_of(self.base, self.planned.spans[index]) if index < self._count else super().weight_bytes(index)
+    def place(self, index: int) -> Tensor:
+        return bytes_of(self.base, self.planned.spans[index]) if index < self._count else super().place(index)
 
     def _absorb(self, index: int, into: Tensor | None) -> None:
         """Raises a RuntimeError if user code has given a common weight other memory with other values."""

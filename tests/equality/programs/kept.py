@@ -141,3 +141,47 @@ def clamp_and_write(m: Any, *_: Any) -> None:
     weight = m.net[1].first.weight
     weight.clamp_(-1e6, 1e6)
     m.kept[0].mul_(0.9)
+
+
+# ---------------------------------------------------------------------- memory of a captured weight, written between two uses
+
+TAKES: dict[str, Callable[[Any], Any]] = {
+    "data": lambda p: p.data,
+    "a view of it": lambda p: p.data[0],
+    "an array": lambda p: p.data.numpy(),
+}
+CLOSE = tiers("users' path, k=1, k'=1", rest=["users' path, k=all, k'=1", "bf16-mixed, k=1"], long=["simulated, k=1"])
+
+
+class Between(At):
+    """Takes memory of a captured weight, uses the weight's layer, writes the memory, and uses the layer again.
+
+    Args:
+        take: returns memory of the weight.
+        once: True to take it in the first step alone.
+    """
+
+    def __init__(self, take: Callable[[Any], Any], *, once: bool = False) -> None:
+        super().__init__(start=Between.begin)
+        self.take, self.once, self.captured = take, once, [self.net[1].first.weight]
+
+    def begin(self) -> None:
+        if not (self.kept and self.once):
+            self.kept[:] = [self.take(self.captured[0])]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        before = self.net(batch)
+        self.kept[0] *= 0.5
+        return super().loss(batch) + before.detach().mean()
+
+
+for what, take in TAKES.items():
+    program(
+        f"captured parameter: {what}, written between two uses in the step",
+        CLOSE if what == "data" else tiers(rest=[*CLOSE][:2]),
+        covers="the second use has the new values, and so has backward",
+    )(partial(Between, take))  # fmt: skip
+program(
+    "captured parameter: data of the first step, written between two uses in each step", CLOSE,
+    covers="the second use has the new values in later steps as well",
+)(partial(Between, TAKES["data"], once=True))  # fmt: skip
