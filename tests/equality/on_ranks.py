@@ -149,11 +149,19 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"k": 1, "optimizer_overlap": "forward"},
         {"precision": "16-mixed", "gradient_clip_val": 0.1},
     ),
+    "in backward": ({"k": 1, "optimizer_overlap": "backward"}, {}),
+    "mixed in backward": ({"k": 2, "k_prime": 2, "optimizer_overlap": "backward"}, {"precision": "bf16-mixed"}),
+    "added up in backward": ({"k": 1, "optimizer_overlap": "backward"}, {"accumulate_grad_batches": 2}),
     "on a disk": ({"k": 1, "disk": True}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
     "scaled, on a disk": ({"k": 1, "disk": True}, {"precision": "16-mixed", "gradient_clip_val": 0.1}),
     "mixed, on a disk, under forward": (
         {"k": 1, "disk": True, "optimizer_overlap": "forward"},
         {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
+    ),
+    "on a disk, in backward": ({"k": 1, "disk": True, "optimizer_overlap": "backward"}, {}),
+    "clipped by value, in backward": (
+        {"k": 1, "optimizer_overlap": "backward"},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     ),
     "clipped by value": ({"k": 1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
 }

@@ -86,6 +86,13 @@ def test_modes(name: str, mode: str) -> None:
     compare(name, strategy=strategy, options=options, reference=reference(name, 2))
 
 
+@pytest.mark.long("two ranks take the same way")
+@pytest.mark.parametrize("name", ["conditional", "llama-dropout", "experts/mixture"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_three_ranks_in_backward(name: str, precision: str) -> None:
+    compare(name, 3, {"k": 1, "optimizer_overlap": "backward"}, {"precision": precision}, reference(name, 3))
+
+
 @pytest.mark.long("two and three ranks take the same way")
 @pytest.mark.parametrize("name", SOME)
 def test_four_ranks(name: str) -> None:

@@ -51,7 +51,7 @@ def policy(on_disk: Paging = MEMORY, /, **facts: Any) -> UpdatePolicy:
         ({"batch": BatchFacts(averages=True)}, "forward", NO, "StochasticWeightAveraging steps"),
         ({"batch": BatchFacts(hook="EMA.on_after_backward")}, "forward", NO, "EMA.on_after_backward may look"),
         ({"disk": True}, "forward", NO, "with a disk"),
-        ({"ranks": True}, "forward", NO, "with several devices, gradients are summed"),
+        ({"ranks": True}, "forward", NO, "with several devices, it is not the default"),
         # Modes asked for by name.
         ({"overlap": "off"}, "off", NO, ""),
         ({"overlap": "off", "against_layers": "not fused"}, "off", NO, ""),

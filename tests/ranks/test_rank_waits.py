@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from time import sleep
+from datetime import timedelta
+from time import monotonic, sleep
 from typing import Any
 from unittest import mock
 
@@ -26,10 +27,11 @@ from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Wait
+from sp_lightning.experimental.ranks import collectives
 from sp_lightning.experimental.ranks.owners import RankOwners
 from sp_lightning.experimental.ranks.ranks import Ranks
 from tests.equality.cases import CASES
-from tests.equality.on_ranks import seen
+from tests.equality.on_ranks import EveryBatch, seen
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import RanksFailed, in_ranks, rank
 from tests.support.runs import Make, assert_equal, fit, fused
@@ -39,6 +41,7 @@ from tests.support.wait_scenarios import OF_RANKS, left_out
 RANKS = 2
 ON_THE_DEVICE = (Wait.REDUCE_AFTER_GRADIENT, Wait.DRAIN_AFTER_REDUCE)
 SECONDS = 0.3
+SOON = 3
 
 
 def accumulate(simulate: bool, omit: str | None = None) -> tuple[dict[str, Any], set[str]]:
@@ -201,6 +204,53 @@ def test_every_wait_between_ranks_is_needed(wait: Wait, overlap: str) -> None:
         return
     with pytest.raises(AssertionError, match="values differ"):
         assert_equal(early, plain, "early")
+
+
+class Keeps(Callback):
+    """Keeps the memory of all weights over the step, and reads it afterwards: nothing notices that read."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.kept = [parameter.data for parameter in pl_module.parameters()]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.seen += [each.clone() for each in self.kept]
+
+
+def keep(plain: bool) -> list[torch.Tensor]:
+    keeps = Keeps()
+    strategy = EveryBatch() if plain else SuperpipelineStrategy(k=1, optimizer_overlap="forward")
+    with ExitStack() if plain else held_up(RankOwners, "_merge", 0):
+        fit(fused(Net), vectors(8), strategy, devices=RANKS, callbacks=[keeps])
+    return keeps.seen
+
+
+@pytest.mark.long("each starts four processes; holds a rank up")
+def test_a_rank_that_keeps_memory_of_weights_waits_for_their_owners() -> None:
+    assert_equal(in_ranks(RANKS, keep, False), in_ranks(RANKS, keep, True), "kept")
+
+
+def never_published() -> None:
+    nothing: Any = lambda *_: None  # noqa: E731
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(collectives, "TIMEOUT", timedelta(seconds=SOON)))
+        if rank() == 0:
+            stack.enter_context(mock.patch.object(RankOwners, "publish", nothing))
+        fit(fused(Net), vectors(8), SuperpipelineStrategy(k=1, optimizer_overlap="forward"), devices=RANKS)
+
+
+@pytest.mark.long("waits for a timeout")
+def test_a_wait_for_an_owner_that_never_writes_ends_with_the_timeout_of_the_group() -> None:
+    begun = monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        in_ranks(RANKS, never_published)
+    assert monotonic() - begun < 60, "the timeout is half an hour"
+    sentence = f"RankError: rank 1 has lost other ranks while it waited for this: {Wait.READ_AFTER_OWNER.value}."
+    assert sentence in str(caught.value.errors[1])
+    assert "RankError: rank 1 has failed" in str(caught.value.errors[0]), "rank 0 hears of it"
 
 
 def test_all_waits_are_tried() -> None:

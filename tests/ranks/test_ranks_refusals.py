@@ -41,7 +41,6 @@ def train(strategy: dict[str, Any]) -> None:
     [
         ({"optimizer_on": "gpu"}, 'optimizer_on="gpu" steps layers of one device'),
         ({"gpu_layers": 2}, "gpu_layers=2 keeps layers on one device"),
-        ({"optimizer_overlap": "backward"}, 'optimizer_overlap="backward" updates layers before all devices'),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:

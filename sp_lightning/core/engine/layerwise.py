@@ -50,6 +50,7 @@ from sp_lightning.core.updates.pieces import mode_for
 from sp_lightning.core.updates.step_context import StepContext, compiles, reads_settings
 
 Groups = list[dict[str, Any]]
+_TORN = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
 _probe = SimpleNamespace()
 _UNHELD = sys.getrefcount(attributes_of(_probe))
 """Number of references to the state of all parameters, and to ``vars(optimizer)``, if user code has none. Measured, because
@@ -165,7 +166,7 @@ class LayerwiseStep:
         # `_may_update`: it returns True if the step waits for the layer, to update it in this backward.
         self._layer_done, self._may_update = self.clipping.measure if policy.measure_norms else None, None
         if in_backward:
-            self._layer_done, self._may_update = self._update_early, lambda layer: layer in self._early_groups()
+            self._layer_done, self._may_update = self._update_early, self._may_begin
         elif traits.early is EarlyUpdates.TRIED:
             self._layer_done, self._may_update = self._note_late_uses, lambda layer: False
 
@@ -218,7 +219,7 @@ class LayerwiseStep:
         Other layers are left to :meth:`submit`.
         """
         updatable = self._early_groups()
-        if layer not in updatable:
+        if layer not in updatable or not self._may_begin(layer):
             return
         held = self._is_held(layer, _parameters(updatable[layer]))
         if held:
@@ -230,12 +231,33 @@ class LayerwiseStep:
             return
         if not self.begun:
             self._updates.begin()
-        self._updates.torn = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
+        self._updates.torn = _TORN
         self.begun.add(layer)
         self._engine.before_early_update(layer)
         self._submit(layer, groups, held=held)
         if self._traits.early is EarlyUpdates.FREES:
             self._updates.limit_pending(1)  # so at most one layer's gradients wait in memory for their update
+
+    def _may_begin(self, layer: StreamedLayer) -> bool:
+        """Returns True if backward may begin the update of a layer now.
+
+        With several processes, the layer's owner begins it if this is True for all of them. Later uses of the layer in this
+        backward are then errors here, too. A layer that user code has written or views is left to :meth:`submit`.
+        """
+        owners = self._engine.owners
+        if owners.owns(layer) and layer not in self._early_groups():
+            return False
+        if not owners.several:
+            return True
+        if self._engine.is_viewed(layer):
+            return False
+        self._engine.before_early_update(layer)
+        unwritten = not owners.has_written(layer)
+        layer.updated_early = unwritten and not owners.owns(layer)
+        if layer.updated_early:
+            self._updates.torn = _TORN
+            self._updates.refuse_uses(layer)
+        return unwritten
 
     def _note_late_uses(self, layer: StreamedLayer) -> None:
         """Notes in :attr:`needed` if backward uses a layer although its gradients are complete. Nothing is updated.
@@ -318,8 +340,16 @@ class LayerwiseStep:
                 held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
                 self._submit(layer, by_layer[layer], held=held)
         self._engine.owners.follow()
+        self._wait_for_viewed()
         self.clipping.pending = None  # the updates clip
         self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
+
+    def _wait_for_viewed(self) -> None:
+        """Waits for other processes' updates of layers whose memory user code holds, as :meth:`_submit` does for own ones."""
+        owners = self._engine.owners
+        foreign = dict.fromkeys(layer.owner for layer in self._engine.layers if not owners.owns(layer))
+        for layer in [layer for layer in foreign if self._engine.is_viewed(layer)]:
+            self._updates.complete(layer)
 
     def _prepare_undivided_step(self, undivided: _UndividedError) -> None:
         """Prepares torch's own step of all layers at once, for a step that cannot be divided.
@@ -415,7 +445,7 @@ class LayerwiseStep:
             group, _ = divide(group, self._engine.stay)
             settings = self._copy_settings(group)
             if check and self._traits.early.in_backward and not self._traits.on_gpu:
-                trained = [p for p in group["params"] if p.requires_grad]
+                trained = [p for p in group["params"] if p.requires_grad and self._engine.owns(p)]
                 if lacks_buffers(group, state, trained):
                     what = "some parameters of a group have momentum and others have none yet"
                     raise _UndividedError(what, "Pass optimizer_overlap='forward'")

@@ -44,6 +44,10 @@ class Owners:
     def refuse_closure(self) -> None:
         """Raises a RuntimeError if an optimizer calls its closure after it may have written weights."""
 
+    def has_written(self, layer: StreamedLayer) -> bool:
+        """Returns True if this process has written weights of a layer since the last step, and other processes do not see it."""
+        return False
+
     def norms(self, parameters: Sequence[nn.Parameter], own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
         """Returns the norms of all gradients of an optimizer, in the order of its parameters.
 

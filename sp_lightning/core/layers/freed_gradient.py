@@ -13,6 +13,7 @@ from functools import cache
 from types import FrameType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -80,7 +81,8 @@ def _elsewhere(owner: str) -> type[_HasGradientElsewhere]:
 
 def set_elsewhere(parameter: nn.Parameter, owner: str) -> None:
     """Makes reading ``param.grad`` an error that names the process with the gradient, until ``param.grad`` is set."""
-    parameter.grad = None
+    with torch.DisableTorchFunctionSubclass():  # the owner may be updating the layer in this backward
+        parameter.grad = None
     take(parameter, _elsewhere(owner))
 
 

@@ -358,7 +358,7 @@ def _choose_early(facts: UpdateFacts) -> tuple[EarlyUpdates, str]:
 def _against_early(facts: UpdateFacts) -> str:
     """Returns why ``"auto"`` does not begin updates in backward; empty if nothing known is against it."""
     if facts.ranks:
-        return "with several devices, gradients are summed until backward ends"
+        return "with several devices, it is not the default"
     if facts.disk:  # user code may look at gradients that this mode has freed
         return 'with a disk, optimizer_overlap="backward" frees gradients'
     if facts.place == "gpu" and facts.read_after_step:

@@ -305,6 +305,12 @@ class BackgroundUpdates:
             self._set_waiting_class(layer)
             layer.updated_early, layer.needed = True, note
 
+    def refuse_uses(self, layer: StreamedLayer) -> None:
+        """Makes uses of a layer that another process may update in this backward errors, until :meth:`end_early`."""
+        with self._lock:
+            self._set_waiting_class(layer)
+            layer.updated_early = True
+
     def _set_waiting_class(self, layer: StreamedLayer) -> None:
         """Makes code that uses the layer's parameters wait for its update; see "Note: roles of parameters"."""
         for parameter in [each for member in layer.with_masters for each in member.block.parameters]:

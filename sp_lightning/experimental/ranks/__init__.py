@@ -33,5 +33,9 @@ Parts that these implementations use:
 A step: all ranks meet in a barrier, which also compares what user code has written. Then each owner steps its layers, and sets
 their *step numbers* in shared memory. Other ranks wait for a layer's step number before they read the layer.
 
+With ``optimizer_overlap="backward"``, an owner may update a layer before the barrier. Each rank adds to the layer's sum whether
+it is against that: if it has written the layer or its code holds the layer's memory, or if its backward may need the layer again.
+An owner has the sum only after all ranks have given their parts, so no other wait is needed.
+
 Cost when unused: nothing is imported. A run on one device calls methods of ``Group`` and ``Owners`` that return at once.
 """

@@ -43,11 +43,6 @@ def refuse_on_ranks(module: pl.LightningModule, options: Options, plugin: Any) -
             f"{type(plugin).__name__} clips gradients in a way of its own, but each device has the gradients of some layers. "
             f"{_ONE}, or clip by Trainer(gradient_clip_val=)."
         )
-    if options.optimizer_overlap == "backward":
-        raise ValueError(
-            'optimizer_overlap="backward" updates layers before all devices have finished backward. Use '
-            'SuperpipelineStrategy(optimizer_overlap="forward"), or Trainer(devices=1).'
-        )
     if not isinstance(getattr(plugin, "scaler", None), HostGradScaler | None):
         raise ValueError(
             f"{type(plugin.scaler).__name__} scales gradients in a way of its own, which several devices cannot do once for all. "

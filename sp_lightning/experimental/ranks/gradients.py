@@ -73,6 +73,8 @@ class SummedGradients(Gradients):
         self._came: set[Place] = set()  # the parameters that got a gradient on this rank
         # Downloaded sums of owned parameters without a gradient on this rank. Perhaps no rank has one.
         self._uncertain: dict[Place, Tensor] = {}
+        # For each layer that may be updated in this backward, downloaded with its sum: not zero if a rank is against it.
+        self._against: dict[StreamedLayer, Tensor] = {}
 
     def _trained(self, owner: StreamedLayer) -> list[Place]:
         """Returns the parameters of a layer and its masters that require a gradient."""
@@ -191,9 +193,16 @@ class SummedGradients(Gradients):
             "Set requires_grad of the same parameters on all ranks. If requires_grad is chosen at random, use the same seed.",
         )
         self._begun = True
+        self._wanted = wanted
+        if wanted is not None:
+            self._owners.count()
 
-    def _next(self) -> None:
-        """Sums the gradients of the next layer over all ranks. Its owner downloads the sum."""
+    def _next(self, *, ends: bool = False) -> None:
+        """Sums the gradients of the next layer over all ranks. Its owner downloads the sum.
+
+        If a step updates layers in backward, the sum has one more element: the ranks that are against an update of this layer
+        before all of them have ended backward. ``ends``: True if this rank has ended it.
+        """
         owner = self._order[self._turn]
         self._turn += 1
         places = self._trained(owner)
@@ -203,7 +212,9 @@ class SummedGradients(Gradients):
         self._make_way()
         self._received[owner] = received = Received(len(places) * self._owners.owns(owner))
         waiting, stashed = self._waiting.pop(owner, {}), self._stashed.pop(owner, {})
-        sums, used = self._sum(owner, places, waiting, stashed)
+        against = None if self._wanted is None else float(ends or not self._wanted(owner))
+        with torch.DisableTorchFunctionSubclass():  # uses of the layer may be errors from now on
+            sums, used, vote = self._sum(owner, places, waiting, stashed, against)
         self.arriving.pop(owner, None)
         self.device.wait(Stream.DOWNLOAD, self.device.record(Stream.REDUCE), Wait.DRAIN_AFTER_REDUCE)
         copies, staging, targets, sources = deque[Any](), None, list[Tensor](), list[Tensor]()
@@ -216,27 +227,38 @@ class SummedGradients(Gradients):
                     self._uncertain[place] = torch.empty_like(sums[place], device="cpu")
                 targets.append(self._uncertain[place])
                 sources.append(sums[place])
+            if vote is not None:
+                targets.append(torch.empty_like(vote, device="cpu"))
+                sources.append(vote)
+                self._against[owner] = targets[-1]
         self.transfers.device_bytes += sum(each.nbytes for each in used)
         self.transfers.send(owner.index, targets, sources, [*waiting.values(), *used], (owner, copies, staging))
 
     def _sum(
-        self, owner: StreamedLayer, places: Sequence[Place], waiting: dict[Place, Tensor], stashed: dict[Place, Tensor]
-    ) -> tuple[dict[Place, Tensor], list[Tensor]]:
+        self,
+        owner: StreamedLayer,
+        places: Sequence[Place],
+        waiting: dict[Place, Tensor],
+        stashed: dict[Place, Tensor],
+        against: float | None,
+    ) -> tuple[dict[Place, Tensor], list[Tensor], Tensor | None]:
         """Sums gradients over the ranks on the stream ``REDUCE``. Collective. The host does not wait for an accelerator.
 
         Args:
             owner: the layer.
             places: its trained parameters.
             waiting, stashed: this rank's gradients on the device and on the host. A parameter without either counts as zero.
+            against: another number to sum; None for none.
 
         Returns:
-            The means on the device, and the memory that was used.
+            The means on the device, the memory that was used, and the mean of ``against``.
         """
         sums, used, flats = dict[Place, Tensor](), list[Tensor](), list[Tensor]()
         for dtype in dict.fromkeys(map(_dtype_of, places)):
             alike = [place for place in places if _dtype_of(place) is dtype]
             spans = lay_out([("", layer.block.parameters[index].detach()) for layer, index in alike])
-            count = -(-total_bytes(spans) // dtype.itemsize // self._ranks.world) * self._ranks.world
+            own = -(-total_bytes(spans) // dtype.itemsize)
+            count = -(-(own + (against is not None)) // self._ranks.world) * self._ranks.world
             memory = self.device.empty(count * dtype.itemsize)
             used.append(memory)
             flats.append(memory.view(dtype))
@@ -248,6 +270,7 @@ class SummedGradients(Gradients):
         with self.device.on(Stream.REDUCE), no_inference_mode(), torch.no_grad(), timed:
             for flat in flats:
                 flat.zero_()
+            vote = None if against is None else flats[-1][own : own + 1].fill_(against)
             for place, target in sums.items():
                 found = [each[place] for each in (stashed, waiting) if place in each]
                 for each in found[:1]:
@@ -258,10 +281,18 @@ class SummedGradients(Gradients):
             for flat in flats:
                 used += self._ranks.mean(flat, self._owners.rank_of(owner), f"the gradients of {owner.name!r}")
             self.device.access(flats, Stream.REDUCE, write=True)
-        return sums, used
+        return sums, used, vote
 
     def _rows_of(self, layer: StreamedLayer, index: int) -> None:
         """All rows of a sum are downloaded: other ranks may have used other rows."""
+
+    def _apply(self, drain: Any) -> None:
+        owner = drain[0]
+        if (against := self._against.pop(owner, None)) is not None:
+            self.device.access(against, None, write=True)
+            if against.item():
+                self._received[owner].expected = -1  # so the layer does not count as complete, and is not updated yet
+        super()._apply(drain)
 
     def settle(self, arrivals: AbstractContextManager[Any]) -> None:
         """Raises a RuntimeError: gradients are summed over the ranks until the backward ends, and are not in ``param.grad``."""
@@ -288,7 +319,7 @@ class SummedGradients(Gradients):
             return
         try:
             while self._turn < len(self._order):
-                self._next()
+                self._next(ends=True)
             self.transfers.retire(0)
             with self._applying:
                 self._finish(0)
@@ -326,7 +357,7 @@ class SummedGradients(Gradients):
         super().drop()
         self._turn = 0
         self._begun = False
-        for each in (self._waiting, self._stashed, self._completed, self._ready, self._uncertain):
+        for each in (self._waiting, self._stashed, self._completed, self._ready, self._uncertain, self._against):
             each.clear()
         self._came.clear()
 

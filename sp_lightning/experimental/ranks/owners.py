@@ -52,6 +52,7 @@ class RankOwners(Owners):
         self._families = [layer for layer in layers if layer.owner is layer]
         self._owner: dict[StreamedLayer, int] = {}
         self._numbers = ranks.share(8 * len(layers), "step numbers").common.view(torch.int64)
+        self._counted = False  # True if `number` counts a step that has not begun yet
         self._whole: list[Divided] = []  # of steps of all layers at once that run, the innermost last
         self._common = ExitStack()
 
@@ -146,7 +147,13 @@ class RankOwners(Owners):
             Wait.STEP_AFTER_ARRIVAL,
         )
         self._merge()
-        self.ranks.stepped += 1
+        self.count()
+        self._counted = False
+
+    def count(self) -> None:
+        """Counts a step: when it begins, or before, when a backward begins that may update layers."""
+        self.ranks.stepped += not self._counted
+        self._counted = True
 
     def follow(self) -> None:
         updates: Any = self._step.updates
@@ -175,6 +182,9 @@ class RankOwners(Owners):
             self._cast()
             self.follow()
             self._step.updates.wait_for_all()
+
+    def has_written(self, layer: StreamedLayer) -> bool:
+        return any(bool(member.block.displaced) or memory_of(member).look() for member in layer.with_masters)
 
     def refuse_closure(self) -> None:
         if self._whole:

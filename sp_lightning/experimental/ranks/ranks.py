@@ -22,8 +22,9 @@ from sp_lightning.core.device.layout import whole_pages
 from sp_lightning.core.device.pages import create, supported
 from sp_lightning.core.engine.placement import Placement
 from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.experimental.ranks import collectives
 from sp_lightning.experimental.ranks.agreement import compare_models, compare_optimizers, refuse_on_ranks
-from sp_lightning.experimental.ranks.collectives import TIMEOUT, Collectives, in_words
+from sp_lightning.experimental.ranks.collectives import Collectives, in_words
 from sp_lightning.experimental.ranks.failures import RankError
 from sp_lightning.experimental.ranks.placement import RankPlacement
 from sp_lightning.experimental.ranks.shared_memory import SharedMemory
@@ -154,7 +155,7 @@ class Ranks(Collectives, Group):
             RankError: another rank has failed or ended.
             RankInterrupt: another rank was interrupted.
         """
-        looks, late = 0, monotonic() + TIMEOUT.total_seconds()
+        looks, late = 0, monotonic() + collectives.TIMEOUT.total_seconds()
         while int(counter) < number:
             looks += 1
             if monotonic() > late:
