@@ -49,6 +49,7 @@ from sp_lightning.core.torch_compat.patched import WatchesEngine
 from sp_lightning.core.torch_compat.private import (
     base_of,
     current_graph_task,
+    has_accumulation_hooks,
     is_traceable_wrapper_subclass,
     queue_callback,
     top_saved_tensors_hooks,
@@ -248,7 +249,10 @@ class Backward(WatchesEngine):
             self.note_memory()
             if complete:
                 self.gradients.drain(layer)
-        if complete:  # outside of the lock, because this runs the user's hooks
+        # Outside of the lock, because this runs the user's hooks.
+        if has_accumulation_hooks(host):
+            self.settle()  # a hook of an accumulated gradient runs before backward goes on, and finds no later gradients
+        elif complete:
             self.gradients.apply()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:

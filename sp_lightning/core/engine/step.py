@@ -294,7 +294,7 @@ class Step:
         self.residency.let_rest(rests and self.residency.rests)
         for layer in self.residency.used if self.swap.on_device else ():  # a call of its module is running
             self.writes.write_back(layer)
-        self.writes.write_back_all()
+        self.writes.write_back_all(goes_on=self.running)
         self.residents.write_back()
         for layer in self.layers:
             if layer.kind is Kind.RESIDENTS or layer in self.residency.used:

@@ -81,6 +81,8 @@ class WriteBack:
         self.device = device
         self.resident_storages = resident_storages
         self.replaced: set[StreamedLayer] = set()
+        self._copied: list[tuple[str, Tensor, str]] = []
+        """Other memory that was forgotten within this step (:meth:`write_back_all`): the weight, the memory, its digest."""
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         self.left = LeftMemory(self._wait_for_kernels)
         self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
@@ -284,15 +286,33 @@ class WriteBack:
             self.write_back_replaced(layer)
             self.write_back_viewed([slot for slot in self._slots.all if slot.layer is layer])
 
-    def write_back_all(self) -> None:
+    def write_back_all(self, *, goes_on: bool) -> None:
         """Copies back all weights that were written on the device, after a step or in the middle of one.
 
         Does not cover layers in use: :meth:`write_back` copies these. If user code still views a slot, takes digests of the slot,
         because the view may outlive the step. Other memory of weights (``replaced``) is forgotten.
+
+        Args:
+            goes_on: True in the middle of a step.
+
+        Raises:
+            RuntimeError: the step is over, and user code has written other memory after it was forgotten: the write is lost.
         """
         for layer in list(self.replaced):
             self.write_back_replaced(layer)
+            if goes_on:
+                names = [span.name for span in layer.parameters.spans]
+                self._copied += [(names[i], value, digest(value)) for i, value in guard_of(layer).replaced.items()]
             self.set_replaced(layer, {})
+        if not goes_on:
+            copied, self._copied = self._copied, []
+            for name, value, before in copied:
+                if self.refuses and digest(value) != before:
+                    raise RuntimeError(
+                        f"Parameter {name!r} was given other memory in this step (param.data = other), and that memory was "
+                        "written after the weight had been copied to the CPU. The write would be lost. Write the parameter in "
+                        "place: param.data.copy_(other)."
+                    )
         self.resident_storages -= self._given
         self._given.clear()
         self.write_back_viewed(self._slots.all)

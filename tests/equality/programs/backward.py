@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from tests.equality.rows import program, tiers
 from tests.support.models import Module, Stack
@@ -56,6 +57,21 @@ class InAccumulation(StepsInBackward):
         self.late.add_param_group({"params": [*self.net.blocks[2].parameters()]})
         last = [*self.net.blocks[3].parameters()][-1]
         last.register_post_accumulate_grad_hook(lambda _: self.late.step())
+
+
+@program("backward: a hook of another block uses what a hook of an accumulated gradient has noted", STEPS)
+class UsesANote(Module):
+    """The hook of the accumulated gradient ran later than the other one, when the gradient was in CPU memory."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.scale = 1.0
+        self.net.blocks[2].inner.weight.register_post_accumulate_grad_hook(self.note)
+        self.net.blocks[1].register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * self.scale,))
+
+    def note(self, weight: nn.Parameter) -> None:
+        assert weight.grad is not None
+        self.scale = 1 / (1 + float(weight.grad.norm()))
 
 
 @program(

@@ -562,6 +562,28 @@ for what, exchange in EXCHANGED.items():
     at(f"{what} is exchanged before the second run", r"'second(\.\w+)?' of 'net\.1' has been exchanged between.*\"offload\"",
        ("recompute, k=2",), options={"repairable": False},
        after_forward=lambda m, exchange=exchange: exchange(m.net[1]))  # fmt: skip
+
+
+class WritesWhatItGave(At):
+    """A hook between forward and backward finds the host's weights, and writes memory that the forward has given one of them."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.kept[0].mul_(0.5)
+
+
+def gives_and_keeps(m: At) -> None:
+    weight = m.net.get_parameter("1.second.weight")
+    m.kept[:] = [0.5 * weight.data]
+    weight.data = m.kept[0]
+
+
+row(
+    "memory that was given is written between forward and backward",
+    partial(WritesWhatItGave, after_forward=gives_and_keeps),
+    r"'net\.1\.second\.weight' was given other memory in this step .*param\.data\.copy_",
+    USERS,
+    repairable=False,
+)
 HAD = r"'net\.3\.second\.weight' was given other memory .* before was written"
 RUN_AGAIN = {**dict.fromkeys(USERS, HAD), "recompute, k=2": r"'net\.0' writes its parameter 'second\.weight'"}
 for how in ("left", "put back"):
