@@ -505,6 +505,7 @@ def test_a_write_to_a_frozen_weight_is_an_error(way: Any, in_step: bool) -> None
         message = str(each)
         assert "2.base.weight'" in message
         assert "layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)" in message
+        assert ("load it again, and make a new SharedBase(model)" in message) is not alone
         if way is in_place:
             assert "was written by the trial <lambda>(0.001)." in message
     if not alone:
@@ -520,6 +521,22 @@ def test_a_write_of_a_trial_alone_is_an_error_at_its_end() -> None:
 
     with pytest.raises(RuntimeError, match=r"'1\.base\.weight'.* was written by the trial writes\(\)"):
         shared().wrap(writes)()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_write_to_a_copy_outside_of_trials_is_an_error_of_the_next_copy(own: bool) -> None:
+    """A program without ``map`` makes its copies one after the other, and trains them alone."""
+    base = SharedBase(nn.Linear(3, 3).requires_grad_(False))
+    layer = base.copy()
+    if own:
+        layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)  # what the error proposes
+    in_place(layer)
+    if own:
+        base.copy()
+        return
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'weight', .* was written by code outside of trials\..* load it again"):
+            base.copy()
 
 
 @pytest.mark.rest("takes tenths of a second")

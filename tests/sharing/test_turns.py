@@ -157,7 +157,11 @@ B: Any = torch.backends
 CHANGES: dict[str, tuple[str, str]] = {
     "torch.backends.cudnn.deterministic": ("B.cudnn.deterministic = True", "B.cudnn.deterministic = False"),
     "torch.get_num_threads": ("torch.set_num_threads(threads + 1)", "torch.set_num_threads(threads)"),
-    "the precision of float32 operations": ("B.cudnn.allow_tf32 = False", "B.cudnn.allow_tf32 = True"),
+    "torch.backends.cudnn.conv.fp32_precision": ("B.cudnn.allow_tf32 = False", "B.cudnn.allow_tf32 = True"),
+    "torch.backends.cuda.matmul.fp32_precision": (
+        "B.cuda.matmul.fp32_precision = 'tf32'",
+        "B.cuda.matmul.fp32_precision = 'none'",
+    ),
     "torch.backends.cuda.math_sdp_enabled": ("B.cuda.enable_math_sdp(False)", "B.cuda.enable_math_sdp(True)"),
     "NumPy's generator": ("random.set_bit_generator(np.random.PCG64(3))", "random.set_bit_generator(generator)"),
     "attention kernels": ("set_order(order[::-1])", "set_order(order)"),

@@ -18,5 +18,5 @@ def restored_precisions() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision("highest")  # the legacy setting
-        for place, precision in zip(_FLOAT32, before, strict=True):
+        for place, precision in zip(_FLOAT32.values(), before.values(), strict=True):
             torch._C._set_fp32_precision_setter(*place, precision)

@@ -16,7 +16,7 @@ def test_float32_precisions_are_read_as_they_were_set() -> None:
     with restored_precisions():
         backends.fp32_precision = "tf32"
         assert backends.cuda.matmul.fp32_precision == "tf32"
-        assert read()[0] == "tf32" != before[0]
+        assert read()["torch.backends.fp32_precision"] == "tf32" != before["torch.backends.fp32_precision"]
         torch.set_float32_matmul_precision("medium")
         backends.cuda.matmul.fp32_precision = "tf32"
         assert read() != before

@@ -159,23 +159,30 @@ tree_unflatten = _pytree.tree_unflatten
 # ------------------------------------------------------------------------------------------------------------ settings
 
 # In the order of inheritance: an operation inherits the backend's setting for all operations, or the setting of all backends.
-_FLOAT32 = [
-    ("generic", "all"),
-    *((backend, of) for of in ("all", "matmul", "conv", "rnn") for backend in ("cuda", "mkldnn")),
-]
+_FLOAT32 = {
+    "torch.backends.fp32_precision": ("generic", "all"),
+    "torch.backends.cudnn.fp32_precision": ("cuda", "all"),
+    "torch.backends.mkldnn.fp32_precision": ("mkldnn", "all"),
+    "torch.backends.cuda.matmul.fp32_precision": ("cuda", "matmul"),
+    "torch.backends.mkldnn.matmul.fp32_precision": ("mkldnn", "matmul"),
+    "torch.backends.cudnn.conv.fp32_precision": ("cuda", "conv"),
+    "torch.backends.mkldnn.conv.fp32_precision": ("mkldnn", "conv"),
+    "torch.backends.cudnn.rnn.fp32_precision": ("cuda", "rnn"),
+    "torch.backends.mkldnn.rnn.fp32_precision": ("mkldnn", "rnn"),
+}
 
 
-def float32_precisions() -> tuple[str, ...]:
-    """Returns the precisions of float32 operations, per backend and operation. The legacy settings show in them, too.
+def float32_precisions() -> dict[str, str]:
+    """Returns the precisions of float32 operations, by their public names. The legacy settings show in them, too.
 
     The public getters raise errors if both kinds of settings were used.
     """
-    return tuple(torch._C._get_fp32_precision_getter(*place) for place in _FLOAT32)
+    return {name: torch._C._get_fp32_precision_getter(*place) for name, place in _FLOAT32.items()}
 
 
 def product_precisions() -> tuple[Any, ...]:
     """Returns the precisions of matrix products."""
-    places = [place for place in _FLOAT32 if place[1] in ("all", "matmul")]
+    places = [place for place in _FLOAT32.values() if place[1] in ("all", "matmul")]
     backend: Any = torch.backends.cuda.matmul
     names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     return *(torch._C._get_fp32_precision_getter(*place) for place in places), *(getattr(backend, n) for n in names)

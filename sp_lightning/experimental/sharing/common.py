@@ -39,6 +39,7 @@ _WRITTEN = (
     "{name!r}, a frozen weight of a SharedBase, was written by {by}. Trials share its memory. Before such a write, give the "
     "module a weight of its own: layer.weight = nn.Parameter(layer.weight.clone(), requires_grad=False)."
 )
+_LOAD_AGAIN = " The model has the written values now: load it again, and make a new SharedBase(model)."
 
 
 class BaseWeights:
@@ -122,7 +123,7 @@ class BaseWeights:
         end = self.bytes.nbytes if end is None else end
         for span, digest in zip(self._spans, self._digests, strict=True):
             if begin <= span.offset < end and digest_of_values(part(self.bytes, span)) != digest:
-                self._written = self._written or _WRITTEN.format(name=span.name, by=by)
+                self._written = self._written or _WRITTEN.format(name=span.name, by=by) + _LOAD_AGAIN
         self.refuse_written()
 
     def refuse_written(self) -> None:

@@ -107,7 +107,13 @@ class SharedBase:
         return self.on_device.fetched_bytes
 
     def copy(self) -> Any:
-        """Returns a copy of the model for one trial. Its frozen weights are new parameters over the memory of the base."""
+        """Returns a copy of the model for one trial. Its frozen weights are new parameters over the memory of the base.
+
+        Raises:
+            RuntimeError: a frozen weight of the base was written outside of trials. In trials, the end of each trial checks this.
+        """
+        if current() is None:
+            self._check_digests()
         return self.weights.copy_of_model()
 
     def wrap(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -142,10 +148,11 @@ class SharedBase:
                 raise TypeError(f"{function!r} returns a {type(result).__name__}. A trial returns results.")
             return result
 
-    def _check_digests(self, trial: Trial) -> None:
-        """Checks at the end of a trial that no weight of the base was written in a way that no version shows."""
-        names = [trial.name, *(each.name for each in self.under_way if each is not trial), "code outside of trials"]
-        self.weights.check(" or ".join(names))
+    def _check_digests(self, ends: Trial | None = None) -> None:
+        """Checks that no weight of the base was written in a way that no version shows: at the end of a trial, ``ends``, and
+        before a copy outside of trials."""
+        names = [each.name for each in sorted(self.under_way, key=lambda each: each is not ends)]
+        self.weights.check(" or ".join([*names, "code outside of trials"]))
 
     def _leave(self, trial: Trial) -> None:
         """Ends a trial. After the last one, frees the common layers' device memory."""
@@ -238,7 +245,8 @@ class Trial(Placement, RunScope):
     def check_strategy(self, made_in: Any) -> None:
         if made_in is not self:
             raise RuntimeError(
-                "A trial of a SharedBase uses a Trainer or a strategy that was made outside of it. Make both in it."
+                "A trial of a SharedBase uses a Trainer or a strategy that was made outside of it. Make both in the "
+                "trial's function."
             )
 
     def take_trainer(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -356,8 +364,8 @@ class Trial(Placement, RunScope):
     def uploads(self, device: Device, log: logging.Logger | None) -> Uploads:
         if not self._shares:  # a later run of the trial may train all weights, which is not an error
             raise ValueError(
-                "The module of this trial has no frozen weights of its SharedBase. Make it in the trial, module = base.copy(), "
-                "with the dtype in which it trains: SharedBase(model.bfloat16()) for bf16-true."
+                "The module of this trial has no frozen weights of its SharedBase: it is not a base.copy(), or the weights have "
+                "another dtype now. Write module = base.copy() in the trial; with bf16-true, write SharedBase(model.bfloat16())."
             )
         base, self.turn.device = self.base, device
         others = [trial.turn.device for trial in base.under_way if trial is not self]

@@ -65,7 +65,7 @@ _SETTINGS = {
 def settings() -> dict[str, Any]:
     """Returns the present settings of the process that trials may not change."""
     found: dict[str, Any] = {
-        "the precision of float32 operations": float32_precisions(),
+        **float32_precisions(),
         "attention kernels": attention_order(),
         "NumPy's generator": type(_random.get_bit_generator()),
     }
