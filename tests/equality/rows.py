@@ -13,6 +13,11 @@ which it is refused, with the text of the error. To add a test, write a program 
 into ``m.seen`` are compared bitwise. With ``run="predict"`` or ``run="validate"`` the trainer does that in place of training, and
 what it returns is compared. With ``validated=True`` a training is validated after its epoch.
 
+A name is ``subject: promise``. Callbacks are made by ``callbacks=lambda: [Mine()]``; they get the module, so they can put
+something into ``m.seen``, too. ``variants.py`` explains the names of variants: begin with ``users, k=1``, where no hook of the
+tests' looks at gradients, and ``keep, k=1``, where one does. What our run alone is to show (a count, ``m.noted``) is asserted
+by ``also=``. For a refusal, write ``refused={"users, k=1": "?"}``: the test fails, and shows the text.
+
 A loop is such code without a Trainer (:func:`loop`). A mistake is code that raises an error, with its text (:func:`mistake`).
 """
 
@@ -21,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, TypeVar
 
@@ -81,7 +87,14 @@ REFUSALS: dict[tuple[str, str], str] = {}
 
 
 def tiers(*first: str, rest: Iterable[str] = (), long: Iterable[str] = ()) -> Tiers:
+    """Variants by tier: a first one below 0.3 s, ``rest`` below a few seconds, ``long`` for the others."""
     return {**dict.fromkeys(first, 1), **dict.fromkeys(rest, 2), **dict.fromkeys(long, 3)}
+
+
+def _check_names(name: str, variants: Tiers) -> None:
+    for each in variants:
+        known = [*VARIANTS, *OF_PROGRAMS]
+        assert each in known, f"{name!r}: no variant {each!r}, but perhaps {get_close_matches(each, known, 5)}"
 
 
 def program(
@@ -120,6 +133,7 @@ def program(
             make=make, batches=batches, covers=sentence, variants=variants, trainer=more, **fields
         )  # fmt: skip
         REFUSALS.update({(name, variant): said for variant, said in (refused or {}).items()})
+        _check_names(name, variants)
         assert (refused or {}).keys() <= variants.keys(), f"{name!r}: in which tier is each refusal?"
         return made
 
@@ -178,6 +192,7 @@ def loop(name: str, variants: Tiers, *, covers: str = "", **more: Any) -> Callab
     def register(train: Any) -> Any:
         assert name not in LOOPS, f"two loops are called {name!r}"
         LOOPS[name] = Loop(train=train, variants=variants, covers=covers or (train.__doc__ or "").strip(), **more)
+        _check_names(name, variants)
         assert len(LOOPS[name].covers.split()) > 2, f"{name!r} needs a sentence that says what it covers"
         return train
 

@@ -126,7 +126,7 @@ def test_the_comparison_of_offloaded_activations_can_fail(monkeypatch: pytest.Mo
     """What comes back is what backward reads: one wrong number is seen."""
     from sp_lightning.capabilities.activations.offload import Offload
 
-    load, variant = Offload.load, VARIANTS["offloaded"]
+    load, variant = Offload.load, VARIANTS["offload, k=1, simulated"]
 
     def wrong(self: Offload, stored: Any) -> Tensor:
         tensor = load(self, stored).clone()

@@ -1,4 +1,8 @@
-"""Each program of the registry is bitwise equal to plain Lightning in its variants, or refused by name."""
+"""Each program of the registry is bitwise equal to plain Lightning in its variants, or refused by name.
+
+One row: ``pytest -n 0 'tests/equality/test_programs.py::test_a_program_is_equal[NAME | VARIANT]'``, or ``…_is_refused[…]``.
+Warnings are errors; the filters below are for what torch says to programs that are right.
+"""
 
 from __future__ import annotations
 

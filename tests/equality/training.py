@@ -1,4 +1,7 @@
-"""Trains a case in a variant, and on plain Lightning once for all variants that train alike."""
+"""Trains a case in a variant, and on plain Lightning once for all variants that train alike.
+
+A new option of :class:`~tests.equality.variants.Variant` takes effect here: memory, disks, threads and compiled blocks.
+"""
 
 from __future__ import annotations
 

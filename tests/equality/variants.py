@@ -1,10 +1,16 @@
 """The registry of variants: how a case is trained, and what each variant covers, in words.
 
+Most names begin with what becomes of activations (``keep``, ``recompute``, ``offload``), with when updates run (``off``,
+``forward``, ``backward``, ``by default``), or with ``users`` where no callback of the tests notes anything; then come the window,
+what stays, the precision, what is done before a step, epochs, and the memory. ``python -m tests.equality.variants WORD …`` lists
+those with all these words in their names. :data:`VARIANTS` are for cases and programs, :data:`OF_PROGRAMS` for programs alone.
+
 :func:`pairs` says in which tier a pair of a case and a variant runs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import cycle, product
@@ -89,7 +95,7 @@ def windows() -> Iterator[Variant]:
         yield Variant(name, covers, {"k": k, "k_prime": k_prime}, cases=BASIC, quick=quick)
     for k, k_prime in ((1, 1), (2, 2), (ALL, 1)):
         yield Variant(
-            f"users' path, k={'all' if k == ALL else k}, k'={k_prime}",
+            f"users, k={'all' if k == ALL else k}, two epochs",
             "what users have: no hook on gradients, so that copies are kept and the next batch's layers are fetched early",
             {"k": k, "k_prime": k_prime}, {"max_epochs": 2}, seen="nothing", cases=BASIC - {"checkpoint-whole"},
             quick=QUICK if k == 2 else frozenset({"stack", "reused"}),
@@ -158,7 +164,7 @@ def activations() -> Iterator[Variant]:
     """What becomes of what autograd saves."""
     of_each_kind = BASIC | {"rows/looked-up", "experts/mixture", "quantised/int8"}
     yield Variant(
-        "recomputed", "each layer's forward a second time, as it was", {"k": 1, "activations": "recompute"},
+        "recompute, k=1, poisoned", "each layer's forward a second time, as it was", {"k": 1, "activations": "recompute"},
         memory="poisoned", cases=of_each_kind, quick=QUICK,
         refused={
             "clamped-in-forward": r"'net.blocks.0' writes its parameter 'inner.weight', and cannot be run again",
@@ -166,13 +172,14 @@ def activations() -> Iterator[Variant]:
         },
     )  # fmt: skip
     yield Variant(
-        "offloaded", "what is saved leaves and comes back in time, its memory is NaN in between",
+        "offload, k=1, simulated", "what is saved leaves and comes back in time, its memory is NaN in between",
         {"k": 1, "activations": "offload"}, memory="simulated", cases=of_each_kind,
         quick=frozenset({"stack", "reused", "gradient-penalty", "rows/looked-up", "experts/mixture"}),
     )  # fmt: skip
     for mode, precision in product(("recompute", "offload"), ("bf16-mixed", "bf16-true")):
         yield Variant(
-            f"{mode}, {precision}", "the same with other dtypes, where gradients are added up and clipped",
+            f"{mode}, k=1, {precision}, accumulated, clipped, simulated",
+            "the same with other dtypes, where gradients are added up and clipped",
             {"k": 1, "activations": mode},
             {"precision": precision, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, memory="simulated",
             cases=frozenset({"llama-dropout", "lora-checkpoint", "gradient-penalty", "frozen"}),
@@ -192,7 +199,7 @@ def automatic() -> Iterator[Variant]:
             quick=quick if precision == "32-true" else frozenset({"llama-dropout"}),
         )  # fmt: skip
     yield Variant(
-        "crowded, updated under backward, elsewhere", "the same with backward in a thread of its own, and updates in it",
+        "crowded, backward, two epochs, elsewhere", "the same with backward in a thread of its own, and updates in it",
         {"k": 1, "optimizer_overlap": "backward"}, {"max_epochs": 2}, "crowded", "losses",
         frozenset({"llama-dropout", "stack", "reused"}), frozenset({"stack"}), elsewhere=True,
     )  # fmt: skip
@@ -218,7 +225,7 @@ def updates() -> Iterator[Variant]:
         options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
         early = mode == "backward"
         yield Variant(
-            f"updated under {mode}{', simulated' if memory == 'simulated' else ''}",
+            f"{mode}, accumulated{'' if early else ', clipped'}, two epochs{', simulated' if memory == 'simulated' else ''}",
             "each layer's update, done as late as somebody waits for it" if memory == "simulated" else
             "each layer's update in a thread of its own",
             {"k": 1, "optimizer_overlap": mode}, options if early else {**options, "gradient_clip_val": 0.05}, memory,
@@ -228,12 +235,12 @@ def updates() -> Iterator[Variant]:
         if memory == "simulated":
             for activations in ("recompute", "offload"):
                 yield Variant(
-                    f"updated under {mode}, {activations}", "weights that a second forward or a stored activation needs",
+                    f"{mode}, {activations}, simulated", "weights that a second forward or a stored activation needs",
                     {"k": 1, "optimizer_overlap": mode, "activations": activations}, {}, memory, "losses",
                     frozenset({"llama-dropout", "stack"}), frozenset({"stack"}),
                 )  # fmt: skip
             yield Variant(
-                f"updated under {mode}, simulated, bf16-mixed",
+                f"{mode}, bf16-mixed, two epochs, simulated",
                 "autocast's copies save backward a fetch: one that came early may be under way when its layer is updated",
                 {"k": 1, "optimizer_overlap": mode}, {"precision": "bf16-mixed", "max_epochs": 2}, memory, "losses",
                 frozenset({"llama-dropout", "stack"}), frozenset({"stack"}),
@@ -243,9 +250,9 @@ def updates() -> Iterator[Variant]:
 def early_updates() -> Iterator[Variant]:
     """Updates inside backward of gradients that come but once, where sparse ones are refused."""
     yield Variant(
-        "updated under backward, not accumulated", "a gradient is complete as soon as it comes, and freed at once",
+        "backward, two epochs", "a gradient is complete as soon as it comes, and freed at once",
         {"k": 1, "optimizer_overlap": "backward"}, {"max_epochs": 2}, seen="losses",
-        cases=frozenset({"stack", "sparse-embedding", "reused", "conditional"}),
+        cases=frozenset({"stack", "llama-dropout", "sparse-embedding", "reused", "conditional"}),
         quick=frozenset({"stack", "sparse-embedding"}), refused={"sparse-embedding": "sparse"},
     )  # fmt: skip
 
@@ -254,7 +261,7 @@ def updates_by_default() -> Iterator[Variant]:
     """What an accelerator does by default."""
     for name, options in (("", {}), (", clipped by norm", {"gradient_clip_val": 0.05})):
         yield Variant(
-            f"updated as an accelerator does by default{name}",
+            f"by default{name}, two epochs, simulated",
             "the mode is chosen after a first step that tries whether backward can do without layers",
             {"k": 1, "optimizer_overlap": "auto"}, {"max_epochs": 2, **options}, "simulated", seen="losses",
             cases=EVERY - {"checkpoint-whole"} if not name else frozenset({"stack", "conditional", "gan"}),
@@ -273,13 +280,15 @@ def updates_in_every_precision() -> Iterator[Variant]:
     for mode, precision, (clip, options), accumulate in product(
         ("forward", "backward"), precisions, clips.items(), (1, 4)
     ):
+        if (mode, precision, clip, accumulate) == ("backward", "32-true", "", 1):
+            continue  # early_updates() has it
         quick = {"stack"} if accumulate == 1 else NONE
         some = {"stack", "llama-dropout"} | (
             {"conditional"} if clip else set()
         )  # its layers without gradients are not clipped
         early = mode == "backward" and ("norm" in clip or precision == "16-mixed")
         yield Variant(
-            f"updated under {mode}, {precision}{clip}{', accumulated' if accumulate > 1 else ''}",
+            f"{mode}, {precision}{clip}{', accumulated by 4' if accumulate > 1 else ''}, two epochs",
             "the update is the whole step's to the bit, whatever scales or clips its gradient",
             {"k": 1, "optimizer_overlap": mode},
             {"precision": precision, "accumulate_grad_batches": accumulate, "max_epochs": 2, **options},
@@ -319,14 +328,14 @@ def below_memory() -> Iterator[Variant]:
     clipped = {**options, "gradient_clip_val": 0.05}
     quick = frozenset({"stack", "rows/looked-up"})
     for name, mode, trainer in (
-        ("on a disk", {}, clipped),
-        ("on a disk, updated under forward", {"optimizer_overlap": "forward"}, clipped),
+        ("everything on a disk, by default, accumulated, clipped, simulated", {}, clipped),
+        ("everything on a disk, forward, accumulated, clipped, simulated", {"optimizer_overlap": "forward"}, clipped),
         (
-            "on a disk, updated under forward, bf16-mixed",
+            "everything on a disk, forward, bf16-mixed, accumulated, clipped, simulated",
             {"optimizer_overlap": "forward"},
             {**clipped, "precision": "bf16-mixed"},
         ),
-        ("on a disk, updated under backward", {"optimizer_overlap": "backward"}, options),
+        ("everything on a disk, backward, accumulated, simulated", {"optimizer_overlap": "backward"}, options),
     ):
         early = mode.get("optimizer_overlap") == "backward"
         yield Variant(
@@ -424,7 +433,7 @@ def elsewhere() -> Iterator[Variant]:
     ):
         background = {} if mode == "off" else {"optimizer_overlap": mode}
         yield Variant(
-            f"backward elsewhere, {activations}, updated under {mode}, {precision}",
+            f"backward elsewhere, {activations}, {mode}, {precision}",
             "what Python keeps by thread, and forward leaves behind, is not there in backward",
             {"k": 1, "activations": activations, **background}, {"precision": precision, "max_epochs": 2},
             "plain" if background else "poisoned", "losses" if background else "gradients",
@@ -487,10 +496,10 @@ CLIPPED: dict[str, dict[str, Any]] = {
     "clipped by norm": {"gradient_clip_val": 0.01},
     "clipped by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
     "accumulated": {"accumulate_grad_batches": 2},
-    "mixed": {"precision": "bf16-mixed"},
-    "half": {"precision": "bf16-true"},
-    "mixed, clipped": {"precision": "bf16-mixed", "gradient_clip_val": 0.01},
-    "mixed, clipped, accumulated": {
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "bf16-true": {"precision": "bf16-true"},
+    "bf16-mixed, clipped": {"precision": "bf16-mixed", "gradient_clip_val": 0.01},
+    "bf16-mixed, clipped, accumulated": {
         "precision": "bf16-mixed", "gradient_clip_val": 0.01, "accumulate_grad_batches": 2,
     },
     "accumulated, simulated": {"accumulate_grad_batches": 2},
@@ -542,11 +551,6 @@ def updated() -> Iterator[Variant]:
             "nothing could look at gradients after a step, so that they are freed",
             {**places[place], "optimizer_overlap": "backward"}, {}, memory, "nothing", NONE, NONE,
         )  # fmt: skip
-    for k in (1, ALL):
-        yield Variant(
-            f"users' path, k={'all' if k == ALL else k}, bf16-mixed", "what users have, with casts", {"k": k},
-            {"precision": "bf16-mixed"}, seen="nothing", cases=NONE, quick=NONE,
-        )  # fmt: skip
 
 
 def treated() -> Iterator[Variant]:
@@ -582,7 +586,7 @@ def in_part() -> Iterator[Variant]:
         ("auto in 150 kB", {"activations": "auto", "gpu_memory": 150_000}, "gradients"),
         ("auto, k=1", {"k": 1, "k_prime": 1}, "gradients"),
         (
-            "recompute, updated under forward",
+            "forward, recompute",
             {"k": 1, "activations": "recompute", "optimizer_overlap": "forward"},
             "losses",
         ),
@@ -631,7 +635,7 @@ def as_users() -> Iterator[Variant]:
     """Nothing is noted, so that copies are kept, and the next batch's layers are fetched early."""
     memories: tuple[Memory, ...] = ("plain", "poisoned", "simulated")
     for memory, precision, (k, k_prime) in product(memories, ("32-true", "bf16-mixed"), ((1, 1), (2, 2), (ALL, 1))):
-        more = ("", ", mixed")[precision != "32-true"] + ("" if memory == "plain" else f", {memory}")
+        more = ("", ", bf16-mixed")[precision != "32-true"] + ("" if memory == "plain" else f", {memory}")
         yield Variant(
             f"users, k={'all' if k == ALL else k}{more}", "what users have: no hook of the tests' on gradients",
             {"k": k, "k_prime": k_prime}, {"precision": precision}, memory, "nothing", NONE, NONE,
@@ -642,7 +646,7 @@ def in_16_bits() -> Iterator[Variant]:
     """Modules in bfloat16."""
     options: dict[str, tuple[dict[str, Any], Memory]] = {
         "users, k=1": ({"k": 1}, "plain"),
-        "users, k=1, half, simulated": ({"k": 1}, "simulated"),
+        "users, k=1, bf16-true, simulated": ({"k": 1}, "simulated"),
         "users, k=all": ({"k": ALL}, "plain"),
         "offload, k=1": ({"k": 1, "activations": "offload"}, "plain"),
         "recompute, k=1": ({"k": 1, "activations": "recompute"}, "plain"),
@@ -650,7 +654,7 @@ def in_16_bits() -> Iterator[Variant]:
     }
     for name, (strategy, memory) in options.items():
         yield Variant(
-            name if "half" in name else f"{name}, half", "weights, gradients and state in bfloat16", strategy,
+            name if "bf16-true" in name else f"{name}, bf16-true", "weights, gradients and state in bfloat16", strategy,
             {"precision": "bf16-true"}, memory, "nothing", NONE, NONE,
         )  # fmt: skip
 
@@ -663,7 +667,7 @@ def where_some_stay() -> Iterator[Variant]:
         "**.second": (2, {}, {}, "plain"),
         "target": (2, {}, {}, "plain"),
         "net.1, simulated": (2, {}, {}, "simulated"),
-        "net.1.first, mixed": (1, {}, {"precision": "bf16-mixed"}, "plain"),
+        "net.1.first, bf16-mixed": (1, {}, {"precision": "bf16-mixed"}, "plain"),
         "**.second, offload, simulated": (1, {"activations": "offload"}, {}, "simulated"),
         "net, simulated": (1, {}, {}, "simulated"),
     }
@@ -680,8 +684,8 @@ def compiled_in_part() -> Iterator[Variant]:
     for name, strategy, trainer in (
         ("k=1", {}, {}),
         ("validated", {}, {"max_epochs": 2, "gradient_clip_val": 0.05}),
-        ("updated under forward", {"optimizer_overlap": "forward"}, {"max_epochs": 2}),
-        ("updated under backward", {"optimizer_overlap": "backward"}, {"max_epochs": 2}),
+        ("forward", {"optimizer_overlap": "forward"}, {"max_epochs": 2}),
+        ("backward", {"optimizer_overlap": "backward"}, {"max_epochs": 2}),
         ("recompute", {"activations": "recompute"}, {}),
         ("offload", {"activations": "offload"}, {}),
         ("some stay", {"optimizer_on": "gpu", "gpu_layers": 2}, {}),
@@ -702,6 +706,21 @@ OF_PROGRAMS: dict[str, Variant] = {
     for variant in family
 }  # fmt: skip
 """Variants that programs name, and that no case is trained in."""
+
+
+def _options(each: Variant) -> str:
+    """What a variant does, whatever it is called."""
+    options = [
+        sorted(given.items()) for given in ({"k_prime": 1, **each.strategy}, {"precision": "32-true", **each.trainer})
+    ]
+    return repr((options, each.memory, each.seen, each.below, each.elsewhere, each.compiled))
+
+
+_named: dict[str, str] = {}
+for _each in (*VARIANTS.values(), *OF_PROGRAMS.values()):
+    _other = _named.setdefault(_options(_each), _each.name)
+    assert _other == _each.name, f"{_each.name!r} has the options of {_other!r}: name that one"
+    assert _options(VARIANTS.get(_each.name, _each)) == _options(_each), f"two variants are called {_each.name!r}"
 
 SLOW = frozenset({"resnet50", "t5", "t5-checkpoint"})
 """Cases that take seconds, and have no kind of layer that smaller cases lack."""
@@ -741,3 +760,11 @@ def pairs() -> Iterator[tuple[str, str, int]]:
         for name in CASES:
             if name in variant.cases:
                 yield name, variant.name, 1 if name in quick else 2 if name in second else 3
+
+
+if __name__ == "__main__":  # python -m tests.equality.variants WORD …
+    for _each in (*VARIANTS.values(), *OF_PROGRAMS.values()):
+        if all(word in _each.name for word in sys.argv[1:]):
+            print(
+                f"{_each.name!r}: {_each.strategy} {_each.trainer} {_each.memory}, notes {_each.seen}: {_each.covers}"
+            )

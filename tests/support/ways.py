@@ -1,5 +1,6 @@
 """Ways to train the same thing: on plain Lightning and with a strategy of ours; and the comparison of all that is left.
 
+For tests that are no rows of ``tests/equality``: they run several trainers, or look at files, events or counts.
 :func:`tests.support.runs.fit` trains once, and notes losses and gradients. Here are trainings without callbacks of the tests',
 which is the path that users take, with copies kept and the next batch's layers fetched early (:func:`bare`); and functions that
 run with several trainers (:func:`compare`).

@@ -1,4 +1,4 @@
-"""``torch.compile``: what is a layer, and how often it is compiled. Results are in ``tests/equality/programs/compile.py``."""
+"""``torch.compile``: what is a layer, and how often it is compiled. Results are in ``tests/equality/programs/compiled.py``."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ from tests.support.models import Module, Stack, fused_adamw, llama, tokens, vect
 from tests.support.simdevice import simulated
 
 OFF = tiers(rest=["keep, k=1"])
-BOTH = tiers(rest=["keep, k=1", "updated under forward"])
-QUICK = tiers("keep, k=1", "updated under forward")
-LATE = ("keep, k=1, simulated", "updated under forward, simulated")
+BOTH = tiers(rest=["keep, k=1", "forward, accumulated, clipped, two epochs"])
+QUICK = tiers("keep, k=1", "forward, accumulated, clipped, two epochs")
+LATE = ("keep, k=1, simulated", "forward, accumulated, clipped, two epochs, simulated")
 
 
 class Fused(Module):
@@ -248,7 +248,7 @@ def _(streamed: Streamed) -> Any:
     return [dict(net.state_dict()) for net in nets]
 
 
-@loop("loop: two optimizers", tiers("keep, k=1", rest=["updated under forward"]))
+@loop("loop: two optimizers", tiers("keep, k=1", rest=["forward, accumulated, clipped, two epochs"]))
 def _(streamed: Streamed) -> Any:
     """Each steps after losses of its own, and one of them in every second batch only, as in adversarial training."""
     net = Stack(3)

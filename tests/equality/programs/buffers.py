@@ -16,7 +16,7 @@ from sp_lightning.core.layers.buffers import AveragesOnDevice
 from tests.equality.rows import program, tiers
 from tests.support.models import Module, Stack, vectors
 
-UPDATED = [f"updated under {mode}, simulated" for mode in ("forward", "backward")]
+UPDATED = ["forward, accumulated, clipped, two epochs, simulated", "backward, accumulated, two epochs, simulated"]
 AVERAGES = tiers(rest=[UPDATED[0]], long=[UPDATED[1], "users, k=1, simulated", "keep, k=1"])
 
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.equality.rows import program, tiers
 from tests.support.models import Module, Stack, vectors
+from tests.support.moments import At
 from tests.support.nets import Manual
 
 USERS = tiers(rest=["users, k=1"], long=["users, k=1, simulated", "stays: net, simulated"])
@@ -124,7 +125,8 @@ def three(block: type[nn.Module], *args: Any, kind: type[Module] = Module) -> Mo
 
 
 INSIDE = tiers(
-    rest=["keep, k=1, bf16-mixed"], long=["keep, k=1", "keep, k=1, simulated", "users, k=1, mixed, simulated", "stays: net.1",
+    rest=["keep, k=1, bf16-mixed"], long=["keep, k=1", "keep, k=1, simulated", "users, k=1, bf16-mixed, simulated",
+    "stays: net.1",
                                          "stays: net.1, simulated", "users, k=all"],
 )  # fmt: skip
 for how in HOW_TO_WRITE:
@@ -257,3 +259,47 @@ class Exchanges(WritesInItsCall):
     def forward(self, x: Tensor) -> Tensor:
         self.kept[0].data = torch.zeros(16, 16)
         return super().forward(x)
+
+
+# ---------------------------------------------------------------------- memory of a captured weight, written between two uses
+
+TAKES: dict[str, Callable[[Any], Any]] = {
+    "data": lambda p: p.data,
+    "a view of it": lambda p: p.data[0],
+    "an array": lambda p: p.data.numpy(),
+}
+CLOSE = tiers("users, k=1, two epochs", rest=["users, k=all, two epochs", "bf16-mixed, k=1"], long=["simulated, k=1"])
+
+
+class BetweenUses(At):
+    """Takes memory of a captured weight, uses the weight's layer, writes the memory, and uses the layer again.
+
+    Args:
+        take: returns memory of the weight.
+        once: True to take it in the first step alone.
+    """
+
+    def __init__(self, take: Callable[[Any], Any], *, once: bool = False) -> None:
+        super().__init__(start=BetweenUses.begin)
+        self.take, self.once, self.captured = take, once, [self.net[1].first.weight]
+
+    def begin(self) -> None:
+        if not (self.kept and self.once):
+            self.kept[:] = [self.take(self.captured[0])]
+
+    def loss(self, batch: Tensor) -> Tensor:
+        before = self.net(batch)
+        self.kept[0] *= 0.5
+        return super().loss(batch) + before.detach().mean()
+
+
+for what, take in TAKES.items():
+    program(
+        f"captured parameter: {what}, written between two uses in the step",
+        CLOSE if what == "data" else tiers(rest=[*CLOSE][:2]),
+        covers="the second use has the new values, and so has backward",
+    )(partial(BetweenUses, take))  # fmt: skip
+program(
+    "captured parameter: data of the first step, written between two uses in each step", CLOSE,
+    covers="the second use has the new values in later steps as well",
+)(partial(BetweenUses, TAKES["data"], once=True))  # fmt: skip

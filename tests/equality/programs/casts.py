@@ -28,7 +28,8 @@ from tests.support.nets import Manual, OwnLinear, Readers, Seeing, Tied, of_bloc
 from tests.support.runs import Outcome
 
 MIXED = tiers(
-    rest=["users, k=1, mixed, poisoned"], long=["users, k=1, mixed", "users, k=all, mixed", "users, k=1, mixed, simulated"]
+    rest=["users, k=1, bf16-mixed, poisoned"],
+    long=["users, k=1, bf16-mixed", "users, k=all, bf16-mixed", "users, k=1, bf16-mixed, simulated"]
 )  # fmt: skip
 
 
@@ -52,7 +53,10 @@ for name, kind in {"blocks": of_blocks(Block), "modules that read their children
                    "forwards of their own": of_blocks(OwnLinear)}.items():  # fmt: skip
     casts(name, covers="weights of linear layers")(net_of(kind))
     casts(
-        f"{name}, accumulated", tiers(long=["users, k=1, mixed"]), covers="sums of gradients", accumulate_grad_batches=2
+        f"{name}, accumulated",
+        tiers(long=["users, k=1, bf16-mixed"]),
+        covers="sums of gradients",
+        accumulate_grad_batches=2,
     )(net_of(kind))
 
 # ---------------------------------------------------------------------- how often, and by whom
@@ -366,7 +370,7 @@ for block, way in (
 for net in (Twice, Convolutions, DecidingStack, Tied, Across, of_blocks(ReadsInside)):
     # In inference mode, whose tensors no graph may save. (The simulation's dispatch mode takes other kernels there.)
     casts(
-        f"{net.__name__} in a prediction", dict.fromkeys(["users, k=1, mixed, poisoned"], 2 if net in (Twice, Tied) else 3),
+        f"{net.__name__} in a prediction", dict.fromkeys(["users, k=1, bf16-mixed, poisoned"], 2 if net in (Twice, Tied) else 3),
         run="predict", covers="inference mode, whose tensors no graph may save",
     )(net_of(net))  # fmt: skip
 
@@ -394,7 +398,10 @@ class WritesBeforeBackward(Manual):
         optimizer.zero_grad()
 
 
-@casts("writes by references between two calls", tiers(long=["users, k=all, mixed", "users, k=all, mixed, simulated"]))
+@casts(
+    "writes by references between two calls",
+    tiers(long=["users, k=all, bf16-mixed", "users, k=all, bf16-mixed, simulated"]),
+)
 class WritesByReference(Seeing):
     """In place, between two calls, to the host's parameters, which it has kept."""
 
@@ -831,7 +838,7 @@ def half_the_bytes(use: str, ours: Outcome) -> None:
 
 for use in ("once", "twice", "hooked"):
     casts(
-        f"bytes of weights that are {use if use == 'hooked' else f'used {use}'}", tiers("users, k=1, mixed"),
+        f"bytes of weights that are {use if use == 'hooked' else f'used {use}'}", tiers("users, k=1, bf16-mixed"),
         batches=lambda: [torch.ones(2, 128, requires_grad=True) for _ in range(3)], covers="half the bytes move",
         also=partial(half_the_bytes, use),
     )(lambda use=use: Module(Uses(use)))  # fmt: skip

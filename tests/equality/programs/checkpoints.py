@@ -26,7 +26,7 @@ from tests.support.models import (
 from tests.support.nets import Normed
 from tests.support.runs import Outcome
 
-WINDOWS = [f"users' path, k={k}" for k in ("1, k'=1", "2, k'=2", "all, k'=1")]
+WINDOWS = [f"users, k={k}, two epochs" for k in (1, 2, "all")]
 EACH = tiers(rest=WINDOWS[:1], long=[*WINDOWS[1:], "keep, k=1, bf16-mixed", "keep, k=1, simulated"])
 
 
@@ -119,7 +119,7 @@ def with_checkpointed_forwards() -> Any:
 
 
 program(
-    "memory: weights that are computed", tiers("users' path, k=1, k'=1"), also=within_plan,
+    "memory: weights that are computed", tiers("users, k=1, two epochs"), also=within_plan,
     covers="no module hook tells that a layer's backward begins",
 )(lambda: FunctionalCall(Stack()))  # fmt: skip
 

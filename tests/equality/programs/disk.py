@@ -55,7 +55,8 @@ for place in ("state", "weights", "gradients", "everything"):
     named = [f"{place} on a disk, {mode}, {way}" for mode in ("off", "forward", "backward") for way in CLIPPED
              if not (mode == "backward" and "clip" in way) and "simulated" not in way]  # fmt: skip
     quick = {
-        "state": "mixed, clipped", "weights": "accumulated", "gradients": "mixed, clipped, accumulated", "everything": "half",
+        "state": "bf16-mixed, clipped", "weights": "accumulated", "gradients": "bf16-mixed, clipped, accumulated",
+        "everything": "bf16-true",
     }[place]  # fmt: skip
     program(
         f"disk: {place} in every way to a step",
@@ -265,7 +266,7 @@ shared_with("DLPack", lambda array: (torch.from_dlpack(array), array))
 shared_with("a view", lambda array: ((tensor := torch.tensor(array)), tensor.view(-1)))
 
 
-@at_step("sparse state", {"state on a disk, forward": 2, "updated under forward": 2})
+@at_step("sparse state", {"state on a disk, forward": 2, "forward, accumulated, clipped, two epochs": 2})
 def _(m: Any) -> None:
     """It has no memory of its own, and no address. It goes before it would be compared."""
     for each in states(m):
@@ -430,7 +431,7 @@ def _(m: Any) -> None:
 
 @program(
     "disk: gradients read and written",
-    {**BOTH, "everything on a disk, forward, mixed": 2, "everything on a disk, off, mixed": 3},
+    {**BOTH, "everything on a disk, forward, bf16-mixed": 2, "everything on a disk, off, bf16-mixed": 3},
     at="on_before_optimizer_step", on=Deep,
 )  # fmt: skip
 def _(m: Any) -> None:
@@ -755,7 +756,7 @@ class OneState(TwoByHand):
         return [one, other]
 
 
-BY_HAND = tiers(long=[f"state on a disk, {mode}{way}" for mode in LATE for way in ("", ", mixed")])
+BY_HAND = tiers(long=[f"state on a disk, {mode}{way}" for mode in LATE for way in ("", ", bf16-mixed")])
 program(
     "disk: two optimizers by hand", {**BY_HAND, "state on a disk, backward": 2}, max_epochs=2, inside=one_layer_at_a_time,
     refused={"state on a disk, backward": r'ValueError: .*optimizer_overlap="backward" cannot be used: optimization is manual'},
@@ -812,12 +813,12 @@ SHARED = "RuntimeError: .*disk= updates layers one by one, but two parameters sh
 share(
     "two layers", (1, 2),
     {**tiers("state on a disk, backward", long=["state on a disk, off", "state on a disk, forward"]),
-     "updated under forward": 3, "updated under backward": 2},
+     "forward, accumulated, clipped, two epochs": 3, "backward, accumulated, two epochs": 2},
     refused={f"state on a disk, {mode}": SHARED for mode in ("off", "forward", "backward")},
 )  # fmt: skip
 share(
     "a layer", (1, 1),
     {**tiers(rest=["state on a disk, backward"], long=["state on a disk, off", "state on a disk, forward"]),
-     "updated under forward": 3, "updated under backward": 2},
+     "forward, accumulated, clipped, two epochs": 3, "backward, accumulated, two epochs": 2},
     refused={f"state on a disk, {mode}": SHARED for mode in ("off", "forward", "backward")},
 )  # fmt: skip

@@ -57,7 +57,7 @@ class GoesOn(ByHand):
 
 @program(
     "failures: a backward that fails in a hook of an accumulated gradient",
-    tiers(rest=["keep, k=1", "users' path, k=2, k'=2"]),
+    tiers(rest=["keep, k=1", "users, k=2, two epochs"]),
 )
 class TriesAgain(ByHand):
     """Gradients of the layers below have left the device, and have not come to ``param.grad`` yet."""
@@ -136,7 +136,7 @@ class FailsTwice(ByHand):
 # ---------------------------------------------------------------------- autograd's own errors
 
 CHANGED = r"RuntimeError: .*modified by an inplace operation"
-WINDOWS = tiers("keep, k=1", rest=["users' path, k=all, k'=1"])
+WINDOWS = tiers("keep, k=1", rest=["users, k=all, two epochs"])
 
 
 def write(m: Any) -> None:

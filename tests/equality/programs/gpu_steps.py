@@ -743,11 +743,11 @@ for name, written in (("", lambda p: p), (" and written before the step", lambda
 
 # ---------------------------------------------------------------------- with a disk
 
-DISKS = tiers(rest=["everything on a disk, forward, mixed"], long=[
+DISKS = tiers(rest=["everything on a disk, forward, bf16-mixed"], long=[
     f"everything on a disk, {mode}{way}" for mode, ways in (
-        ("off", ("", ", mixed", ", mixed, clipped, accumulated", ", simulated")),
-        ("forward", ("", ", mixed, clipped, accumulated", ", simulated", ", accumulated, simulated")),
-        ("backward", ("", ", mixed", ", simulated")),
+        ("off", ("", ", bf16-mixed", ", bf16-mixed, clipped, accumulated", ", simulated")),
+        ("forward", ("", ", bf16-mixed, clipped, accumulated", ", simulated", ", accumulated, simulated")),
+        ("backward", ("", ", bf16-mixed", ", simulated")),
     ) for way in ways
 ])  # fmt: skip
 gpu(

@@ -18,8 +18,10 @@ from tests.support.models import Block, FunctionalCall, Module, Scaled, Stack
 from tests.support.moments import At
 from tests.support.nets import Manual, NormedStack
 
-USERS = tiers(rest=["users, k=1"], long=["users, k=2", "users, k=all", "users, k=1, mixed", "users, k=1, simulated"])
-PLAIN = tiers(long=["users, k=1", "users, k=all", "users, k=1, mixed"])
+USERS = tiers(
+    rest=["users, k=1"], long=["users, k=2", "users, k=all", "users, k=1, bf16-mixed", "users, k=1, simulated"]
+)
+PLAIN = tiers(long=["users, k=1", "users, k=all", "users, k=1, bf16-mixed"])
 MODES = ("keep, k=1", "recompute, k=1", "offload, k=1")
 EACH = {**tiers(long=[f"{mode}{more}" for mode in MODES for more in ("", ", simulated")])}
 EACH["recompute, k=1"] = 2
@@ -282,7 +284,7 @@ for name, kind in {
 
 
 @gradients(
-    "weights that were unfrozen and not used", tiers(rest=["users, k=1, mixed"], long=["users, k=1"]), max_epochs=2
+    "weights that were unfrozen and not used", tiers(rest=["users, k=1, bf16-mixed"], long=["users, k=1"]), max_epochs=2
 )
 class AsksForUnused(Module):
     """Asks for gradients of a block that no forward has called since it was unfrozen."""

@@ -19,7 +19,7 @@ from tests.equality.rows import program, tiers
 from tests.support.models import Module, Stack, vectors
 from tests.support.nets import Manual
 
-USERS = tiers("users, k=1", rest=["users, k=1, mixed"])
+USERS = tiers("users, k=1", rest=["users, k=1, bf16-mixed"])
 Seen = list[Any]
 Row = Callable[[Any, Seen], Any]
 

@@ -69,7 +69,8 @@ for where, how in (
     covers = "both are what they are on plain Lightning"
     program(f"inner run: {where}, {how}", tiers(long=["keep, k=1"]), covers=covers)(partial(Outer, where, how))
     program(
-        f"inner run: {where}, {how}, on the GPU", tiers(rest=["keep, k=1", "updated under forward"]), covers=covers,
+        f"inner run: {where}, {how}, on the GPU", tiers(rest=["keep, k=1", "forward, accumulated, clipped, two epochs"]),
+        covers=covers,
         strategy={"optimizer_on": "gpu"},
     )(partial(Outer, where, how, "gpu"))  # fmt: skip
 program(

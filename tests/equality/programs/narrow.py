@@ -140,7 +140,7 @@ for scale in (2.0**8, 2.0**40):
 narrow("none after a look", ONE, partial(LooksThen, kind), "somebody has looked at one", also=once_only)
 for name, variant, make in (
     ("a hook", UNDER, Sees), ("a hook at the end", UNDER, AtTheEnd), ("unscaled by the optimizer", SCALED, Constructed),
-    ("a scaler of the user's", SCALED, OwnScaler), ("no overlap", "users, k=1, mixed", Looks),
+    ("a scaler of the user's", SCALED, OwnScaler), ("no overlap", "users, k=1, bf16-mixed", Looks),
 ):  # fmt: skip
     narrow(
         f"none with {name}", tiers(rest=[variant]), partial(make, kind), "where that saves nothing", also=none_narrow

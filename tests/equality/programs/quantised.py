@@ -191,6 +191,7 @@ def note_part(trainer: Any, module: Any, *_: Any) -> None:
 
 
 quantised(
-    "parts while adapters are updated", tiers(rest=["updated under forward"]), batches=tokens, also=nobody_waits,
+    "parts while adapters are updated", tiers(rest=["forward, accumulated, clipped, two epochs"]),
+    batches=tokens, also=nobody_waits,
     callbacks=lambda: [Does(on_train_batch_end=note_part)], covers="nobody updates them: they are what they were",
 )(adapted(Int8WeightOnlyConfig))  # fmt: skip

@@ -672,7 +672,7 @@ CALLER = {"net.blocks.2": "recompute", "**": "offload"}
 
 for how in HOW:
     covers = "the state of a unit that a recomputed one calls changes once"
-    variants = {**RECOMPUTE, **({"recompute, updated under forward": 2} if how in ("called", "past its hooks") else {})}
+    variants = {**RECOMPUTE, **({"forward, recompute": 2} if how in ("called", "past its hooks") else {})}
     program(f"recompute: a unit {how} by another one", variants, covers=covers)(lambda how=how: calls_another(how))
     program(
         f"offload: a unit {how} by a recomputed one", RECOMPUTE, strategy={"activations": CALLER}, covers=covers

@@ -14,7 +14,8 @@ from tests.support.models import Block, Module, tokens, vectors
 from tests.support.nets import Manual
 
 HALF = tiers(
-    rest=["bf16-true", "users, k=1, half, simulated"], long=["users, k=all, half", "offload, k=1, half", "stays: net.1, half"]
+    rest=["bf16-true", "users, k=1, bf16-true, simulated"],
+    long=["users, k=all, bf16-true", "offload, k=1, bf16-true", "stays: net.1, bf16-true"]
 )  # fmt: skip
 
 
@@ -48,11 +49,11 @@ def twice(kind: Any = Module) -> Any:
 
 for accumulate in (1, 2):
     for make in (routed, twice):
-        variants = HALF if accumulate == 1 else tiers(rest=["users, k=1, half, simulated"], long=["bf16-true"])
+        variants = HALF if accumulate == 1 else tiers(rest=["users, k=1, bf16-true, simulated"], long=["bf16-true"])
         retyped(f"a router, {make.__name__}, {accumulate} to a step", variants, accumulate_grad_batches=accumulate,
                 covers="its layer leaves and comes again")(make)  # fmt: skip
 for mode in ("forward", "backward"):
-    retyped(f"a router that is updated under {mode}", tiers(rest=[f"updated under {mode}, bf16-true"]),
+    retyped(f"a router that is updated under {mode}", tiers(rest=[f"{mode}, bf16-true, two epochs"]),
             covers="updates in the background")(routed)  # fmt: skip
 
 
@@ -114,11 +115,12 @@ def both_dtypes(ours: Any) -> None:
 
 for sanity in (0, 1):
     retyped(
-        f"a router of transformers, {sanity} validations before", tiers(long=["users, k=1, half"]), batches=tokens,
+        f"a router of transformers, {sanity} validations before", tiers(long=["users, k=1, bf16-true"]), batches=tokens,
         num_sanity_val_steps=sanity, covers="its router is in float32", also=both_dtypes,
     )(switch)  # fmt: skip
 # What a first forward computes in bfloat16 before the exchange the second one would compute in float32.
 retyped(
-    "a router that is run again", tiers(rest=["recompute, k=1, half"]), covers="refused by name",
-    refused={"recompute, k=1, half": r"Unrepeatable: .*'net.1' writes its parameter 'classifier.weight'.*\"net.1\": \"offload\""},
+    "a router that is run again", tiers(rest=["recompute, k=1, bf16-true"]), covers="refused by name",
+    refused={"recompute, k=1, bf16-true":
+             r"Unrepeatable: .*'net.1' writes its parameter 'classifier.weight'.*\"net.1\": \"offload\""},
 )(routed)  # fmt: skip

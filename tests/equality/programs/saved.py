@@ -20,7 +20,7 @@ from tests.support.models import Block, twice
 
 MODES = ("keep, k=1", "offload, k=1", "recompute, k=1")
 EACH = (
-    *MODES, "updated under backward", "updated under forward", "clipped by norm",
+    *MODES, "backward, accumulated, two epochs", "forward, accumulated, clipped, two epochs", "clipped by norm",
     "stepped on the device, off, 32-true, plain", "50% stay, these stepped on the device, off, 32-true, simulated",
 )  # fmt: skip
 
@@ -260,7 +260,8 @@ class Scaled(torch.autograd.Function):
 
 for kind in (OwnHooks, Checkpointed, Reentrant, Frozen, Neighbours, Mapped, Operator, Shown, OfLeaf):
     program(
-        f"saved tensors: a parameter, {kind.__name__}", tiers(rest=["keep, k=1", "updated under backward"], long=MODES[1:]),
+        f"saved tensors: a parameter, {kind.__name__}", tiers(rest=["keep, k=1", "backward, accumulated, two epochs"],
+        long=MODES[1:]),
         covers="whichever code saves it",
     )(partial(saves, _looks, kind))  # fmt: skip
 for mark in MARKS:

@@ -143,11 +143,13 @@ class LookedAt(Watched):
 for writes in (False, True):
     program(
         f"threads: what another one sees{', written in the step' if writes else ''}",
-        tiers(rest=["updated under forward"] if writes else (), long=["keep, k=1", "offload, k=1", "updated under forward"]),
+        tiers(rest=["forward, accumulated, clipped, two epochs"] if writes else (),
+              long=["keep, k=1", "offload, k=1", "forward, accumulated, clipped, two epochs"]),
         validated=True, covers=LookedAt.__doc__ or "",
     )(partial(LookedAt, writes=writes))  # fmt: skip
 program(
-    "threads: looks that may fail", tiers(long=["updated under backward", "keep, k=1", "recompute, k=1"]), validated=True,
+    "threads: looks that may fail", tiers(long=["backward, accumulated, two epochs", "keep, k=1", "recompute, k=1"]),
+    validated=True,
     covers="an error in another thread leaves the run alone",
 )(partial(LookedAt, LOOKS, in_backward=False))  # fmt: skip
 
@@ -231,7 +233,7 @@ def saves(m: Any) -> Any:
 
 
 @program(
-    "threads: a checkpoint of two steps, refused in its thread", tiers(rest=["updated under backward, 32-true"]), at="loss",
+    "threads: a checkpoint of two steps, refused in its thread", tiers(rest=["backward, two epochs"]), at="loss",
     also=refused("Save it in a callback"),
 )  # fmt: skip
 def _(m: Any, batch: Tensor) -> Tensor:

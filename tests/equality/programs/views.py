@@ -8,6 +8,7 @@ first step and run in ``on_train_batch_end``, was lost in the same way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -183,7 +184,7 @@ def writes_in_backward(kind: str, taken: int, written: int) -> At:
 
 # The update leaves nothing that may have been written, but a view does not end with it: the layer is updated after backward then.
 # Where no hook may read gradients after the step, they are freed in backward, so that it cannot be, and the write is an error.
-LATE, FREED = "updated under backward", "one pass under backward"
+LATE, FREED = "backward, accumulated, two epochs", "one pass under backward"
 for kind, (before, after) in product(("data", "detach", "view"), ((0, 0), (0, 1))):
     views(
         f"{kind} of batch {before} written in a backward of batch {after} that updates", tiers(rest=[LATE, FREED]),
@@ -319,7 +320,7 @@ for name, make in {
 }.items():
     views(
         f"a kept state, {name}",
-        tiers(rest=["users, k=1, mixed, simulated"], long=["users, k=1, simulated", "stays: net, simulated"]),
+        tiers(rest=["users, k=1, bf16-mixed, simulated"], long=["users, k=1, simulated", "stays: net, simulated"]),
         batches=partial(vectors, 6), covers="kept tensors follow the weights that keep their memory",
     )(make)  # fmt: skip
 
@@ -347,21 +348,37 @@ for name, write in {"copy": lambda one, other: one.copy_(other), "mul": lambda o
           also=not_out_of_date_for_ever)(partial(KeepsTheOldMemory, write))  # fmt: skip
 
 
-class GivesOnce(nn.Module):
-    """Gives its weight other memory in the first call of a step, and may write that memory in the others."""
+class Given(nn.Module):
+    """Gives its weight other memory in the first call of a step, and keeps that memory.
 
-    def __init__(self, writes: bool) -> None:
+    Args:
+        scale: the new values in relation to the old ones.
+        first: runs in the first call after that, and the second one in later calls. It gets the block and the memory.
+    """
+
+    def __init__(
+        self, scale: float, first: Callable[[Any, Tensor], object], later: Callable[[Any, Tensor], object]
+    ) -> None:
         super().__init__()
-        self.writes = writes
-        self.linear, self.given = nn.Linear(16, 16), list[Tensor]()
+        self.linear, self.scale, self.moments = nn.Linear(16, 16), scale, (first, later)
+        self.given, self.other = list[Tensor](), list[nn.Linear]()
 
     def forward(self, x: Tensor) -> Tensor:
+        first, later = self.moments
         if not self.given:
-            self.linear.weight.data = given = self.linear.weight.data * 0.5
-            self.given.append(given)
-        elif self.writes:
-            self.given[0].mul_(0.5)
+            self.given.append(self.linear.weight.data * self.scale)
+            self.linear.weight.data = self.given[0]
+            first(self, self.given[0])
+        else:
+            later(self, self.given[0])
         return torch.tanh(self.linear(x))
+
+
+def nothing(block: Any, given: Tensor) -> None: ...
+
+
+def halves(block: Any, given: Tensor) -> None:
+    given.mul_(0.5)
 
 
 def between_calls(changes: bool, m: Any, batch: Tensor) -> Tensor:
@@ -382,7 +399,7 @@ for changes, writes in product((True, False), (True, False)):
     views(
         f"given memory {'written' if changes else 'left'} between two calls, {'and in them' if writes else 'alone'}",
         tiers("keep, k=1", rest=["keep, k=1, bf16-mixed"]),
-    )(partial(At, partial(GivesOnce, writes), loss=partial(between_calls, changes)))  # fmt: skip
+    )(partial(At, partial(Given, 0.5, nothing, halves if writes else nothing), loss=partial(between_calls, changes)))  # fmt: skip
 
 
 class Scaled(nn.Module):
@@ -409,3 +426,109 @@ for moment in ("start", "after_forward"):
     views(f"another dtype for a while, {moment}", tiers(rest=["keep, k=1, simulated"]))(
         partial(At, Scaled, **{moment: for_a_while})
     )
+
+# ---------------------------------------------------------------------- what is given or kept, and written in a later call
+
+
+def two_calls(m: At, batch: Tensor) -> Tensor:
+    blocks: list[Any] = [*m.net.children()]
+    for block, other in zip(blocks, [*blocks[1:], blocks[0]], strict=True):
+        block.given.clear()
+        block.other[:] = [other.linear]
+    m.seen.append(m.net(batch).detach().clone())
+    result: Tensor = m.net(batch).square().mean()
+    return result
+
+
+WINDOWS = tiers("users, k=1, two epochs", "bf16-mixed, k=1", rest=["users, k=all, two epochs", "simulated, bf16-mixed"])
+
+
+@program("given memory: written in a later call of the step", WINDOWS, on=partial(At, loss=two_calls), at="block")
+def _() -> nn.Module:
+    """A use in mixed precision takes no cast that was made before the call: the memory may be written until the use."""
+    return Given(0.5, nothing, halves)
+
+
+@program(
+    "given memory: written after a use of another block's weight", WINDOWS, on=partial(At, loss=two_calls), at="block"
+)
+def _() -> nn.Module:
+    """That use releases the block's float32 weights, which have the values of the cast, and are written afterwards."""
+
+    def first(block: Any, given: Tensor) -> None:
+        block.seen = block.other[0].weight.detach().sum()
+        given.mul_(0.5)
+
+    return Given(1.0, first, nothing)
+
+
+RESIDENT = tiers("users, k=1, two epochs", rest=["simulated, k=1"])
+
+
+class OutsideAllLayers(At):
+    """The first block belongs to no layer. User code has its first weight from ``__init__``."""
+
+    def __init__(self, *, manual: bool = False, **moments: Any) -> None:
+        super().__init__(manual=manual, **moments)
+        self.captured = [self.net[0].first.weight]
+
+    @property
+    def weight(self) -> Any:
+        return self.net[0].first.weight
+
+
+@program(
+    "kept parameter: written between a backward and its step", tiers("users, k=1, two epochs"),
+    on=partial(OutsideAllLayers, manual=True), strategy={"keep_on_gpu": ["net.0"]}, at="start",
+)  # fmt: skip
+def _(m: OutsideAllLayers) -> None:
+    """Modules hold host parameters then, so the write is copied to the host at once, and the next one is noticed."""
+    m.moments["after_backward"] = after_backward
+    m.kept[:] = [m.weight]
+
+
+def after_backward(m: Any) -> None:
+    with torch.no_grad():
+        for _ in range(2):
+            m.kept[0].mul_(0.9)
+            m.seen.append(m.weight.detach().clone())
+
+
+@program(
+    "captured parameter: read after a write of the module's", RESIDENT, on=OutsideAllLayers,
+    strategy={"keep_on_gpu": ["net.0"]}, at="start",
+)  # fmt: skip
+@torch.no_grad()
+def _(m: OutsideAllLayers) -> None:
+    """The weight is on the device alone until the host's is read."""
+    m.weight.mul_(0.9)
+    m.seen.append(m.captured[0].clone())
+
+
+@program(
+    "kept view: of a weight outside all layers, read after the step", RESIDENT, on=OutsideAllLayers,
+    strategy={"keep_on_gpu": ["net.0"]}, at="start",
+)  # fmt: skip
+def _(m: Any) -> None:
+    """The step has written the host's weight, and the view has to show it."""
+    if not m.kept:
+        m.kept.append(m.weight.data)
+        m.on_train_batch_end = lambda *_: m.seen.append(m.kept[0].clone())
+
+
+@program(
+    "kept view: written after a write of the weight that changes no value",
+    tiers("users, k=1, two epochs", rest=["simulated, k=1"]), at="start",
+)  # fmt: skip
+def _(m: Any) -> None:
+    """Versions show a write of the host's weight, and its values do not. So no write would be lost."""
+    if not m.kept:
+        m.kept.append(m.net[1].first.weight.data)
+        m.on_train_batch_end = partial(clamp_and_write, m)
+
+
+@torch.no_grad()
+def clamp_and_write(m: Any, *_: Any) -> None:
+    weight = m.net[1].first.weight
+    weight.clamp_(-1e6, 1e6)
+    m.kept[0].mul_(0.9)

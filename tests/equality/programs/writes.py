@@ -464,7 +464,7 @@ for dtype in (
 # The weight travels as its cast.
 at("another dtype in mixed precision",
    {"keep, k=1, bf16-mixed": r"and was given torch.bfloat16.*keep_on_gpu=\['net.1.first.weight'\]"},
-   ("keep, k=1, bf16-mixed", "stays: net.1.first, mixed"), start=lambda m: m.net[1].first.to(torch.bfloat16))  # fmt: skip
+   ("keep, k=1, bf16-mixed", "stays: net.1.first, bf16-mixed"), start=lambda m: m.net[1].first.to(torch.bfloat16))  # fmt: skip
 
 # ---------------------------------------------------------------------- memory that a weight had, or was given
 
@@ -611,7 +611,7 @@ def stay_where_they_are(ours: Any) -> None:
 
 
 row("weights in 8 bits", partial(in_8_bits, CastBlock), also=stay_where_they_are,
-    modes=("users, k=1", "users, k=1, mixed", "bf16-true", "keep, k=1, simulated"))  # fmt: skip
+    modes=("users, k=1", "users, k=1, bf16-mixed", "bf16-true", "keep, k=1, simulated"))  # fmt: skip
 
 
 def few_bytes(ours: Any) -> None:
