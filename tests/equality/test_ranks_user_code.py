@@ -296,6 +296,18 @@ def lbfgs(parameters: Any, lr: float) -> Any:
     return torch.optim.LBFGS(parameters, lr, max_iter=4)
 
 
+class Estimates(torch.optim.SGD):
+    """Computes a value of its groups from gradients, as Prodigy does. The first is that of the last step."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            if group["steps"] == 4:
+                group["d"] = torch.tensor(float(len([p for p in group["params"] if p.grad is not None])))
+        return loss
+
+
 class Samples(Callback):
     """Rank 0 alone looks at what the module does with other weights, between two batches."""
 
@@ -453,6 +465,7 @@ REFUSED: dict[str, tuple[Any, Any, list[Any], str]] = {
     "gradients are replaced": (NeverZeroed, SGD, [Rewrites(True)], GRADIENT),
     "LBFGS": (Returned, lbfgs, [], CLOSURE),
     "a closure that is called twice": (Returned, Ascends, [], CLOSURE),
+    "settings that are computed from gradients": (Net, Estimates, [], "computes values of its groups from gradients"),
     "a learning rate of one rank's": (Net, SGD, [Slower()], "SGD, group 0 is lr 0.05"),
     "optimizers in another order": (
         InAnotherOrder,

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -18,8 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.experimental.ranks.failures import LOST, RankError
+from sp_lightning.experimental.ranks.ranks import Ranks
 from tests.support.ranks import in_ranks, rank, start
-from tests.support.runs import assert_equal
+from tests.support.runs import assert_equal, trainer_for
 from tests.support.tiers import first, some
 
 BOTH = 2
@@ -193,6 +196,50 @@ def check(who: int, where: str, how: str, folder: Any, strategy: dict[str, Any],
         assert "has ended" in other or "has lost" in other
     assert took < SECONDS, f"it took {took:.0f} seconds"
     assert not any(process.is_alive() for process in started.processes), "shared memory goes with the last process"
+
+
+class FailsOnItsOwner(torch.optim.SGD):
+    """The rank that steps the layers fails; the other has nothing to step, and waits for it."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None
+        loss = closure()
+        if any(group["params"] for group in self.param_groups):
+            raise ValueError("what the user's code says")
+        return loss
+
+
+class SteppedByOne(Net):
+    def configure_optimizers(self) -> Any:
+        return FailsOnItsOwner(self.parameters(), lr=0.01)
+
+
+def train_and_count(folder: str) -> tuple[str, int]:
+    """Returns the error of this rank, and how often a wait for another rank has failed."""
+    lost: list[Any] = []
+
+    def counted(self: Ranks, *args: Any) -> None:
+        try:
+            wait_until(self, *args)
+        except LOST as error:
+            lost.append(error)
+            raise
+
+    wait_until, fails = Ranks.wait_until, Fails(-1, "", "", folder)
+    trainer = trainer_for(SuperpipelineStrategy(k=1), devices=2)
+    with mock.patch.object(Ranks, "wait_until", counted), pytest.raises((ValueError, RankError)) as caught:
+        trainer.fit(SteppedByOne(fails), DataLoader(Data(fails), batch_size=4))
+    return str(caught.value), len(lost)
+
+
+@pytest.mark.long("starts two ranks")
+def test_a_lost_rank_is_waited_for_once(tmp_path: Path) -> None:
+    """The end of a run waited for each layer of a lost rank, up to a second each."""
+    started = start(2, train_and_count, str(tmp_path))
+    (_, (said, none)), (_, (told, lost)) = started.outcomes()
+    assert said == "what the user's code says"
+    assert "rank 0 has failed while rank 1 waited" in told
+    assert (none, lost) == (0, 1)
 
 
 class CatchesOutOfMemory(pl.LightningModule):

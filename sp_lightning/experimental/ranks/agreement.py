@@ -112,7 +112,10 @@ def settings(optimizer: Any, number: int | None = None) -> dict[tuple[str, str],
     found = {}
     for index, group in enumerate(optimizer.param_groups):
         simple: dict[str, Any] = {
-            name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))
+            name: value.item() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if isinstance(value, (bool, int, float, str, tuple))
+            or (isinstance(value, torch.Tensor) and value.numel() == 1)
         }
         if number is not None:
             simple["parameters of shapes"] = [tuple(parameter.shape) for parameter in group["params"]]

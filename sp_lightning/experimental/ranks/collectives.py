@@ -345,7 +345,15 @@ class Collectives:
         late = monotonic() + (1 if self._failures is not None and self._failures.reads else 0.1)
         while (found := self.error(why)) is None and monotonic() < late:
             sleep(0.02)
-        return found or RankError(f"{self.name} has lost other ranks while it waited for {in_words(why)}: {error}")
+        others = [f"node {node}" for node in range(self.nodes) if node != self.node]
+        # Here all processes of this node still run, if it has descriptors of them.
+        where = (
+            f" (not of this node, but of {' or '.join(others)})"
+            if len(self._rank_of) == self.size - 1 and others
+            else ""
+        )
+        lost = f"{self.name} has lost other ranks while it waited for {in_words(why)}"
+        return found or RankError(f"{lost}{where}: {error}")
 
 
 def in_words(why: Wait | str) -> str:

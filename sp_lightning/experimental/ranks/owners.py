@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 Divided = list[tuple[dict[str, Any], dict[str, Any]]]
 """Groups of an optimizer that have only owned parameters for some time, with the user's values of the changed settings."""
 
+ALIKE = (
+    "Write the same values on all ranks, and restore what one rank alone writes before the optimizer steps. If the optimizer "
+    "computes values of its groups from gradients, pass Trainer(devices=1)."
+)
+
 
 class RankOwners(Owners):
     """The owners of all layers, as one rank sees them.
@@ -143,7 +148,7 @@ class RankOwners(Owners):
         self.ranks.compare(
             what(),
             {("owners", layer.name): self.rank_of(layer) for layer in self._families} | written | settings(optimizer),
-            "Write the same values on all ranks, and restore what one rank alone writes before the optimizer steps.",
+            ALIKE,
             Wait.STEP_AFTER_ARRIVAL,
         )
         self._merge()

@@ -17,7 +17,8 @@ from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.torch_compat.patched import attributes_of, in_place_of, is_patched
 from sp_lightning.core.updates.fused import is_separable
 from sp_lightning.core.updates.scaler import Found, HostGradScaler
-from sp_lightning.experimental.ranks.owners import RankOwners, closure_again
+from sp_lightning.experimental.ranks.agreement import settings
+from sp_lightning.experimental.ranks.owners import ALIKE, RankOwners, closure_again
 from sp_lightning.trainer.group import OwnedSteps
 from sp_lightning.trainer.update_facts import CLIPPING
 
@@ -157,8 +158,12 @@ class DividedState(defaultdict[Any, Any]):
 
     def gathered(self) -> dict[str, Any]:
         """Returns the optimizer's state dictionary. Rank 0's has the whole state, that of other ranks has none. Collective."""
+        what = "gathering of an optimizer's state"
+        self.ranks.compare(
+            what, settings(self._optimizer), ALIKE
+        )  # rank 0's are saved, and another rank may have stepped
         found: list[tuple[Any, Any, Any]] = []
-        with self.ranks.together("gathering of an optimizer's state"):
+        with self.ranks.together(what):
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
                 own = self.made.get(parameter, (0, 0)), dict.get(self, parameter)
                 when, state = self.ranks.to_first(own, self.owner_of.get(parameter, 0)) or own

@@ -60,21 +60,28 @@ class OwnerUpdates(BackgroundUpdates):
                 self._finish(layer, Wait.READ_AFTER_UPDATE)
                 self._set_waiting_class(layer)
                 self._under_way[layer] = None
-                published: Any = _Published(self._owners, layer)
+                published: Any = _Published(self, self._owners, layer)
                 layer.update = published
 
 
 class _Published:
-    """The update of a layer by another rank, with the methods of a ``Future`` that the engine calls."""
+    """The update of a layer by another rank, with the methods of a ``Future`` that the engine calls.
 
-    def __init__(self, owners: RankOwners, layer: StreamedLayer) -> None:
-        self._owners, self._layer, self._number = owners, layer, owners.number
+    If the other rank is lost, the updates have failed, as after an error of an update of this rank. So the error is raised once,
+    and no other layer is waited for: a run with many layers would need minutes to end.
+    """
+
+    def __init__(self, updates: OwnerUpdates, owners: RankOwners, layer: StreamedLayer) -> None:
+        self._updates, self._owners, self._layer, self._number = updates, owners, layer, owners.number
 
     def done(self) -> bool:
         return self._owners.is_published(self._layer, self._number)
 
-    def result(self) -> Any:
-        self._owners.wait_for(self._layer, self._number)
+    def result(self) -> None:
+        if self._updates.failure is None:
+            try:
+                self._owners.wait_for(self._layer, self._number)
+            except LOST as error:
+                self._updates.failure = error
 
-    def exception(self) -> None:
-        self._owners.wait_for(self._layer, self._number)
+    exception = result
