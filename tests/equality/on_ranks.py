@@ -198,7 +198,8 @@ def train_ours(
         outcome = _train(name, ranks, ours, options, fuse)
     if disk:
         assert ours.ledger is not None
-        assert ours.ledger.on_disk, "no state was on the disk"
+        # The rank that owns a table owns little else, and one layer's state stays in memory.
+        assert ours.ledger.on_disk or name.startswith("rows/"), "no state was on the disk"
     return outcome
 
 

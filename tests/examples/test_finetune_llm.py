@@ -135,7 +135,7 @@ def test_the_first_command_trains_in_one_thread_and_ends_with_its_dial(
     size = ["--data", "rows.jsonl", "--length", "16", "--batch-size", "2", "--steps", "4", "--validate-every", "2"]
     finetune_llm.main([*size, "--accelerator", "cpu", "--output", "run"])
     assert torch.get_num_threads() == 1
-    trained, _, measured = capsys.readouterr().out.partition("Next, k and k'")
+    trained, _, measured = capsys.readouterr().out.partition("Next, memory and time")
     assert re.search(r"step 2/4  loss [\d.]+  val_loss [\d.]+  \d+ s left\n", trained)
     rows = [line.split("|") for line in measured.splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + 1 + 6  # the head, plain Lightning, and the windows

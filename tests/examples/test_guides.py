@@ -97,7 +97,7 @@ def test_python_code_runs(
     caplog.set_level(logging.INFO, logger="lightning.pytorch.superpipeline")
     if "gpt-oss-20b" in "".join(blocks(page, "python")):
         gpt_oss = stacked.dense()
-        gpt_oss.config.save_pretrained(stacked.write(tmp_path / "gpt-oss-20b", stacked.files_of(gpt_oss)))
+        gpt_oss.config.save_pretrained(stacked.write_files(tmp_path / "gpt-oss-20b", stacked.files_of(gpt_oss)))
     namespace: dict[str, Any] = {"model": llama()}
     namespace["model"].train_dataloader = train_dataloader
     for block in blocks(page, "python"):

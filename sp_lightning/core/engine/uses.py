@@ -30,7 +30,7 @@ from sp_lightning.core.layers.residents import Residents
 from sp_lightning.core.layers.ring import Staged
 from sp_lightning.core.layers.swap import ParameterSwap
 from sp_lightning.core.layers.writes import WriteBack
-from sp_lightning.core.torch_compat.modes import held
+from sp_lightning.core.torch_compat.modes import held, never_compiled
 from sp_lightning.core.updates.background import BackgroundUpdates
 
 
@@ -279,6 +279,7 @@ class Uses:
 
     # ------------------------------------------------------------------ gradients are used in backward
 
+    @never_compiled  # backward may run, and gradients arrive
     def gradient_is_used(self, layer: StreamedLayer) -> None:
         """Prepares for user code that reads or sets ``param.grad`` of a layer.
 

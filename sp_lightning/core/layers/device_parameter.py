@@ -115,13 +115,11 @@ class DeviceParameter(nn.Parameter):
                 tensor_data.__set__(self, value)
 
     @property
-    @never_compiled  # backward may run, and gradients arrive
     def grad(self) -> Tensor | None:
         self._of.engine.gradient_is_used(self._of.layer)
         return self.host.grad
 
     @grad.setter
-    @never_compiled
     def grad(self, value: Tensor | None) -> None:
         self._of.engine.gradient_is_used(self._of.layer)
         self.host.grad = value
