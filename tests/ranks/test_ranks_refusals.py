@@ -21,6 +21,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.experimental.ranks import ranks
 from sp_lightning.experimental.ranks.agreement import refuse_restart_with_old_store
 from tests.support.models import Module, Stack, vectors
+from tests.support.nets import Wrapper
 from tests.support.ranks import RanksFailed, free_port, in_ranks, rank, start
 from tests.support.runs import fit, loader, trainer_for
 from tests.support.tiers import first, some
@@ -68,15 +69,6 @@ def test_a_step_in_a_hook_of_backward() -> None:
     with pytest.raises(RanksFailed, match=r"Do it after backward\(\)") as caught:
         in_ranks(2, train_with_a_step_in_backward)
     assert all(error is not None for error in caught.value.errors)
-
-
-class Wrapper(torch.optim.Optimizer):
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    state: Any = property(lambda self: self.inner.state)
-    param_groups: Any = property(lambda self: self.inner.param_groups)
-    defaults: Any = property(lambda self: self.inner.defaults)
 
 
 class Wrapped(Net):

@@ -361,3 +361,26 @@ def alternating() -> Stepped:
     module = Stepped()
     module.net = nn.Sequential(*(Alternates() for _ in range(4)))
     return module
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's ``AcceleratedOptimizer``, which does not call its base class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    state: Any = property(lambda self: self.inner.state)
+    param_groups: Any = property(lambda self: self.inner.param_groups)
+    defaults: Any = property(lambda self: self.inner.defaults)
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)

@@ -304,15 +304,6 @@ class WriteBack:
                 names = [span.name for span in layer.parameters.spans]
                 self._copied += [(names[i], value, digest(value)) for i, value in guard_of(layer).replaced.items()]
             self.set_replaced(layer, {})
-        if not goes_on:
-            copied, self._copied = self._copied, []
-            for name, value, before in copied:
-                if self.refuses and digest(value) != before:
-                    raise RuntimeError(
-                        f"Parameter {name!r} was given other memory in this step (param.data = other), and that memory was "
-                        "written after the weight had been copied to the CPU. The write would be lost. Write the parameter in "
-                        "place: param.data.copy_(other)."
-                    )
         self.resident_storages -= self._given
         self._given.clear()
         self.write_back_viewed(self._slots.all)
@@ -320,6 +311,19 @@ class WriteBack:
             guard = None if slot.layer is None else slot.layer.guard
             if slot.layer is not None and (guard is None or guard.digests is None) and slot.viewed:
                 self.take_digests(slot)
+        if not goes_on:
+            self._refuse_late_writes()
+
+    def _refuse_late_writes(self) -> None:
+        """Raises the error of :meth:`write_back_all`. After a step that has failed it only forgets the memory."""
+        copied, self._copied = self._copied, []
+        for name, value, before in copied:
+            if self.refuses and digest(value) != before:
+                raise RuntimeError(
+                    f"Parameter {name!r} was given other memory in this step (param.data = other), and that memory was written "
+                    "after the weight had been copied to the CPU. The write would be lost. Write the parameter in place: "
+                    "param.data.copy_(other)."
+                )
 
     # ------------------------------------------------------------------ weights are given other memory
 

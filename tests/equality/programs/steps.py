@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.torch_compat.private import step_pre_hooks
 from tests.equality.rows import Tiers, program, tiers
-from tests.support.models import Module, Scaled, Stack, vectors
+from tests.support.models import EitherOptimization, Module, Scaled, Stack, vectors
+from tests.support.nets import Wrapper
 from tests.support.runs import Outcome, loader
 
 BARE = tiers(
@@ -226,24 +227,14 @@ OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 IN_ITS_CALL = r"An optimizer would step 'net\.0\..*' inside a call of its layer 'net\.0'.*keep_on_gpu=\['net\.0'\]"
 
 
-class TrainsItself(Module):
+class TrainsItself(EitherOptimization):
     def __init__(self, own: str = "SGD", *, manual: bool = False, outside: bool = False) -> None:
-        super().__init__(nn.Sequential(*(Trained(OWN[own], outside=outside) for _ in range(3))))
-        self.automatic_optimization = not manual
+        super().__init__(nn.Sequential(*(Trained(OWN[own], outside=outside) for _ in range(3))), manual=manual)
         if not outside:  # it trains itself in an evaluation, too
             self.val_dataloader = lambda: loader(vectors(1))  # type: ignore[method-assign]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for name, p in self.named_parameters() if ".first" in name], lr=0.1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
 
 
 for own in OWN:
@@ -625,29 +616,6 @@ class SparseByHand(Manual):
 
 
 # ---------------------------------------------------------------------- optimizers that wrap another one
-
-
-class Wrapper(torch.optim.Optimizer):
-    """As accelerate's ``AcceleratedOptimizer``, which does not call its base class."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-
-    state: Any = property(lambda self: self.inner.state)
-    param_groups: Any = property(lambda self: self.inner.param_groups)
-    defaults: Any = property(lambda self: self.inner.defaults)
-
-    def state_dict(self) -> Any:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.inner.load_state_dict(state_dict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
 
 
 class WithHooks(Wrapper):

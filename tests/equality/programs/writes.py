@@ -577,12 +577,27 @@ def gives_and_keeps(m: At) -> None:
     weight.data = m.kept[0]
 
 
+class WritesItsWeight(At):
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.net.get_parameter("1.second.weight").data.mul_(0.5)
+
+
+def copies_other(m: At) -> None:
+    weight = m.net.get_parameter("1.second.weight")
+    weight.data.copy_(0.5 * weight.data)
+
+
 row(
     "memory that was given is written between forward and backward",
     partial(WritesWhatItGave, after_forward=gives_and_keeps),
     r"'net\.1\.second\.weight' was given other memory in this step .*param\.data\.copy_",
     USERS,
     repairable=False,
+)
+row(
+    "a weight is written in place between forward and backward, as the error for given memory advises",
+    partial(WritesItsWeight, after_forward=copies_other),
+    modes=USERS,
 )
 HAD = r"'net\.3\.second\.weight' was given other memory .* before was written"
 RUN_AGAIN = {**dict.fromkeys(USERS, HAD), "recompute, k=2": r"'net\.0' writes its parameter 'second\.weight'"}
