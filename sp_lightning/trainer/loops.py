@@ -265,7 +265,7 @@ class LoopStrategy(ReadableStrategy):
             phase: the loop: "train", "validate", "test" or "predict".
 
         Raises:
-            ValueError: an option asks for a mode of updates that is no longer possible.
+            ValueError: an option asks for a mode of updates that has become impossible.
             BaseException: a deferred signal handler raised.
         """
         if self._run is None:

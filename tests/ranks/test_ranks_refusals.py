@@ -71,6 +71,30 @@ def test_a_step_in_a_hook_of_backward() -> None:
     assert all(error is not None for error in caught.value.errors)
 
 
+class InParts(Module):
+    """A hook of backward runs another backward. Its gradient is of a block whose gradients are summed over the ranks already."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.net.blocks[0].register_full_backward_hook(self.penalize)
+
+    @torch.enable_grad()
+    def penalize(self, *_: Any) -> None:
+        self.net.blocks[2].inner.weight.square().sum().backward()
+
+
+def train_in_parts() -> None:
+    fit(InParts, vectors(8), SuperpipelineStrategy(k=1), devices=2)
+
+
+@pytest.mark.long("starts two ranks")
+def test_a_gradient_in_two_parts() -> None:
+    """The sum would lack the second part."""
+    with pytest.raises(RanksFailed, match=r"has two parts.*use_reentrant=False") as caught:
+        in_ranks(2, train_in_parts)
+    assert all(error is not None for error in caught.value.errors)
+
+
 class Wrapped(Net):
     def configure_optimizers(self) -> Any:
         return Wrapper(super().configure_optimizers())

@@ -169,7 +169,7 @@ def state_bytes(optimizers: Iterable[torch.optim.Optimizer], on_gpu: Container[t
                 total += state_tensors(optimizer, group) * sum(p.numel() * p.element_size() for p in trained)
         else:
             state = state_of(optimizer)
-            # A copy, because an update in the background may add a parameter's. Of several devices, each has a part.
+            # A copy, because an update in the background may add state. With several devices, each process has a part.
             now = dict.copy(state) if isinstance(state, dict) else dict(state)
             leaves = tree_leaves({p: values for p, values in now.items() if p not in on_gpu})
             tensors = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for _, part in parts("", leaf)]

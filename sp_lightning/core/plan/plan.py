@@ -188,7 +188,7 @@ class Plan:
         # While a rank sums its own part of a layer, the sum needs memory, too; for half precision also in float32.
         adding = 3 * max(parts)
         half = any(span.dtype.itemsize == 2 for layer in (*self.layers, self.residents) for span in layer.spans)
-        # The gradients that are sent, those that are received, the own part's sums of each node, and the sum over nodes.
+        # Sent gradients, received gradients, the sums of the own part over each node, and their sum over all nodes.
         each = 2 * world + self.nodes * (1 + half) + 1
         return sum(sizes) + residents + sum(each * part for part in parts) + adding
 

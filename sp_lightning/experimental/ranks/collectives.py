@@ -192,9 +192,9 @@ class Collectives:
         digests = self.barrier(what, crc32(repr(mine).encode()), why=why)
         if len(set(digests)) == 1:
             return
-        everybody = self._gather_objects(dict(mine), f"a comparison before {what}")
-        for rank, theirs in enumerate(everybody):
-            if found := _first_difference(everybody[0], theirs):
+        of_ranks = self._gather_objects(dict(mine), f"a comparison before {what}")
+        for rank, theirs in enumerate(of_ranks):
+            if found := _first_difference(of_ranks[0], theirs):
                 (kind, name), first, other = found
                 raise ValueError(
                     f"The {kind} of {self.called(rank)} are not those of rank 0: {name} is {other} on rank {rank} and "

@@ -63,7 +63,7 @@ class SummedGradients(Gradients):
         self._order = sorted(families, key=lambda layer: (layer.kind is Kind.RESIDENTS, -layer.index))
         self._turn = 0
         self._begun = False  # True after `expect`, until the backward ends
-        # Gradients on the device that are not summed yet, and those that were moved to the host.
+        # Gradients that are not summed yet: on the device, and on the host.
         self._waiting: defaultdict[StreamedLayer, dict[Place, Tensor]] = defaultdict(dict)
         self._stashed: defaultdict[StreamedLayer, dict[Place, Tensor]] = defaultdict(dict)
         # The layers whose gradients are complete in this backward, in the order of completion.
@@ -93,7 +93,7 @@ class SummedGradients(Gradients):
         owner, place = layer.owner, (layer, index)
         if owner in self._received:
             raise RuntimeError(
-                f"The gradient of {name!r} has come in two parts, and the first has been summed over the ranks already. With "
+                f"The gradient of {name!r} has two parts, and the first one is already summed over the ranks. With "
                 "several devices each parameter may get one gradient in a backward: use checkpoints with "
                 "use_reentrant=False, or Trainer(devices=1)."
             )

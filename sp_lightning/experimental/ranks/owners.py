@@ -33,7 +33,7 @@ Divided = list[tuple[dict[str, Any], dict[str, Any]]]
 """Groups of an optimizer that have only owned parameters for some time, with the user's values of the changed settings."""
 
 ALIKE = (
-    "Write the same values on all ranks, and restore what one rank alone writes before the optimizer steps. If the optimizer "
+    "Write the same values on all ranks, and undo a write of one rank alone before the optimizer steps. If the optimizer "
     "computes values of its groups from gradients, pass Trainer(devices=1)."
 )
 

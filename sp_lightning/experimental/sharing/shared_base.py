@@ -62,7 +62,7 @@ class SharedBase:
         layers: the number of layers of the base that are on the device at once, in addition to the trials' own windows.
 
     Raises:
-        TypeError: there is no model.
+        TypeError: ``model`` is not a module.
         ValueError: the model has no frozen weights, or an argument is not an integer of at least 1.
 
     Example::
