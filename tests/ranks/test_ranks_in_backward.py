@@ -94,7 +94,7 @@ def train(kind: type[Net], plain: bool, precision: Any = "32-true", agree: bool 
     strategy = EveryBatch() if plain else SuperpipelineStrategy(k=1, optimizer_overlap="backward")
     with begun() as early, ExitStack() as stack:
         if not agree:
-            stack.enter_context(mock.patch.object(SummedGradients, "_apply", Gradients._apply))
+            stack.enter_context(mock.patch.object(SummedGradients, "_apply_drain", Gradients._apply_drain))
         outcome = fit(make, vectors(STEPS * RANKS), strategy, devices=RANKS, recorded="losses", precision=precision)
     return seen(outcome) | {"read": getattr(made[0], "read", [])}, early
 

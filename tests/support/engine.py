@@ -80,7 +80,7 @@ def events() -> Iterator[list[str]]:
     """What happens to which layer, in order: one word and the layer's index, ``R`` for the residents."""
     happened: list[str] = []
     fetch, use, release = Slots.fetch, Slots.lock, Slots.release
-    drain, apply, hold = Gradients.drain, Gradients._apply, Calls.enter
+    drain, apply, hold = Gradients.drain, Gradients._apply_drain, Calls.enter
 
     def name(layer: StreamedLayer) -> str:
         return "R" if layer.kind is Kind.RESIDENTS else str(layer.index)
@@ -118,7 +118,7 @@ def events() -> Iterator[list[str]]:
         mock.patch.object(Slots, "release", note_release),
         mock.patch.object(Calls, "enter", note_enter),
         mock.patch.object(Gradients, "drain", note_drain),
-        mock.patch.object(Gradients, "_apply", note_apply),
+        mock.patch.object(Gradients, "_apply_drain", note_apply),
     ):
         yield happened
 

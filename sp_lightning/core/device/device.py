@@ -311,7 +311,7 @@ class Device:
             if self._background is not None and not work.done():
                 self._background.urge(work)
                 with profiled(f"host waits: {why.value}"):
-                    work.exception()
+                    work.exception()  # waits
             work.result()
         finally:
             self._stalled[why] += perf_counter() - start

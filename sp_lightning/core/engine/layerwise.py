@@ -35,6 +35,7 @@ from sp_lightning.core.observe.messages import LOG
 from sp_lightning.core.plan.update_policy import EarlyUpdates, OptimizerPolicy, UpdatePolicy
 from sp_lightning.core.torch_compat.patched import OWN_ATTRIBUTES, attributes_of, order_new_state, state_of
 from sp_lightning.core.torch_compat.private import tree_map
+from sp_lightning.core.updates.background import TORN_IN_BACKWARD
 from sp_lightning.core.updates.fused import (
     OF_EACH,
     constants_of,
@@ -50,7 +51,6 @@ from sp_lightning.core.updates.pieces import mode_for
 from sp_lightning.core.updates.step_context import StepContext, compiles, reads_settings
 
 Groups = list[dict[str, Any]]
-_TORN = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
 _probe = SimpleNamespace()
 _UNHELD = sys.getrefcount(attributes_of(_probe))
 """Number of references to the state of all parameters, and to ``vars(optimizer)``, if user code has none. Measured, because
@@ -231,7 +231,7 @@ class LayerwiseStep:
             return
         if not self.begun:
             self._updates.begin()
-        self._updates.torn = _TORN
+        self._updates.torn = TORN_IN_BACKWARD
         self.begun.add(layer)
         self._engine.before_early_update(layer)
         self._submit(layer, groups, held=held)
@@ -239,25 +239,11 @@ class LayerwiseStep:
             self._updates.limit_pending(1)  # so at most one layer's gradients wait in memory for their update
 
     def _may_begin(self, layer: StreamedLayer) -> bool:
-        """Returns True if backward may begin the update of a layer now.
-
-        With several processes, the layer's owner begins it if this is True for all of them. Later uses of the layer in this
-        backward are then errors here, too. A layer that user code has written or views is left to :meth:`submit`.
-        """
+        """Returns True if backward may begin the update of a layer now, or if another process may, which steps the layer."""
         owners = self._engine.owners
         if owners.owns(layer) and layer not in self._early_groups():
             return False
-        if not owners.several:
-            return True
-        if self._engine.is_viewed(layer):
-            return False
-        self._engine.before_early_update(layer)
-        unwritten = not owners.has_written(layer)
-        layer.updated_early = unwritten and not owners.owns(layer)
-        if layer.updated_early:
-            self._updates.torn = _TORN
-            self._updates.refuse_uses(layer)
-        return unwritten
+        return owners.may_begin(layer, self._engine)
 
     def _note_late_uses(self, layer: StreamedLayer) -> None:
         """Notes in :attr:`needed` if backward uses a layer although its gradients are complete. Nothing is updated.
@@ -339,17 +325,9 @@ class LayerwiseStep:
             if layer in by_layer:
                 held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
                 self._submit(layer, by_layer[layer], held=held)
-        self._engine.owners.follow()
-        self._wait_for_viewed()
+        self._engine.owners.follow(self._engine)
         self.clipping.pending = None  # the updates clip
         self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
-
-    def _wait_for_viewed(self) -> None:
-        """Waits for other processes' updates of layers whose memory user code holds, as :meth:`_submit` does for own ones."""
-        owners = self._engine.owners
-        foreign = dict.fromkeys(layer.owner for layer in self._engine.layers if not owners.owns(layer))
-        for layer in [layer for layer in foreign if self._engine.is_viewed(layer)]:
-            self._updates.complete(layer)
 
     def _prepare_undivided_step(self, undivided: _UndividedError) -> None:
         """Prepares torch's own step of all layers at once, for a step that cannot be divided.

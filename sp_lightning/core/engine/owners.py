@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.core.layers.layer import StreamedLayer
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.updating import Updating
 
 
 class Owners:
@@ -32,8 +36,19 @@ class Owners:
             what: returns the name of the step, for errors.
         """
 
-    def follow(self) -> None:
-        """Called when the updates of a step are submitted. From now on, uses of other processes' layers wait for their owners."""
+    def may_begin(self, layer: StreamedLayer, engine: Updating) -> bool:
+        """Returns True if nothing in this process is against an update of a layer in the running backward.
+
+        The layer's owner begins the update if the result is True in all processes. In other processes, later uses of the layer in
+        this backward are then errors.
+        """
+        return True
+
+    def follow(self, engine: Updating) -> None:
+        """Called when the updates of a step are submitted. From now on, uses of other processes' layers wait for their owners.
+
+        If user code holds memory of such a layer, this method waits for the owner.
+        """
 
     def begin_whole(self, optimizer: Optimizer, what: Callable[[], str]) -> None:
         """Called before an optimizer's own code steps all layers. Until :meth:`end_whole`, it has only owned parameters."""
@@ -43,10 +58,6 @@ class Owners:
 
     def refuse_closure(self) -> None:
         """Raises a RuntimeError if an optimizer calls its closure after it may have written weights."""
-
-    def has_written(self, layer: StreamedLayer) -> bool:
-        """Returns True if this process has written weights of a layer since the last step, and other processes do not see it."""
-        return False
 
     def norms(self, parameters: Sequence[nn.Parameter], own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
         """Returns the norms of all gradients of an optimizer, in the order of its parameters.

@@ -241,7 +241,7 @@ class Gradients(GradientSink):
     """
 
     def __init__(self, device: Device, staging: Staging, *, in_flight: int) -> None:
-        super().__init__(device, Transfers(device, in_flight, self._apply))
+        super().__init__(device, Transfers(device, in_flight, self._apply_drain))
         self._staging = staging
         self._received: dict[StreamedLayer, Received] = {}
         # The thread that applies gradients holds this lock, so that several gradients of a parameter are added in order.
@@ -470,7 +470,7 @@ class Gradients(GradientSink):
         self._kept_bytes.clear()
         self.arriving.clear()
 
-    def _apply(self, drain: _Drain) -> None:
+    def _apply_drain(self, drain: _Drain) -> None:
         """Applies the gradients of one transfer, for which the host has waited. Reports the layer if it is complete."""
         layer, copies, staging = drain
         received = self._received[layer]

@@ -25,6 +25,9 @@ from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.core.updates.layer_stepper import LayerStepper
 from sp_lightning.core.updates.step_context import awaiting_steps
 
+TORN_IN_BACKWARD = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
+"""A value of :attr:`BackgroundUpdates.torn`."""
+
 
 class BackgroundUpdates:
     """The updates that are under way: submitted to the background thread, and not yet waited for.

@@ -286,13 +286,13 @@ class SummedGradients(Gradients):
     def _rows_of(self, layer: StreamedLayer, index: int) -> None:
         """All rows of a sum are downloaded: other ranks may have used other rows."""
 
-    def _apply(self, drain: Any) -> None:
+    def _apply_drain(self, drain: Any) -> None:
         owner = drain[0]
         if (against := self._against.pop(owner, None)) is not None:
             self.device.access(against, None, write=True)
             if against.item():
                 self._received[owner].expected = -1  # so the layer does not count as complete, and is not updated yet
-        super()._apply(drain)
+        super()._apply_drain(drain)
 
     def settle(self, arrivals: AbstractContextManager[Any]) -> None:
         """Raises a RuntimeError: gradients are summed over the ranks until the backward ends, and are not in ``param.grad``."""

@@ -22,11 +22,13 @@ from sp_lightning.core.engine.owners import Owners
 from sp_lightning.core.engine.step import Step
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.ring import Staged
+from sp_lightning.core.updates.background import TORN_IN_BACKWARD
 from sp_lightning.core.updates.fused import OF_EACH
 from sp_lightning.experimental.ranks.agreement import settings
 from sp_lightning.experimental.ranks.block_memory import SharedBlockMemory, merge, written_in_common
 
 if TYPE_CHECKING:
+    from sp_lightning.core.engine.updating import Updating
     from sp_lightning.experimental.ranks.ranks import Ranks
 
 Divided = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -160,7 +162,24 @@ class RankOwners(Owners):
         self.ranks.stepped += not self._counted
         self._counted = True
 
-    def follow(self) -> None:
+    def may_begin(self, layer: StreamedLayer, engine: Updating) -> bool:
+        if engine.is_viewed(layer):
+            return False
+        engine.before_early_update(layer)
+        written = any(bool(member.block.displaced) or memory_of(member).look() for member in layer.with_masters)
+        layer.updated_early = not written and not self.owns(layer)
+        if layer.updated_early:
+            engine.updates.torn = TORN_IN_BACKWARD
+            engine.updates.refuse_uses(layer)
+        return not written
+
+    def follow(self, engine: Updating) -> None:
+        self._follow()
+        for layer in self._families:
+            if not self.owns(layer) and engine.is_viewed(layer):
+                engine.updates.complete(layer)
+
+    def _follow(self) -> None:
         updates: Any = self._step.updates
         for layer in self._families:
             if self.owns(layer) and layer.update is None:
@@ -185,11 +204,8 @@ class RankOwners(Owners):
         self._common.close()
         if well:
             self._cast()
-            self.follow()
+            self._follow()
             self._step.updates.wait_for_all()
-
-    def has_written(self, layer: StreamedLayer) -> bool:
-        return any(bool(member.block.displaced) or memory_of(member).look() for member in layer.with_masters)
 
     def refuse_closure(self) -> None:
         if self._whole:

@@ -61,7 +61,7 @@ class BaseWeights:
         named = [each for name, p in frozen for each in parts(name, p)]
         if not named:
             raise ValueError("The model of a SharedBase has no frozen weights: call model.requires_grad_(False) first.")
-        self._model, self._frozen = model, [p for _, p in frozen]
+        self._module, self._frozen = model, [p for _, p in frozen]
         self._spans = lay_out(named)
         self.pinned = False
         self.bytes = Device(torch.device("cpu")).host_empty(total_bytes(self._spans))
@@ -76,7 +76,7 @@ class BaseWeights:
 
     def copy_of_model(self) -> nn.Module:
         """Returns a copy of the model. Its frozen parameters are new objects over the same memory."""
-        return copy.deepcopy(self._model, {id(p): _over_same_memory(p) for p in self._frozen if not p.requires_grad})
+        return copy.deepcopy(self._module, {id(p): _over_same_memory(p) for p in self._frozen if not p.requires_grad})
 
     def lock(self, device: Device) -> None:
         """Page-locks the memory, once."""
