@@ -334,7 +334,8 @@ def test_masters_have_names_of_their_own(drawn: list[Drawn], tmp_path: Path) -> 
 
 
 @pytest.mark.long("takes a second or more")
-def test_ranges_in_torchs_profiler() -> None:
+def test_ranges_in_torchs_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Future, "done", lambda _: False)  # the host finds no work done, however fast the thread is
     strategy = SuperpipelineStrategy(k=1, k_prime=1, activations="recompute", optimizer_overlap="forward")
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=everywhere) as profiler:
