@@ -278,15 +278,15 @@ class StepHooks:
     def _divide_by_place(self, optimizer: Optimizer, stay: frozenset[nn.Parameter]) -> None:
         """Divides the groups with parameters in both places: those that stay on the GPU, and all others.
 
-        torch's step of the one then runs fused on the CPU, and the other in the form that it has on plain Lightning.
+        torch's step of the one then runs fused on the CPU, and the other in the form that it has on plain Lightning. Groups that
+        stay are stepped first: the GPU runs their kernels while the CPU steps the others.
         """
         parts = [(group, divide(group, stay)) for group in optimizer.param_groups]
         if any(here["params"] and there["params"] for _, (here, there) in parts):
             random = self._engine.device.random_states() if is_declared(optimizer) else None
             self._divided.append((optimizer, optimizer.param_groups, set(state_of(optimizer)), random))
-            optimizer.param_groups = [
-                each for group, both in parts for each in (both if all(p["params"] for p in both) else (group,))
-            ]
+            divided = [each for group, both in parts for each in (both if all(p["params"] for p in both) else (group,))]
+            optimizer.param_groups = sorted(divided, key=lambda group: stay.isdisjoint(group["params"]))
 
     def _change(self, group: dict[str, Any], settings: dict[str, Any]) -> None:
         """Changes settings of a group until the step is over."""

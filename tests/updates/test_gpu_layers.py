@@ -73,6 +73,38 @@ def test_a_step_that_cannot_be_divided_into_layers_is_divided_by_place(overlap: 
     assert_same(ours, fit(case.make, case.batches(), by_place(2, fuse=False), recorded="losses"))
 
 
+class InTurn(Optimizer):
+    """Notes the order in which it steps parameters."""
+
+    steps_each_parameter_alone = True
+
+    def __init__(self, parameters: Any, stepped: list[Tensor]) -> None:
+        parameters = list(parameters)
+        super().__init__([{"params": parameters[:5]}, {"params": parameters[5:]}], {})
+        self.stepped = stepped
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            self.stepped.append(p)
+            p.sub_(p.grad, alpha=0.1)
+        return loss
+
+
+def test_a_whole_step_begins_with_what_stays() -> None:
+    """The CPU's part of each group came first, and the GPU was idle meanwhile."""
+    stepped: list[Tensor] = []
+    strategy = superpipeline(k=1, gpu_layers=4, optimizer_overlap="off")
+    ours = run(partial(Stepped, partial(InTurn, stepped=stepped)), strategy, batches=BATCHES[:1])
+    stay = [
+        name.startswith(tuple(layer for layer, *_ in strategy.plan.stay)) for name, _ in ours.module.named_parameters()
+    ]
+    place = dict(zip(ours.module.parameters(), stay, strict=True))
+    assert [place[p] for p in stepped] == sorted(stay, reverse=True)
+    assert 5 < sum(stay) < len(stay), "both groups are divided, or one is and the other stays"
+
+
 @pytest.mark.parametrize(
     ("gpu_layers", "names"),
     [(0, []), (2, ["net.stem", "net.blocks.0"]), (0.5, ["net.stem", "net.blocks.0", "net.blocks.1", "net.blocks.2"])],
