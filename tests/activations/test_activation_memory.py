@@ -29,8 +29,10 @@ pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
 
 
 def train_saving(counts: Sequence[int], mode: Any) -> tuple[Outcome, SimDevice]:
+    """Blocks are named as layers: two blocks alone are networks of an ensemble, which are divided into their parts."""
+    strategy = superpipeline(k=2, k_prime=1, layers=["net.blocks.*"], activations=mode)
     with simulated(capacity=2**40) as devices:
-        ours = fit(lambda: saving(counts), rows(), superpipeline(k=2, k_prime=1, activations=mode))
+        ours = fit(lambda: saving(counts), rows(), strategy)
     return ours, devices[0]
 
 
