@@ -103,13 +103,15 @@ class WriteBack:
         Raises:
             RuntimeError: ``refuses`` is set, and a weight was written on the host as well; or see :meth:`HostBlock.write`.
         """
-        group = layer.parameters
+        group, waited = layer.parameters, False
         for index, value in written:
-            self._wait_for_update(layer)
+            if not waited:
+                self._wait_for_update(layer)
+                # On a GPU the copy in write() blocks, and so implies this wait. On other devices the wait is needed.
+                self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
+                self.device.stats.host_waits += 1
+                waited = True
             value = layer.rows.completed(index, value, self._slots.by_address)
-            # On a GPU the copy in write() blocks, and so implies this wait. On other devices the wait is needed.
-            self.device.synchronize(self.device.record(Stream.COMPUTE), Wait.WRITE_BACK_AFTER_USE)
-            self.device.stats.host_waits += 1
             if group.version_once_fetched(index) != group.version(index):  # the host's weight was written, too
                 if self.refuses:
                     raise RuntimeError(

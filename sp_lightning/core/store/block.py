@@ -143,22 +143,21 @@ class HostBlock:
                 f"{tuple(value.shape)} inside a step (param.data = other). Exchange it between two batches or before "
                 f"trainer.fit, or keep it on the GPU: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
             )
-        with no_inference_mode(), torch.no_grad():
+        # The parameter may have a role by now, whose operators wait for an update (``layers.roles``). This reads and writes without
+        # it. The value is downloaded once. Bytes are compared and not values: a NaN is not equal to itself, and -0.0 equals 0.0.
+        with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             if index in self.retyped:
-                with torch.DisableTorchFunctionSubclass():
-                    before, now = (each.detach().cpu().reshape(-1).view(torch.uint8) for each in (target, value))
+                downloaded = value.detach().cpu()
+                before, now = (each.detach().reshape(-1).view(torch.uint8) for each in (target, downloaded))
                 if torch.equal(before, now):
                     return False
             else:
-                # Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
-                written = torch.empty(target.nbytes, dtype=torch.uint8)
-                view(written, self._own_spans[index]).copy_(value)
+                written = torch.empty(target.nbytes, dtype=torch.uint8, device="cpu")
+                downloaded = view(written, self._own_spans[index]).copy_(value)
                 if torch.equal(written, self.weight_bytes(index)):
                     return False
                 self._device.access(self.memory.seen, None, write=True)
-            # The parameter may have a role by now, whose operators wait for an update (``layers.roles``). This writes without it.
-            with torch.DisableTorchFunctionSubclass():
-                target.copy_(value)
+            target.copy_(downloaded)
         return True
 
     def reabsorb(self) -> None:
