@@ -221,6 +221,44 @@ def test_activations_of_layers_that_stay_have_a_mode(mode: Any, monkeypatch: pyt
         assert strategy.stats().offloaded_activation_bytes == without.stats().offloaded_activation_bytes > 0
 
 
+class Frozen(Stepped):
+    """Only the stem and biases are trained."""
+
+    def __init__(self) -> None:
+        super().__init__(FUSED)
+        for name, p in self.named_parameters():
+            p.requires_grad_("stem" in name or name.endswith("bias"))
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("make", [partial(Stepped, FUSED), Frozen], ids=["trained", "frozen"])
+@pytest.mark.parametrize("stays", [{"gpu_layers": 3}, {"keep_on_gpu": ["net.blocks.2", "net.blocks.3"]}], ids=str)
+def test_copies_of_weights_that_stay_are_not_offloaded(make: Any, stays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast's 16-bit copies went to the CPU and back, 2 bytes per weight each way in each step."""
+    monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)
+    offloaded = []
+    for options in (stays, {}):
+        strategy = superpipeline(k=1, activations="offload", **options)
+        ours = run(make, strategy, batches=BATCHES[:4], precision="bf16-mixed")
+        assert_same(ours, fit(make, BATCHES[:4], recorded="losses", precision="bf16-mixed"))
+        offloaded.append((strategy.stats().offloaded_activation_bytes, strategy.stats().uploaded_activation_bytes))
+    assert offloaded[0] == offloaded[1]
+    assert all(offloaded[0])
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_copies_of_weights_that_stay_are_kept_if_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take memory, but only activations are offloaded."""
+    monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)
+    monkeypatch.setattr("sp_lightning.capabilities.tuning.tuner.Tuner._left", lambda self, kept: -1 * bool(kept()))
+    offloaded = []
+    for stay in (3, 0):
+        strategy = superpipeline(gpu_layers=stay, gpu_memory="1GiB")
+        run(partial(Stepped, FUSED), strategy, batches=BATCHES[:4], precision="bf16-mixed")
+        offloaded.append(strategy.stats().offloaded_activation_bytes)
+    assert offloaded[0] == offloaded[1] > 0
+
+
 def test_a_parameter_is_moved_in_its_place() -> None:
     """Other code may refer to it, for example weakly. Its gradient is moved, too."""
     parameter = nn.Parameter(torch.ones(3))

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from sp_lightning.capabilities.activations.headroom import Headroom
 from sp_lightning.capabilities.activations.host_ring import HostRing
-from sp_lightning.capabilities.activations.offload import Offload, UnitCall
+from sp_lightning.capabilities.activations.offload import Offload, UnitCall, WeightsOnDevice
 from sp_lightning.capabilities.activations.policy import EXEMPT, Call, resolve, some, summary
 from sp_lightning.capabilities.activations.recompute import Recompute, first_runs, is_checkpointed
 from sp_lightning.core.engine.activations import ActivationPlan, Activations, ActivationSetup, KeepAll, SavedActivation
-from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.layers.layer import Kind, StreamedLayer
 from sp_lightning.core.model.found import Found
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.observe.messages import say_once
@@ -86,6 +86,7 @@ class UnitModes:
         self._module = setup.module
         self._units = setup.found.units
         self._on_gpu = setup.found.on_gpu
+        self._residents = [layer.parameters for layer in setup.layers if layer.kind is Kind.RESIDENTS]
         self._set_of_units = frozenset(self._units.values())
         self._rows = setup.rows
         self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
@@ -152,6 +153,9 @@ class UnitModes:
             self.offload.buffers = {
                 each.untyped_storage().data_ptr() for each in on_device
             }  # user code may replace one
+            self.offload.weights = WeightsOnDevice(
+                [*self._on_gpu, *(p for group in self._residents for p in group.all)]
+            )
         if not self.idle:
             self._expected, self._counts = self._counts or self._expected, []
             self._forward, self._in_backward = [], False

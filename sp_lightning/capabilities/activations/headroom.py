@@ -94,14 +94,16 @@ class Headroom:
         self.used = False
         self.evicted_bytes = 0
         self.most_kept = 0
-        self._small_bytes = 0  # bytes of the small activations that this step has saved
+        self._staying_bytes = (
+            0  # bytes that this step has saved and that stay: small activations, and copies of weights
+        )
 
     # ------------------------------------------------------------------ forward
 
     def begin(self) -> None:
         """Called when a training step begins. Activations of earlier steps are not offloaded any more."""
         self._kept.clear()
-        self._credit = self._step_bytes = self._before_layer = self._small_bytes = 0
+        self._credit = self._step_bytes = self._before_layer = self._staying_bytes = 0
 
     def before(self, name: str, row: int, shapes: Iterable[Sequence[int]], inputs: Any) -> None:
         """Makes room for a layer's forward. Tensors that are saved from now on count for this layer call.
@@ -126,13 +128,13 @@ class Headroom:
         Counts the tensor, and may offload older ones to make room.
         """
         self.used = True
-        if not self._offload.can_be_offloaded(tensor, small=True):
+        if not self._offload.can_be_offloaded(tensor, every=True):
             return None
         nbytes = self._offload.count(tensor, small=True)
         self._step_bytes += nbytes
         self.most_kept = max(self.most_kept, self._step_bytes)
         if not self._offload.can_be_offloaded(tensor):
-            self._small_bytes += nbytes
+            self._staying_bytes += nbytes
             self._spend(nbytes, self._reserve() + self._usual)
             return None
         kept = Kept(tensor, self._call, self, self._offload.hold(tensor))
@@ -204,13 +206,13 @@ class Headroom:
         return room
 
     def _count_kept(self) -> int:
-        """Returns the bytes of the storages that are kept now. Small ones count until the step ends."""
+        """Returns the bytes of the storages that are kept now. Those that are never offloaded count until the step ends."""
         storages = {}
         for each in self._kept:
             if (kept := each()) is not None and kept.tensor is not None:
                 storage = kept.tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values()) + self._small_bytes
+        return sum(storages.values()) + self._staying_bytes
 
 
 def _widest(shapes: Iterable[Sequence[int]], inputs: Any) -> int:

@@ -34,7 +34,7 @@ from sp_lightning.core.device.layout import strided
 from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.core.torch_compat.private import preserve_version_counter, storage_id
+from sp_lightning.core.torch_compat.private import base_of, preserve_version_counter, storage_id
 
 WORTH_MOVING = 2**18
 """Smaller storages, in bytes, stay on the device: a copy would cost the host more time than the memory is worth."""
@@ -149,6 +149,34 @@ class UnitCall:
         return [storage for reference in reversed(self.storages) if (storage := reference()) is not None]
 
 
+class WeightsOnDevice:
+    """Recognises copies in another dtype of weights that are on the device in any case: autocast makes them in each forward.
+
+    Such a copy is not an activation: plain Lightning has it on the device from forward to backward, too.
+
+    Args:
+        weights: the weights, as the modules hold them now.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = {id(each): each for each in weights}
+        frozen = [each for each in self._weights.values() if each.is_floating_point() and not each.requires_grad]
+        self._frozen = {each.shape: each.dtype.itemsize for each in frozen}
+
+    def copied_to(self, tensor: Tensor) -> bool:
+        """Returns True if a saved tensor is such a copy, or a view of one.
+
+        The copy of a frozen weight has no graph that leads to the weight. So each tensor of a lower precision without a graph
+        counts that has the shape of a frozen weight. A wrong guess takes memory: the tensor stays on the device.
+        """
+        whole = tensor if (base := base_of(tensor)) is None else base
+        if (node := whole.grad_fn) is not None:
+            cast = node.name() == "ToCopyBackward0"
+            return cast and id(getattr(node.next_functions[0][0], "variable", None)) in self._weights
+        lower = whole.dtype.itemsize < self._frozen.get(whole.shape, 0)
+        return lower and whole.is_floating_point() and not whole.requires_grad
+
+
 class Offload:
     """Copies saved tensors to the host, and back for backward.
 
@@ -165,6 +193,7 @@ class Offload:
         active: True after the first unit's call has begun. Before, :meth:`store` offloads nothing.
         stats: the device's counters.
         buffers: the addresses of the storages of the module's buffers. These storages stay on the device.
+        weights: the weights whose copies in another dtype stay on the device.
     """
 
     def __init__(
@@ -200,6 +229,7 @@ class Offload:
         self._given: dict[int, StorageWeakRef] = {}  # the storages whose bytes are counted as inputs
         self.active = False
         self.buffers: Set[int] = frozenset()
+        self.weights = WeightsOnDevice(())
         self._warned = False
 
     # ------------------------------------------------------------------ forward
@@ -280,10 +310,11 @@ class Offload:
         offset = int(tensor.storage_offset()) * tensor.element_size()
         return SavedReference(storage, tensor._version, offset, tensor.dtype, tensor.shape, tensor.stride())
 
-    def can_be_offloaded(self, tensor: Tensor, *, small: bool = False) -> bool:
+    def can_be_offloaded(self, tensor: Tensor, *, every: bool = False) -> bool:
         """Returns True for a plain view of a storage on the device, if the storage need not stay on the device.
 
-        Storages that are not worth a copy are left out, except with ``small``.
+        With ``every``, this includes what takes memory of the forward, but is kept: storages that are not worth a copy, and
+        copies of weights that are on the device.
 
         A graph's tensor is built again from its storage, dtype, shape and strides. This would lose the class of a subclass, and
         the bits of a conjugate or negative view.
@@ -291,11 +322,11 @@ class Offload:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
             return False
         storage = tensor.untyped_storage()
-        if (not small and is_small(storage.nbytes())) or tensor.device != self._device.device:
+        if (not every and is_small(storage.nbytes())) or tensor.device != self._device.device:
             return False
         if storage.data_ptr() in self._device_storages or storage.data_ptr() in self.buffers:
             return False
-        return not (tensor.is_conj() or tensor.is_neg())
+        return not (tensor.is_conj() or tensor.is_neg()) and (every or not self.weights.copied_to(tensor))
 
     def _send(self, saved: Tensor, call: UnitCall) -> OffloadedStorage | None:
         """Issues the copy of a tensor's storage to the host. Returns None, with a warning, if the host has no room."""

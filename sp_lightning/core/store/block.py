@@ -143,8 +143,8 @@ class HostBlock:
                 f"{tuple(value.shape)} inside a step (param.data = other). Exchange it between two batches or before "
                 f"trainer.fit, or keep it on the GPU: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
             )
-        # The parameter may have a role by now, whose operators wait for an update (``layers.roles``). This reads and writes without
-        # it. The value is downloaded once. Bytes are compared and not values: a NaN is not equal to itself, and -0.0 equals 0.0.
+        # The parameter may have a role by now, whose operators wait for an update (``layers.roles``). This reads and writes
+        # without it. Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             if index in self.retyped:
                 downloaded = value.detach().cpu()
