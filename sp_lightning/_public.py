@@ -31,9 +31,9 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from sp_lightning import registry
 from sp_lightning.core.device.stats import Stats
-from sp_lightning.core.model.compile import compile_blocks
 from sp_lightning.core.plan.plan import Plan, PlannedLayer
 from sp_lightning.trainer.callback import SuperpipelineCallback
+from sp_lightning.trainer.compile import compile_blocks
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 registry.install()

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from sp_lightning.core.device.device import Device
     from sp_lightning.core.engine.activations import ActivationPlan
     from sp_lightning.core.engine.streamer import MakeStepper, Streamer
-    from sp_lightning.core.engine.tuner import BaseTuner
     from sp_lightning.core.model.found import Found
     from sp_lightning.core.model.rows import RowFinder
     from sp_lightning.core.plan.choices import ActivationChoice, Place
-    from sp_lightning.core.plan.host_memory import HostBudget
     from sp_lightning.core.plan.window import Window
+    from sp_lightning.trainer.host_memory import HostBudget
+    from sp_lightning.trainer.tuner import BaseTuner
 
 CAPABILITIES = {
     "capabilities.activations": "offloads or recomputes activations",
@@ -283,7 +283,7 @@ def make_tuner(
         log.info(
             "Superpipeline: k and activations stay as they are planned: sp_lightning/capabilities/tuning is not installed."
         )
-    from sp_lightning.core.engine.tuner import BaseTuner
+    from sp_lightning.trainer.tuner import BaseTuner
 
     return BaseTuner(window, streamer)
 

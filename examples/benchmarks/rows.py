@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 import torch
 
-from sp_lightning.core.observe.machine import processor
+from sp_lightning.tools.machine import processor
 
 Row = dict[str, Any]
 

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 
 from sp_lightning.any_loop.stream import StreamedLoop, steps, strategy_with, stream
 from sp_lightning.core.device.closing import close_all
-from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.patched import replace_method
+from sp_lightning.trainer.option_checks import checked_budget
 from sp_lightning.trainer.options import AUTOCAST, prepare_precision
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")

@@ -20,15 +20,15 @@ from sp_lightning.core.device.accelerator import present_device
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.model.checks import refuse_computed_weights
-from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.patched import Patch, WatchesEngine, replace_method, unwatch, watch
 from sp_lightning.core.torch_compat.private import checkpoint_hook, tree_leaves
-from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.trainer.group import ALONE
+from sp_lightning.trainer.option_checks import checked_budget
 from sp_lightning.trainer.run import Run, move_to_device
+from sp_lightning.trainer.scaler import HostGradScaler
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 _OF_LIGHTNING = {

@@ -6,7 +6,7 @@
 - ``gpu_steps``: runs optimizer steps on the GPU.
 - ``tuning``: measures batches, chooses k, and has activations offloaded if not all fit.
 
-A capability may import the core. Only ``tuning`` may import another one, which offloads activations for it. The page of each
-says what it adds, where it enters, and what it costs if it is not used. ``tests/repository/deletion.py`` removes each, and
-tests the rest.
+A capability may import the core and ``trainer``. Only ``tuning`` may import another one, which offloads activations for
+it. The page of each says what it adds, where it enters, and what it costs if it is not used. ``tests/repository/deletion.py``
+removes each, and tests the rest.
 """

@@ -6,7 +6,7 @@ From the ground up, each folder may import those before it:
 - ``device``: memory, streams, copies and waits; the only folder that touches the accelerator.
 - ``model``: finds the layers of a module.
 - ``plan``: which layer gets how much memory, and when optimizers step. No run is needed for this.
-- ``observe``: log lines, statistics, pictures.
+- ``observe``: the count of activations, and messages.
 - ``store``: the memory of layers on the host.
 - ``layers``: one layer on its way: slots, device parameters, writes, gradients.
 - ``updates``: optimizer steps, whole or layer by layer.

@@ -10,7 +10,7 @@
    ``begin`` and the engine's end of a step.
 3. ``optimizer_steps`` replaces Lightning's optimizer step, so that layers are stepped one by one, in the background if possible.
    ``step_hooks`` are torch's hooks around every step: before it, the host has all weights; after it, copies on the GPU are stale.
-4. ``checkpoint_io`` and ``strategy`` save and load. ``callback`` logs and draws. ``options`` checks what the user has passed.
+4. ``checkpoint_io`` and ``strategy`` save and load. ``callback`` logs and draws. ``options`` has what the user has passed.
 
 All that follows is for reference.
 
@@ -103,8 +103,9 @@ The strategy and its run:
 - ``strategy`` has the user's options, set-up and checkpoints. Its class derives from the one in ``loops`` (the methods that
   Lightning's loops and users call). The class in ``loops`` derives from the one in ``host_strategy`` (the methods that the
   trainer's set-up calls), which chooses Lightning's base class by the number of devices.
-- ``options`` checks the options.
+- ``options`` has the options, and ``option_checks`` checks each.
 - ``run`` owns the objects of one run: its engine and its optimizers' steps. ``run_scope`` has the rules for runs in threads.
+  ``host_memory`` says how much CPU memory a run can have. ``tuner`` is the interface by which windows and modes change.
 - ``group`` is the interface to the other processes that train the module. On one device there are no other processes.
 
 Optimizer steps:
@@ -113,13 +114,15 @@ Optimizer steps:
 - ``optimizer_steps`` runs the steps of the trainer's optimizers, in the background if possible; ``step_hooks`` are hooks on the
   steps of all optimizers.
 - ``user_hooks`` finds the points at which user code could write weights.
+- ``scaler`` is the gradient scaler for gradients on the host.
 
 Checkpoints and files:
 
 - ``checkpoint_io`` writes and reads checkpoints. ``part_files`` creates the files, so that a checkpoint is complete or absent.
 - ``frozen_weights`` leaves frozen weights out of checkpoints, and adds them when a checkpoint is loaded.
-- ``given_values`` fills modules on the meta device from a checkpoint or a file of weights.
+- ``given_values`` fills modules on the meta device from a checkpoint or a file of weights, which ``weight_files`` reads.
 
-``callback`` logs, and draws a batch. ``signals`` defers signal handlers. Only ``compat`` uses private names of Lightning, or
-depends on its version or on its two packages. This folder may import all other folders of the core.
+``callback`` logs (``metrics``), and draws a batch (``plot``). ``compile`` is ``sp_lightning.compile_blocks``. ``signals``
+defers signal handlers. Only ``compat`` uses private names of Lightning, or depends on its version or on its two packages.
+This folder may import the core and the registry. It also has what the core does not use, and a run does.
 """

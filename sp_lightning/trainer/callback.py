@@ -17,7 +17,11 @@ from torch import Tensor
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.device.timeline import Interval, Timeline
 from sp_lightning.core.observe.messages import say_once
-from sp_lightning.core.observe.metrics import (
+from sp_lightning.core.plan.ledger import state_bytes
+from sp_lightning.trainer.compat import accumulates, logged_step
+from sp_lightning.trainer.host_memory import host_memory
+from sp_lightning.trainer.loops import LoopStrategy
+from sp_lightning.trainer.metrics import (
     DEFAULT_METRICS,
     METRICS,
     bottleneck,
@@ -26,11 +30,7 @@ from sp_lightning.core.observe.metrics import (
     over_plan,
     state_line,
 )
-from sp_lightning.core.observe.plot import draw_timeline, supported_formats
-from sp_lightning.core.plan.host_memory import host_memory
-from sp_lightning.core.plan.ledger import state_bytes
-from sp_lightning.trainer.compat import accumulates, logged_step
-from sp_lightning.trainer.loops import LoopStrategy
+from sp_lightning.trainer.plot import draw_timeline, supported_formats
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
-from sp_lightning.core.model.weight_files import fill, find_prefix, open_weights
 from sp_lightning.core.model.without_values import WithoutValues, compute_buffers, find_without_values, give_values
 from sp_lightning.core.observe.messages import less_host_memory
-from sp_lightning.core.plan.host_memory import MACHINE, HostBudget, check_host
+from sp_lightning.trainer.host_memory import MACHINE, HostBudget, check_host
+from sp_lightning.trainer.weight_files import fill, find_prefix, open_weights
 
 _ALIGNMENT = 64
 """The alignment of tensors in torch's files, in bytes. Another ``checkpoint_io`` may return tensors with other alignments, at

@@ -14,11 +14,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from sp_lightning import registry
 from sp_lightning.core.model.patterns import LayerChoice
-from sp_lightning.core.plan import options as checks
 from sp_lightning.core.plan.choices import ActivationChoice, Count, Overlap, Place, Share
-from sp_lightning.core.plan.host_memory import MACHINE, HostBudget
-from sp_lightning.core.updates.scaler import HostGradScaler
+from sp_lightning.trainer import option_checks as checks
 from sp_lightning.trainer.compat import is_a
+from sp_lightning.trainer.host_memory import MACHINE, HostBudget
+from sp_lightning.trainer.scaler import HostGradScaler
 
 
 def _by(check: Callable[..., Any], *arguments: Any) -> dict[str, Callable[[Any], Any]]:

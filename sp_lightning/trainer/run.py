@@ -28,7 +28,6 @@ from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.engine.activations import ActivationPlan
 from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
 from sp_lightning.core.engine.streamer import Streamer
-from sp_lightning.core.engine.tuner import BaseTuner
 from sp_lightning.core.layers.buffers import find_averages
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.layers.roles import ParameterRole
@@ -44,16 +43,17 @@ from sp_lightning.core.observe.messages import (
     say_once,
 )
 from sp_lightning.core.plan.choices import Mode
-from sp_lightning.core.plan.host_memory import HostBudget, check_host
 from sp_lightning.core.plan.plan import Plan, cap_remarks
 from sp_lightning.core.plan.window import Window, about_others
 from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.trainer.compat import last_checkpoint, note_device, skips_backward
 from sp_lightning.trainer.group import Group
+from sp_lightning.trainer.host_memory import HostBudget, check_host
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.run_scope import current
+from sp_lightning.trainer.tuner import BaseTuner
 from sp_lightning.trainer.user_hooks import UserHooks
 
 

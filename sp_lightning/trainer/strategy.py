@@ -20,7 +20,6 @@ from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.model.patterns import LayerChoice
 from sp_lightning.core.model.without_values import named_tensors
 from sp_lightning.core.plan.choices import ActivationChoice, Count, Overlap, Place, Share
-from sp_lightning.core.plan.options import by_name
 from sp_lightning.core.torch_compat.patched import scope
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_io import load
@@ -35,6 +34,7 @@ from sp_lightning.trainer.frozen_weights import (
 )
 from sp_lightning.trainer.given_values import GivenValues
 from sp_lightning.trainer.loops import LoopStrategy
+from sp_lightning.trainer.option_checks import by_name
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.run_scope import current
 

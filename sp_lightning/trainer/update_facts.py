@@ -31,10 +31,10 @@ from sp_lightning.core.updates.fused import (
     loses_updates,
     runs_fused,
 )
-from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.core.updates.step_context import compiles
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.scaler import HostGradScaler
 from sp_lightning.trainer.user_hooks import hooks_of_users, is_of
 
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.tools.comparison.reference import StepsOnHost
+from sp_lightning.trainer.scaler import HostGradScaler
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import assert_same, fit, fused
 

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 import sp_lightning
 from sp_lightning.core.plan.update_policy import UpdateFacts, decide
-from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.pytorch_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.trainer.callback import SuperpipelineCallback as LightningsCallback
 from sp_lightning.trainer.compat import base_of, is_a, path
+from sp_lightning.trainer.scaler import HostGradScaler
 from sp_lightning.trainer.update_facts import batch_facts
 from sp_lightning.trainer.user_hooks import hooks_of_users
 from tests.support.repository import result_row

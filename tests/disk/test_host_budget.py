@@ -12,9 +12,9 @@ from torch import nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.capabilities.disk import host_budget
 from sp_lightning.capabilities.disk.host_budget import LimitedMemory
-from sp_lightning.core.plan import host_memory
-from sp_lightning.core.plan.host_memory import check_host
 from sp_lightning.core.plan.units import parse_bytes
+from sp_lightning.trainer import host_memory
+from sp_lightning.trainer.host_memory import check_host
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 

@@ -20,8 +20,8 @@ from sp_lightning.capabilities.disk import tier as disk_tier
 from sp_lightning.capabilities.disk.away import save
 from sp_lightning.capabilities.disk.mapped_file import MappedFile
 from sp_lightning.capabilities.disk.state_placement import place_state
-from sp_lightning.core.plan import host_memory
 from sp_lightning.core.plan.units import parse_bytes
+from sp_lightning.trainer import host_memory
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import away, mapped_bytes, on_disk, without_room
 from tests.support.runs import assert_equal, assert_same, fit, fused

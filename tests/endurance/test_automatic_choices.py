@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.model.compile import compile_blocks
+from sp_lightning.trainer.compile import compile_blocks
 from tests.support import stacked
 from tests.support.gpu_reference import BATCHES, OPTIMIZERS
 from tests.support.models import Block, Module

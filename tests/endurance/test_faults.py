@@ -309,9 +309,7 @@ def may_not_pin(scene: Scene) -> Iterator[None]:
 def lacks_host_memory(scene: Scene) -> Iterator[None]:
     """Set-up sees it: for a layer's copy, or for gradients and the optimizer's state."""
     scene.whole, scene.struck = [0], True
-    with mock.patch(
-        "sp_lightning.core.plan.host_memory.available_bytes", return_value=scene.chance.choice([1000, 9000])
-    ):
+    with mock.patch("sp_lightning.trainer.host_memory.available_bytes", return_value=scene.chance.choice([1000, 9000])):
         yield
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from sp_lightning.capabilities.experts.stacks import adapting_modules, stacked_rows
-from sp_lightning.core.model.compile import compile_blocks
 from sp_lightning.core.observe import messages
+from sp_lightning.trainer.compile import compile_blocks
 from tests.support import stacked
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, loader, superpipeline, trainer_for

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.core.model.compile import compile_blocks
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.torch_compat.private import is_compiled
+from sp_lightning.trainer.compile import compile_blocks
 from tests.equality.cases import CASES
 from tests.equality.training import DYNAMOS, forget_graphs
 from tests.support.models import Block, Module, Stack, vectors

@@ -20,8 +20,8 @@ from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.device.timeline import Interval, Timeline, name_of
 from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.observe.metrics import bottleneck, counters_line
 from sp_lightning.core.plan.plan import make_plan
+from sp_lightning.trainer.metrics import bottleneck, counters_line
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_same, fit, loader, trainer_for
 

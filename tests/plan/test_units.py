@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from sp_lightning.core.plan.options import checked_budget
 from sp_lightning.core.plan.units import enough_gib, exact_bytes, in_gib, in_one_unit, parse_bytes
 from sp_lightning.tools.planner.arguments import make_parser
+from sp_lightning.trainer.option_checks import checked_budget
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Stream
 from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.observe.metrics import remedy
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.tools.planner.prediction.simulator import Walk
 from sp_lightning.tools.planner.prediction.visits import Rates
+from sp_lightning.trainer.metrics import remedy
 from tests.support.clocked import LAYERS, WIDTH, Clocked
 from tests.support.planner import schedule_visits
 

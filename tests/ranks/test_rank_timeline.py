@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.core.observe import plot
+from sp_lightning.trainer import plot
 from tests.support.models import Module, Stack, vectors
 from tests.support.ranks import in_ranks
 from tests.support.runs import fit

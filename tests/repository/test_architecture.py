@@ -26,9 +26,9 @@ FILES = {
 }
 CORE = (
     "_version", "core.torch_compat", "core.device", "core.model", "core.plan", "core.observe", "core.store",
-    "core.layers", "core.updates", "core.engine", "registry", "trainer",
+    "core.layers", "core.updates", "core.engine", "registry", "trainer", "tools.machine",
 )  # fmt: skip
-"""The folders of the core, from the ground up: each may import those before it."""
+"""The folders of the core and of the trainer, from the ground up: each may import those before it."""
 TOP = ("pytorch_lightning", "_public", "__init__", "__main__")
 """What users import or run. These files may import all others, and only capabilities may import them."""
 MAY_IMPORT_LIGHTNING = {
@@ -176,7 +176,7 @@ PUBLIC_ENOUGH = {
 PRIVATES: dict[str, set[str]] = {
     # Overridden: methods have to have their names. test_torch_private.py calls them.
     "any_loop.transformers_trainer": {"_apply"},  # what `Module.to` calls, which cannot leave children out
-    "core.updates.scaler": {"_get_scale_async", "_unscale_grads_"},
+    "trainer.scaler": {"_get_scale_async", "_unscale_grads_"},
     "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }
 """Privates of torch that one file may use beside ``torch_compat.private``."""

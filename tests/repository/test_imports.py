@@ -82,7 +82,7 @@ for found in pkgutil.walk_packages(sp_lightning.__path__, "sp_lightning."):
         importlib.import_module(found.name)
 
 from pathlib import Path
-from sp_lightning.core.plan.host_memory import available_bytes
+from sp_lightning.trainer.host_memory import available_bytes
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 
 files = AtomicCheckpointIO()

@@ -10,22 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.core.torch_compat.patched import in_place_of, is_patched, own_step
-
-
-def test_an_optimizers_own_step_runs_no_hooks_and_counts_for_no_scheduler() -> None:
-    optimizer = torch.optim.SGD([parameter := nn.Parameter(torch.ones(1))], lr=1.0)
-    called: list[str] = []
-    optimizer.register_step_post_hook(lambda *_: called.append("hook"))
-    for _ in range(2):  # without a scheduler, and with one
-        parameter.grad = torch.ones(1)
-        own_step(optimizer)()
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert not called
-    assert parameter.item() == -1
-    vars(optimizer)["step"] = lambda: called.append("own")
-    own_step(optimizer)()
-    assert called == ["own"]
+from sp_lightning.core.torch_compat.patched import in_place_of, is_patched
 
 
 def test_a_step_that_users_put_on_an_optimizer_is_told_from_what_schedulers_put_there() -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.core.device.lease import lend
 from sp_lightning.core.torch_compat import private as torch_private
-from sp_lightning.core.updates.scaler import HostGradScaler
+from sp_lightning.trainer.scaler import HostGradScaler
 from tests.support.precisions import restored_precisions
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine

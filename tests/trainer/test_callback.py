@@ -19,8 +19,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
-from sp_lightning.core.observe.metrics import METRICS, counters_line
 from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.trainer.metrics import METRICS, counters_line
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import as_on_a_gpu, loader, trainer_for
 from tests.support.simdevice import simulated

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import initialization
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.plan import host_memory
+from sp_lightning.trainer import host_memory
 from tests.support.models import (
     Classifier,
     Module,

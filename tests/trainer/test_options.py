@@ -24,7 +24,7 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.plan.choices import HABITS
-from sp_lightning.core.plan.options import checked_path
+from sp_lightning.trainer.option_checks import checked_path
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import loader, trainer_for
 

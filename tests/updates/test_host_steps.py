@@ -1,8 +1,7 @@
-"""What an optimizer's step takes on the host: measured in a run, estimated by ``plan``."""
+"""What an optimizer's step takes on the host, measured in a run."""
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sp_lightning.__main__ import main
-from sp_lightning.core.updates.cpu_seconds import muon_flops
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import loader, superpipeline, trainer_for
 from tests.support.simdevice import simulated
@@ -59,39 +56,3 @@ def test_steps_are_timed_where_the_device_waits_for_them(kind: Any) -> None:
     strategy = superpipeline(k=1)
     trainer_for(strategy).fit(kind(Stack()), loader(vectors(3)))
     assert strategy.stats().step_seconds == 0, "where the model computes on the host, nobody waits"
-
-
-def test_muons_products_are_counted_as_torch_multiplies() -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 24), (32, 16), (5, 5))]
-    optimizer = torch.optim.Muon(matrices)
-    for matrix in matrices:
-        matrix.grad = torch.randn_like(matrix)
-    with FlopCounterMode(display=False) as counter:
-        optimizer.step()
-    assert muon_flops(matrices) == counter.get_total_flops()
-
-
-@pytest.mark.long(
-    "four answers about a model of billions of parameters; test_separable counts small states in the first tier"
-)
-def test_plan_counts_eight_bits_of_state(capsys: pytest.CaptureFixture[str]) -> None:
-    """Real layers' sizes: what is small stays float32, and so may be half of a small model."""
-    asked = ["plan", "examples/shapes/llama-3-8b.json", "--k", "1", "--k-prime", "1", "--json"]
-
-    def found(*arguments: str) -> dict[str, Any]:
-        main([*asked, *arguments])
-        answered: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return answered
-
-    host = ("--optimizer", "adamw8bit", "--optimizer-on", "cpu")
-    adamw, bits = found(), found(*host, "--optimizer-overlap", "off")
-    saved = (adamw["host_bytes"] - bits["host_bytes"]) / adamw["parameters"]
-    assert 3.5 < saved < 4.5, "8 bytes of state against 2, and gradients that are widened: 2 more"
-    behind = found(*host)
-    assert behind["windows"][0]["seconds"] < bits["windows"][0]["seconds"], "in the background, layer by layer"
-    assert behind["windows"][0]["busy_seconds"]["optimizer"] == pytest.approx(21e-9 * adamw["parameters"], rel=0.01)
-    usual = found("--optimizer", "adamw8bit")
-    assert usual["optimizer_on"] == "gpu"
-    assert usual["windows"][0]["seconds"] < 2 * adamw["windows"][0]["seconds"], "8-bit states step on the GPU"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.layers.narrow_gradient import NarrowGradient, keep_narrow, stored, unwidened
-from sp_lightning.core.updates.scaler import HostGradScaler
+from sp_lightning.trainer.scaler import HostGradScaler
 from tests.support.models import Module, Stack, vectors
 from tests.support.planted import is_streamed
 from tests.support.runs import as_on_a_gpu, assert_equal, fit

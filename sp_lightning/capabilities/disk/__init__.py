@@ -6,7 +6,7 @@ Options: ``disk=``, ``host_memory=``. The folder implements three interfaces of 
   ``tier.place`` chooses one when a run is set up.
 - ``StateStore`` (``engine.state_store``): optimizer state in a scratch file (``tier``, ``state_on_disk``), opened when training
   begins. Its tensors may outlive the run: the mapping exists as long as they do.
-- ``HostBudget`` (``plan.host_memory``): ``host_memory=`` without a disk (``host_budget``).
+- ``HostBudget`` (``trainer.host_memory``): ``host_memory=`` without a disk (``host_budget``).
 
 The other files: ``state_placement`` decides what is on the disk. ``scratch_file`` has temporary files without names;
 ``mapped_file`` maps memory from one, reads the next layer ahead, and writes the layers before. ``away`` has mapped tensors in

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sp_lightning.core.device.host_memory import free_garbage
-from sp_lightning.core.plan import host_memory as machine
-from sp_lightning.core.plan.host_memory import HostBudget
 from sp_lightning.core.plan.units import as_option, enough_bytes, human_bytes
+from sp_lightning.trainer import host_memory as machine
+from sp_lightning.trainer.host_memory import HostBudget
 
 MARGIN = 1 / 16
 """With a disk, the share of ``host_memory`` that is left to batches, to activations on the CPU, and to the process itself."""

@@ -40,10 +40,10 @@ from sp_lightning.core.engine.state_store import Key, StateStore
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.model.found import Found, Layer
 from sp_lightning.core.observe.messages import say_once
-from sp_lightning.core.plan.host_memory import anonymous_bytes
 from sp_lightning.core.plan.ledger import Ledger, Steps, has_known_state, make_ledger, state_tensors
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.trainer.host_memory import anonymous_bytes
 from sp_lightning.trainer.options import Options
 
 

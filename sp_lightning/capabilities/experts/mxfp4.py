@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.capabilities.experts.packed_stacks import PackedStack, is_flipped, named_stacks
-from sp_lightning.core.model.weight_files import fill, find_prefix, open_weights
 from sp_lightning.core.model.without_values import compute_buffers, find_without_values, refuse_without_values
+from sp_lightning.trainer.weight_files import fill, find_prefix, open_weights
 
 _PARTS = ("blocks", "scales")
 

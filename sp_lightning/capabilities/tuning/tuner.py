@@ -22,11 +22,11 @@ from torch import Tensor
 from sp_lightning.capabilities.tuning.choices import Doublings
 from sp_lightning.core.device.device import Device, Wait
 from sp_lightning.core.engine.streamer import Streamer
-from sp_lightning.core.engine.tuner import BaseTuner
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.core.plan.window import Window
 from sp_lightning.core.torch_compat.private import tree_leaves
+from sp_lightning.trainer.tuner import BaseTuner
 
 if TYPE_CHECKING:
     from sp_lightning.capabilities.activations.calls import UnitModes

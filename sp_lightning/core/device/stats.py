@@ -11,7 +11,7 @@ class Stats:
     """Counters since set-up.
 
     A counter takes two places: a field of this class, and the line of the part that counts. Users and the callback read a
-    :meth:`copy`. Numbers are metrics, too (``observe.metrics``).
+    :meth:`copy`. Numbers are metrics, too (``trainer.metrics``).
 
     Attributes:
         fetched_layers: the number of layer uploads.

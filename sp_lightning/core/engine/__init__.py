@@ -110,7 +110,7 @@ make each transition::
 - VIEWED protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
 
 **The parts**, from below: a module imports only modules of the engine that are above it in this list, and the interfaces of
-capabilities in this folder (``activations``, ``state_store``, ``owners``, ``tuner``):
+capabilities in this folder (``activations``, ``state_store``, ``owners``):
 
 =======================  ============================================================================================
 ``schedule``             Which layers are fetched, locked, attached and released (1) (2), and in which order. The planner's
@@ -149,7 +149,7 @@ what happens when values are loaded between two steps       ``trainer.run.Run.lo
 what happens after an error in a step                       ``trainer.run.Run.whole_after_failure``, ``step.Step.end``
 the time that the simulator counts for a wait or a copy     ``tools.planner.prediction.clocks``
 the dtype of casts; how they are computed                   ``plan.plan``, ``layers.casts``; ``layers.host_casts``
-an option: field, check, signature; where memory acts       ``trainer.options``, ``plan.options``,
+an option: field, check, signature; where memory acts       ``trainer.options``, ``trainer.option_checks``,
                                                             ``trainer.strategy``; ``plan.window``
 ==========================================================  =====================================================
 

@@ -4,10 +4,9 @@
   the module and copies nothing.
 - ``blocks`` recognises repeated blocks and lists of experts. ``patterns`` resolves ``layers=`` and ``keep_on_gpu=``. ``checks``
   raises errors for unsupported modules, and writes the notes of the plan.
-- ``compile`` compiles the repeated blocks of a model (``sp_lightning.compile_blocks``).
 - ``rows`` is the interface for layers of which single rows are uploaded. The capability ``experts`` implements it.
 - ``wrapped`` takes tensor subclasses apart into plain tensors and rebuilds them. ``without_values`` gives values to tensors
-  on the meta device, and ``weight_files`` reads these values from files.
+  on the meta device.
 
 Files in this folder may import ``torch_compat`` and ``device``.
 """

@@ -1,9 +1,9 @@
 """Decisions before a step runs. Plans and policies are frozen objects. Nothing in this folder copies or allocates memory.
 
-- ``options`` checks the user's options; ``choices`` has their types, and hints for options of other libraries.
+- ``choices`` has the types of options, and hints for options of other libraries.
 - ``plan`` gives every layer its place in memory and its slots (``rings``); ``window`` decides which plans fit the GPU.
 - ``update_policy`` decides where, when and how layers are updated.
-- ``ledger`` counts the host memory that training uses, ``host_memory`` the memory that is available.
+- ``ledger`` counts the host memory that training uses.
 - ``units`` formats and parses numbers of bytes.
 
 The inputs are the layers that were found, the options, and facts. This folder may import ``device`` and ``model``.

@@ -1,6 +1,6 @@
 """Which plans fit the budget of GPU memory.
 
-:class:`Window` makes the plan for the first batches, with the smallest window. A tuner (``sp_lightning.core.engine.tuner``) may
+:class:`Window` makes the plan for the first batches, with the smallest window. A tuner (``sp_lightning.trainer.tuner``) may
 measure the memory that batches use beside weights. After that :class:`Window` also tells which larger plans fit.
 """
 

@@ -32,20 +32,6 @@ def attributes_of(optimizer: Any) -> dict[str, Any]:
 OWN_ATTRIBUTES: Any = vars(Optimizer)["__dict__"]  # a property of the same name may wait for updates
 
 
-def own_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Returns an optimizer's step without its hooks, and without the wrapper in which schedulers count its calls.
-
-    If user code has set a step on the optimizer itself, returns that step unchanged.
-    """
-    step: Any = attributes_of(optimizer).get("step")
-    if not is_patched(optimizer, step):
-        step = type(optimizer).step
-        while getattr(step, "hooked", False):  # torch's wrapper, which runs hooks
-            step = step.__wrapped__
-        step = MethodType(step, optimizer)
-    return step
-
-
 def state_of(optimizer: Any) -> Any:
     """Returns an optimizer's state by parameter, without waiting for updates in the background.
 

@@ -6,8 +6,6 @@ An *update* is the optimizer's step of one layer.
 - ``fused`` decides which steps run fused, and which can be divided into updates of layers.
 - ``pieces`` widens, unscales, clips, steps and casts in a single pass over memory.
 - ``step_context`` gives a step in the background the settings of the thread that called ``optimizer.step()``.
-- ``scaler`` is the gradient scaler for gradients on the host.
-- ``cpu_seconds`` has the costs of steps that compute longer than they read and write memory.
 - ``layer_stepper`` is the interface of steps on the GPU.
 
 Input: the user's optimizer and the layers (``layers``). Output: updated weights in host memory; code that reads them waits for

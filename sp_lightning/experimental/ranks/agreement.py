@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from sp_lightning.core.torch_compat.private import has_accumulation_hooks
-from sp_lightning.core.updates.scaler import HostGradScaler
 from sp_lightning.experimental.ranks.collectives import Collectives
 from sp_lightning.trainer.compat import trainer_of
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.scaler import HostGradScaler
 from sp_lightning.trainer.update_facts import clips_as_lightning
 
 _ONE = "Pass Trainer(devices=1)"

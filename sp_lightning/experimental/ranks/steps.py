@@ -16,10 +16,10 @@ from sp_lightning.core.engine.clipping import Clipping
 from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.torch_compat.patched import attributes_of, in_place_of, is_patched
 from sp_lightning.core.updates.fused import is_separable
-from sp_lightning.core.updates.scaler import Found, HostGradScaler
 from sp_lightning.experimental.ranks.agreement import settings
 from sp_lightning.experimental.ranks.owners import ALIKE, RankOwners, closure_again
 from sp_lightning.trainer.group import OwnedSteps
+from sp_lightning.trainer.scaler import Found, HostGradScaler
 from sp_lightning.trainer.update_facts import CLIPPING
 
 if TYPE_CHECKING:

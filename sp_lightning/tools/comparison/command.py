@@ -141,10 +141,10 @@ def run_dial(arguments: argparse.Namespace) -> None:
         ValueError, TypeError: an option is invalid.
         SystemExit: with status 1 if a run stopped, with status 2 if nothing was measured.
     """
-    from sp_lightning.core.observe.plot import draw_measured, supported_formats
     from sp_lightning.tools.comparison import small_models
     from sp_lightning.tools.comparison.dial import dial
     from sp_lightning.tools.comparison.subject import NotRunError
+    from sp_lightning.trainer.plot import draw_measured, supported_formats
 
     out: Path | None = arguments.out
     if out is not None and out.suffix[1:] not in supported_formats():

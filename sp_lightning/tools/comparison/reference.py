@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.core.updates.fused import divide, has_fused_step, runs_fused
-from sp_lightning.core.updates.scaler import HostGradScaler
+from sp_lightning.trainer.scaler import HostGradScaler
 
 
 class StepsOnHost(SingleDeviceStrategy):

@@ -11,6 +11,7 @@ The command ``plan`` uses these files in this order:
 - ``model_source``: builds a model without memory (``fake``). ``images`` builds the inputs of vision models;
   ``adapters`` implements ``--lora``.
 - ``estimate``: runs a batch without values (``dry_run``, ``known_values``), and computes the host memory (``host``).
+  ``cpu_seconds`` has the costs of steps that compute longer than they read and write memory.
 - ``answer``: predicts each window of a range (``prediction``).
 - ``verdict`` and ``report``: format the answer.
 

@@ -13,11 +13,11 @@ from torch import nn
 from sp_lightning.core.plan.ledger import Ledger, Steps, has_known_state, make_ledger
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.private import tree_leaves
-from sp_lightning.core.updates.cpu_seconds import EIGHT_BITS_SECONDS, NORM_SECONDS, PIECES_SECONDS, muon_flops
 from sp_lightning.core.updates.fused import has_fused_step
 from sp_lightning.core.updates.step_context import compiles
 from sp_lightning.registry import needed_for
 from sp_lightning.tools.planner.arguments import Overlap, Question
+from sp_lightning.tools.planner.cpu_seconds import EIGHT_BITS_SECONDS, NORM_SECONDS, PIECES_SECONDS, muon_flops
 
 if TYPE_CHECKING:
     from sp_lightning.capabilities.disk.state_placement import OnDisk, StatePlacement

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sp_lightning.core.device.accelerator import device_for, present_device
-from sp_lightning.core.observe.machine import machine_of, today
+from sp_lightning.tools.machine import machine_of, today
 from sp_lightning.tools.planner.arguments import Question, number_of
 from sp_lightning.tools.planner.rates import DTYPES, OF_DEVICE, measure_rates
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sp_lightning.capabilities.activations.policy import summary
-from sp_lightning.core.observe.metrics import WAITED, remedy
 from sp_lightning.core.plan.units import in_gib, number
 from sp_lightning.tools.planner.answer import Answer, Row
 from sp_lightning.tools.planner.arguments import MODES, Question
 from sp_lightning.tools.planner.estimate import Estimate
 from sp_lightning.tools.planner.verdict import verdict
+from sp_lightning.trainer.metrics import WAITED, remedy
 
 LEAST_WAITING = 0.05
 """The least share of the time for which the answer has advice on a cause of stalls."""

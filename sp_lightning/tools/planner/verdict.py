@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 from sp_lightning.capabilities.activations.policy import summary
-from sp_lightning.core.observe.metrics import WAITED
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import enough_gib, exact_bytes, in_gib
 from sp_lightning.tools.planner.answer import Answer, Row
 from sp_lightning.tools.planner.arguments import Question
 from sp_lightning.tools.planner.estimate import Estimate
+from sp_lightning.trainer.metrics import WAITED
 
 _OVER = {"updates": " in host memory", "fetches": " over PCIe", "gradient offloading": " over PCIe"}
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.model.compile import compile_blocks
+from sp_lightning.trainer.compile import compile_blocks
 from tests.equality.rows import Tiers, mistake, program, tiers
 from tests.equality.training import forget_graphs
 from tests.support.models import CheckpointedCalls, Module, Stack, lora, tokens, vectors

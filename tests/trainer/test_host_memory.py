@@ -13,8 +13,8 @@ import pytest
 
 from sp_lightning.core.device.host_memory import free_garbage
 from sp_lightning.core.observe.messages import less_host_memory
-from sp_lightning.core.plan import host_memory
-from sp_lightning.core.plan.host_memory import available_bytes, check_host, resident_bytes
+from sp_lightning.trainer import host_memory
+from sp_lightning.trainer.host_memory import available_bytes, check_host, resident_bytes
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
 
@@ -85,7 +85,7 @@ def test_where_the_system_does_not_say(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("free", "spare"), [(1000, 700), (200, 0), (None, None)])
 def test_an_eighth_of_what_is_not_needed_is_left_to_others(free: int | None, spare: int | None) -> None:
-    with mock.patch("sp_lightning.core.plan.host_memory.available_bytes", return_value=free):
+    with mock.patch("sp_lightning.trainer.host_memory.available_bytes", return_value=free):
         assert check_host({"gradients": 150, "the optimizer's state": 50}, "Use less.") == spare
 
 
@@ -109,7 +109,7 @@ def test_a_run_that_would_be_killed_is_refused_before_it_begins(free: int, messa
     module = Module(Stack())
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with (
-        mock.patch("sp_lightning.core.plan.host_memory.available_bytes", return_value=free),
+        mock.patch("sp_lightning.trainer.host_memory.available_bytes", return_value=free),
         pytest.raises(MemoryError, match=message + r".*Use less: Trainer\(precision=\"bf16-true\"\)"),
     ):
         fit(lambda: module, vectors(), superpipeline())
@@ -120,7 +120,7 @@ def test_a_run_that_would_be_killed_is_refused_before_it_begins(free: int, messa
 def test_a_real_control_group_is_heeded() -> None:
     """A process of its own in a group of 1 GiB, where the system lets us make one."""
     group = Path(f"/sys/fs/cgroup/memory/superpipeline-{os.getpid()}")
-    code = "from sp_lightning.core.plan.host_memory import available_bytes; print(available_bytes())"
+    code = "from sp_lightning.trainer.host_memory import available_bytes; print(available_bytes())"
     try:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(f"{2**30}")
@@ -206,7 +206,7 @@ def test_two_runs_of_one_process_have_the_memory_of_one(tmp_path: Path) -> None:
     script = (
         "import torch, sys\n"
         "from sp_lightning import SuperpipelineStrategy\n"
-        "from sp_lightning.core.plan.host_memory import resident_bytes\n"
+        "from sp_lightning.trainer.host_memory import resident_bytes\n"
         "from tests.support.models import Module\n"
         "from tests.support.runs import loader, trainer_for\n"
         "def run(memory):\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sp_lightning.core.device.timeline import Interval
-from sp_lightning.core.observe.plot import draw_timeline, require_matplotlib
+from sp_lightning.trainer.plot import draw_timeline, require_matplotlib
 from tests.support.tiers import first
 
 
