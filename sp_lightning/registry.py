@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from sp_lightning.core.device.device import Device
     from sp_lightning.core.engine.activations import ActivationPlan
-    from sp_lightning.core.engine.streamer import MakeStepper, Streamer
+    from sp_lightning.core.engine.engine import Engine, MakeStepper
     from sp_lightning.core.model.found import Found
     from sp_lightning.core.model.rows import RowFinder
     from sp_lightning.core.plan.choices import ActivationChoice, Place
@@ -261,7 +261,7 @@ def is_declared(optimizer: Optimizer) -> bool:
 
 
 def make_tuner(
-    window: Window, streamer: Streamer, device: Device, log: logging.Logger, *, evicts: bool, alone: bool
+    window: Window, streamer: Engine, device: Device, log: logging.Logger, *, evicts: bool, alone: bool
 ) -> BaseTuner:
     """Returns the tuner, which chooses k between batches, and has activations offloaded if not all fit.
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.torch_compat.private import ENGINE_CALL
 from tests.support.runs import imports_are_over
 from tests.support.states import checked_states
@@ -124,11 +124,11 @@ def nothing_fits() -> Iterator[None]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[UnitModes]:
     """The activations of every run, to look at after it."""
     found: list[UnitModes] = []
-    close = Streamer.close
+    close = Engine.close
 
-    def closed(self: Streamer) -> None:
+    def closed(self: Engine) -> None:
         found.append(self.activations)
         close(self)
 
-    monkeypatch.setattr(Streamer, "close", closed)
+    monkeypatch.setattr(Engine, "close", closed)
     return found

@@ -28,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from examples.benchmarks import rows
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 
@@ -89,7 +89,7 @@ def superpipeline(kind: str, k: int = 2, k_prime: int = 1) -> Step:
     found = find_layers(stack)
     plan = make_plan(found, k=k, k_prime=k_prime)
     assert len(plan.layers) == LAYERS
-    streamer = Streamer(stack, found, plan, Device(torch.device("cpu")), pin=False)
+    streamer = Engine(stack, found, plan, Device(torch.device("cpu")), pin=False)
 
     def step() -> None:
         streamer.begin("train", training=True)
@@ -113,7 +113,7 @@ def predicting(kind: str, k: int) -> Step:
     """The same, streamed: what the strategy does in a step of prediction where no hook may write weights."""
     stack, x = build(kind)
     found = find_layers(stack)
-    streamer = Streamer(stack, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
+    streamer = Engine(stack, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
 
     def step() -> None:
         streamer.begin("predict", training=False, quiet=True)
@@ -163,7 +163,7 @@ def generators() -> dict[str, Callable[[], Tensor]]:
 def _streamed_generator(k: int) -> Callable[[], Tensor]:
     net, prompts = build_generator()
     found = find_layers(net)
-    streamer = Streamer(net, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
+    streamer = Engine(net, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
 
     def step() -> Tensor:
         streamer.begin("predict", training=False, quiet=True)

@@ -5,7 +5,7 @@
 1. Lightning calls the strategy (``strategy``, and ``loops`` for the methods of a batch). ``setup`` makes a
    :class:`~sp_lightning.trainer.run.Run`, which lasts until ``teardown``: ``fit`` with its validation, or one ``validate``,
    ``test`` or ``predict``. A run finds the layers, plans, and builds the engine
-   (:class:`~sp_lightning.core.engine.streamer.Streamer`).
+   (:class:`~sp_lightning.core.engine.engine.Engine`).
 2. ``Run.step`` surrounds ``training_step`` with the engine's ``begin`` and ``await_backward``, and every other step with
    ``begin`` and the engine's end of a step.
 3. ``optimizer_steps`` replaces Lightning's optimizer step, so that layers are stepped one by one, in the background if possible.
@@ -21,9 +21,9 @@ the closure:
     Lightning or torch calls     what happens
 ==  ===========================  ===========================================================================================
 1   on_train_batch_start         ``loops._batch_starts`` runs deferred signals. ``Run.batch_starts`` adapts the engine to a
-                                 changed module. If a hook may have written weights: ``Streamer.invalidate``. The tuner may
+                                 changed module. If a hook may have written weights: ``Engine.invalidate``. The tuner may
                                  change k, k' and modes of activations. If no code can write weights before row 4:
-                                 ``Streamer.prefetch_for``.
+                                 ``Engine.prefetch_for``.
 2   optimizer_step               ``OptimizerSteps.run``: replaces the precision plugin's clipping, and calls Lightning's step with
                                  a closure that calls Lightning's closure.
 3   torch's hooks before a step  ``StepHooks.before``, then the user's hooks, then ``StepHooks._enter``. ``before`` and ``_enter``
@@ -31,10 +31,10 @@ the closure:
                                  the host, and waits for updates if torch's code will write weights itself. ``before`` also wraps
                                  the closure. The wrapped closure begins with ``Updating.resume``, and ends with
                                  ``Updating.before``.
-4   training_step                ``Run.step``: ``Streamer.begin`` puts device parameters into the modules, the forward runs in
-                                 ``Streamer.saving``, and ``Streamer.await_backward`` makes the step end with its backward.
+4   training_step                ``Run.step``: ``Engine.begin`` puts device parameters into the modules, the forward runs in
+                                 ``Engine.saving``, and ``Engine.await_backward`` makes the step end with its backward.
 5   optimizer_zero_grad          The strategy is not called. If a user's hook runs, modules hold host parameters (*seen*).
-6   pre_backward, post_backward  ``Streamer.announce_backward``, then autograd calls the engine, which ends its step with the
+6   pre_backward, post_backward  ``Engine.announce_backward``, then autograd calls the engine, which ends its step with the
                                  graph task (``Backward._outermost_has_ended``). With updates in backward, the engine calls
                                  ``LayerwiseStep`` for each layer whose gradients are complete. If there was no backward,
                                  ``post_backward`` ends the step.
@@ -44,7 +44,7 @@ the closure:
 8   the optimizer's own code     Before it, ``StepHooks._change_groups``: ``LayerwiseStep.submit`` gives the remaining layers to
                                  the background, and the optimizer finds no groups. If the step cannot be divided into layers,
                                  the optimizer updates the host's weights itself, fused if possible.
-9   torch's hooks after a step   ``StepHooks.give_back_groups``, the user's hooks, ``StepHooks.after``: ``Streamer.invalidate``,
+9   torch's hooks after a step   ``StepHooks.give_back_groups``, the user's hooks, ``StepHooks.after``: ``Engine.invalidate``,
                                  because copies on the device are out of date.
 10  on_train_batch_end           ``callback``: if no hook may write weights before the next batch,
                                  ``loops._expect_next_batch`` prefetches.

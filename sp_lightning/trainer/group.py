@@ -14,8 +14,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.optim import Optimizer
 
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.placement import Placement
-from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.trainer.options import Options
 
 
@@ -72,7 +72,7 @@ class Group:
         """Returns the placement for several devices; None on one device, where other options determine the placement."""
         return None
 
-    def steps(self, engine: Callable[[], Streamer]) -> OwnedSteps:
+    def steps(self, engine: Callable[[], Engine]) -> OwnedSteps:
         """Returns the object for optimizer steps. ``engine`` returns the present engine, which may be replaced during a run."""
         return OwnedSteps()
 

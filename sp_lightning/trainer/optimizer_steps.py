@@ -15,9 +15,9 @@ import torch
 from torch.optim import Optimizer
 
 from sp_lightning import registry
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.layerwise import LayerwiseStep
 from sp_lightning.core.engine.state_store import IN_MEMORY, StateStore
-from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.plan.choices import Overlap
 from sp_lightning.core.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.core.plan.update_policy import (
@@ -74,7 +74,7 @@ class OptimizerSteps:
         self._facts = UpdateFacts()
         self.policy: UpdatePolicy | None = None
         # The engine, the facts and the policy for which the objects in `_layerwise` were made.
-        self._applied: tuple[Streamer, UpdateFacts, UpdatePolicy] | None = None
+        self._applied: tuple[Engine, UpdateFacts, UpdatePolicy] | None = None
         self._logged = ""  # the mode that was logged last
         self._step_hooks = StepHooks(
             lambda: run.streamer,
@@ -218,7 +218,7 @@ class OptimizerSteps:
         self._layerwise = {
             optimizer: LayerwiseStep(
                 optimizer,
-                engine.updating,
+                engine,
                 policy=policy,
                 own=own,
                 clip_value=self._facts.batch.clip_value,

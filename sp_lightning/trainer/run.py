@@ -26,8 +26,8 @@ from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.engine.activations import ActivationPlan
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
-from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers.buffers import find_averages
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.layers.roles import ParameterRole
@@ -161,7 +161,7 @@ class Run:
         self._lent = False  # True in the context :meth:`gpu_released`
         self._stay: set[nn.Parameter] = set()  # the parameters of layers that `gpu_layers=` chose
         _refuse_in_step(module)
-        self.streamer: Streamer | None = None
+        self.streamer: Engine | None = None
         self.tuner: BaseTuner
         self.hooks = UserHooks(trainer)
         self.steps = OptimizerSteps(self, options, log)
@@ -173,7 +173,7 @@ class Run:
             raise
 
     @property
-    def engine(self) -> Streamer:
+    def engine(self) -> Engine:
         """The engine of a run that is not over."""
         assert self.streamer is not None
         return self.streamer
@@ -470,7 +470,7 @@ class Run:
         move_to_device(self.module, found, averages, self._device)
         self._stay = {parameter for layer in found.stay for _, parameter in layer.parameters}
         self._move_staying(self._device)
-        self.streamer = Streamer(
+        self.streamer = Engine(
             self.module,
             found,
             plan,
@@ -662,7 +662,7 @@ class Run:
     def whole_after_failure(self, *, make_room: bool = False) -> Generator[None, None, None]:
         """A context that restores the host parameters after an error, and explains the error.
 
-        Exception: if user code inside the running step can still catch the error, the step continues (``Streamer.abort``).
+        Exception: if user code inside the running step can still catch the error, the step continues (``Engine.abort``).
 
         - Reports the error to the other processes.
         - Replaces an error of torch that this package causes.
@@ -695,7 +695,7 @@ class Run:
     def abort(self) -> None:
         """Ends the step, and restores the host parameters. An error in this method is logged: it must not hide the first error.
 
-        If user code inside the step can still catch the first error, the step continues (``Streamer.abort``).
+        If user code inside the step can still catch the first error, the step continues (``Engine.abort``).
         """
         try:
             self.engine.abort()

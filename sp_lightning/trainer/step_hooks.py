@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.layerwise import LayerwiseStep
-from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.patched import elsewhere, order_new_state, scope, state_of
@@ -74,7 +74,7 @@ class StepHooks:
 
     def __init__(
         self,
-        engine: Callable[[], Streamer | None],
+        engine: Callable[[], Engine | None],
         module: nn.Module,
         fuse: Callable[[Optimizer], bool],
         refuse_other: Callable[[Optimizer], None] | None = None,
@@ -96,7 +96,7 @@ class StepHooks:
         self._scope = scope.get()
 
     @property
-    def _engine(self) -> Streamer:
+    def _engine(self) -> Engine:
         engine = self._engine_or_none()
         assert engine is not None
         return engine
@@ -131,7 +131,7 @@ class StepHooks:
 
     def steps_on_device(self, optimizer: Optimizer) -> bool:
         """Returns True if this run is running a step of the optimizer, and the run's layers step on the GPU."""
-        return self._layerwise(optimizer) is not None and self._engine.updating.stepper.steps_all
+        return self._layerwise(optimizer) is not None and self._engine.updates.stepper.steps_all
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
@@ -151,7 +151,7 @@ class StepHooks:
         # An optimizer may call the step of another one that it wraps.
         if self._refuse_other and not self._stepping and any(_is_ours(p, self._engine) for p in _parameters(optimizer)):
             self._refuse_other(optimizer)
-        if self._engine.updating.stepper.steps_all:
+        if self._engine.updates.stepper.steps_all:
             self._refuse_without_gpu(optimizer, args, kwargs)
         self._stepping.append(optimizer)
         self._remove_hooks(optimizer)  # hooks of an earlier step that raised an error
@@ -263,9 +263,8 @@ class StepHooks:
         if layerwise is not None and layerwise.submit(closure):
             self._begun = perf_counter()  # the device may compute meanwhile
             return
-        updating = self._engine.updating
-        updating.owners.begin_whole(optimizer, partial(updating.step_of, optimizer))
-        stay = self._engine.updating.stay
+        self._engine.owners.begin_whole(optimizer, partial(self._engine.updating.step_of, optimizer))
+        stay = self._engine.found.on_gpu
         self._divide_by_place(optimizer, stay)
         if self._fuse(optimizer):
             for group in [each for each in optimizer.param_groups if not stay.intersection(each["params"])]:
@@ -435,7 +434,7 @@ def _replace_device_parameters(optimizer: Optimizer) -> None:
     optimizer.state.update(state)
 
 
-def _is_ours(parameter: Any, streamer: Streamer) -> bool:
+def _is_ours(parameter: Any, streamer: Engine) -> bool:
     """Returns True if a parameter, of the host or the device, belongs to a layer of this engine."""
     return streamer.updating.layer_of(getattr(parameter, "host", parameter)) is not None
 

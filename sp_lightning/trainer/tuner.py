@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.plan.window import Window
 
 
@@ -24,7 +24,7 @@ class BaseTuner:
 
     remark = ""
 
-    def __init__(self, window: Window, streamer: Streamer) -> None:
+    def __init__(self, window: Window, streamer: Engine) -> None:
         self.window = window
         self.streamer = streamer
 

@@ -109,10 +109,10 @@ def test_a_saved_weight_holds_its_slot_before_anybody_else_may_take_it(monkeypat
 
     def watched(self: SavedTensors, layer: StreamedLayer, *rest: Any) -> Tensor:
         def make_room(layers: Any) -> None:
-            held.append(self.residency.used[layer].lease.in_use)
+            held.append(self.engine.residency.used[layer].lease.in_use)
 
         with monkeypatch.context() as patch:
-            patch.setattr(self.backward, "make_room", make_room)
+            patch.setattr(self.engine.backward, "make_room", make_room)
             return bring(self, layer, *rest)
 
     monkeypatch.setattr(SavedTensors, "_bring", watched)

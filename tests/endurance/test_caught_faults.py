@@ -194,13 +194,13 @@ NAMES = [
 def state_of(module: Catches) -> dict[str, Any]:
     """What a caught fault must leave as it was."""
     streamer = streamer_of(module.trainer.strategy)
-    running, activations = streamer._uses.calls, streamer.activations
+    running, activations = streamer.uses.calls, streamer.activations
     offload = getattr(activations, "offload", None)
     return {
-        "a step runs": streamer._step.running,
+        "a step runs": streamer.step.running,
         "depth": (running.depth, running._here.depth),
-        "pins": [layer.running_calls for layer in streamer._layers],
-        "slots in use": sum(slot.locked for slot in streamer._slots.all) - len(streamer._residency.used),
+        "pins": [layer.running_calls for layer in streamer.layers],
+        "slots in use": sum(slot.locked for slot in streamer.slots.all) - len(streamer.residency.used),
         "hooks on the thread": top_saved_tensors_hooks(),
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
         "activations": (getattr(activations, "_installed", None), sum("forward" in vars(m) for m in module.modules())),

@@ -30,7 +30,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.torch_compat.private import ENGINE_CALL
 from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.strategy import StreamingStrategy
@@ -183,7 +183,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     "set-up": (StreamingStrategy, "_set_up"),
     "teardown": (StreamingStrategy, "_tear_down"),
     "the end of an engine": (Run, "_end_engine"),
-    "closing": (Streamer, "close"),
+    "closing": (Engine, "close"),
     "after an error": (Run, "abort"),
 }
 

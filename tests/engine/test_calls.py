@@ -36,7 +36,7 @@ class Listens:
     def __init__(self) -> None:
         self.entered: list[Any] = []
         self.left: list[Any] = []
-        self.threads = OwnThreads()
+        self.engine = SimpleNamespace(threads=OwnThreads())
 
     def enter(self, visits: Any, inputs: Any) -> Any:
         (x,) = inputs

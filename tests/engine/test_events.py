@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sp_lightning.core.device.accelerator import Accelerator
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.plan.plan import make_plan
 from tests.support.engine import events, step, streamed
 from tests.support.simdevice import SimDevice
@@ -24,7 +24,7 @@ DEVICES: list[Callable[[], Device]] = [
 ]
 if torch.cuda.is_available():
     DEVICES.append(lambda: Accelerator(torch.device("cuda")))
-Run = Callable[[Streamer, Any, Tensor], None]
+Run = Callable[[Engine, Any, Tensor], None]
 
 
 class Three(nn.Module):
@@ -67,33 +67,33 @@ class Fails(Three):
         return self.c(y)
 
 
-def train(streamer: Streamer, net: Any, x: Tensor) -> None:
+def train(streamer: Engine, net: Any, x: Tensor) -> None:
     step(streamer, lambda: net(x).sum().backward())
 
 
-def train_twice(streamer: Streamer, net: Any, x: Tensor) -> None:
+def train_twice(streamer: Engine, net: Any, x: Tensor) -> None:
     train(streamer, net, x)
     train(streamer, net, x)
 
 
-def predict(streamer: Streamer, net: Any, x: Tensor) -> None:
+def predict(streamer: Engine, net: Any, x: Tensor) -> None:
     with torch.inference_mode():
         step(streamer, lambda: net(x), training=False)
 
 
-def validate_within_fit(streamer: Streamer, net: Any, x: Tensor) -> None:
+def validate_within_fit(streamer: Engine, net: Any, x: Tensor) -> None:
     train(streamer, net, x)
     predict(streamer, net, x)
     train(streamer, net, x)
 
 
-def train_another_way(streamer: Streamer, net: Any, x: Tensor) -> None:
+def train_another_way(streamer: Engine, net: Any, x: Tensor) -> None:
     train(streamer, net, x)
     net.without_b = True
     train(streamer, net, x)
 
 
-def fail(streamer: Streamer, net: Any, x: Tensor) -> None:
+def fail(streamer: Engine, net: Any, x: Tensor) -> None:
     with suppress(KeyError):
         train(streamer, net, x)
     streamer.abort()
@@ -158,7 +158,7 @@ def test_sequence(name: str, make: Callable[[], Device]) -> None:
     device = make()
     x = torch.ones(2, 4, device=device.device, requires_grad=True)
     with events() as happened, streamed(kind(), device, k=1, k_prime=1) as streamer:
-        run(streamer, streamer._module, x)
+        run(streamer, streamer.module, x)
         seen = list(happened)
     assert seen == words(expected)
 
@@ -266,11 +266,11 @@ def test_layers_rest_from_batch_to_batch() -> None:
     def predict(*, quiet: bool = True) -> list[str]:
         with torch.inference_mode():
             step(streamer, lambda: net(x), training=False, quiet=quiet)
-        return [layer.name for layer in streamer._residency.resting]
+        return [layer.name for layer in streamer.residency.resting]
 
     def train() -> None:
         loss = net(x).sum()
-        assert not streamer._residency.resting
+        assert not streamer.residency.resting
         loss.backward()
 
     with streamed(net, device, k=3, k_prime=1) as streamer:

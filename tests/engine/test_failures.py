@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.graph import packs
 from sp_lightning.core.engine.layerwise import LayerwiseStep
 from sp_lightning.core.engine.schedule import Residency
-from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.layers import swap
 from sp_lightning.core.updates import background
 from tests.support.engine import Calls, Uploads, step, streamed, streamer_of, three_linears
@@ -149,7 +149,7 @@ def test_after_an_error_between_two_batches_nothing_is_under_way() -> None:
 
     strategy = SuperpipelineStrategy(k=1, optimizer_overlap="forward")
     trainer = trainer_for(strategy, callbacks=[Looks()])
-    failing = mock.patch.object(Streamer, "prefetch_for", at(Streamer.prefetch_for, 4, KeyError("between")))
+    failing = mock.patch.object(Engine, "prefetch_for", at(Engine.prefetch_for, 4, KeyError("between")))
     with failing, pytest.raises(KeyError, match="between"):
         trainer.fit(Module(Stack()), loader(vectors()))
     assert seen == [{nn.Parameter}]
@@ -160,7 +160,7 @@ def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch:
     struck: list[bool] = []
 
     def interrupted(self: Calls, *args: Any) -> None:
-        if not self.step.running and packs() and not struck:
+        if not self.engine.step.running and packs() and not struck:
             struck.append(True)
             raise KeyboardInterrupt
         leave(self, *args)
@@ -177,8 +177,8 @@ def test_after_a_transfer_that_fails_only_a_layer_in_use_keeps_its_slot() -> Non
     """The bytes of the others may be half of one layer and half of another."""
     net = three_linears()
     with streamed(net, Device(torch.device("cpu")), k=2, k_prime=2) as streamer:
-        slots, send = streamer._slots, Uploads.send
-        (first, second), (slot, other) = streamer._layers[:2], slots.all[:2]
+        slots, send = streamer.slots, Uploads.send
+        (first, second), (slot, other) = streamer.layers[:2], slots.all[:2]
 
         def fails(self: Uploads, layer: Any, target: Tensor, source: Tensor) -> None:
             if layer is second:
@@ -208,11 +208,11 @@ def test_a_call_that_cannot_begin_ends_the_step_only_if_it_is_outside_of_one() -
                 net(x)
 
         call_that_fails()
-        assert not streamer._swap.on_device
+        assert not streamer.swap.on_device
 
         def goes_on() -> Tensor:
             call_that_fails()
-            assert streamer._step.running
+            assert streamer.step.running
             result: Tensor = net(x)
             return result
 
@@ -226,12 +226,12 @@ def test_an_error_that_user_code_catches_ends_no_step_and_any_other_does() -> No
         def catches() -> bool:
             net(x)
             streamer.abort()
-            return streamer._step.running
+            return streamer.step.running
 
         assert step(streamer, catches)
         for over in (False, True):
             streamer.begin("train", training=True, manual=True)
             net(x)
             streamer.abort(over=over)
-            assert not streamer._step.running
-            assert not streamer._swap.on_device
+            assert not streamer.step.running
+            assert not streamer.swap.on_device

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.updates.background import BackgroundUpdates
 from tests.equality.programs.threads import only_in_this_thread
 from tests.support.elsewhere import backward_elsewhere
@@ -158,7 +158,7 @@ def test_a_checkpoint_that_another_thread_saves(tmp_path: Path) -> None:
     def make() -> At:
         return At(on_train_batch_start=save)
 
-    with only_in_this_thread(Streamer, "reading"):
+    with only_in_this_thread(Engine, "reading"):
         ours = run(make, "small window")
     assert_same(ours, run(make, None))
     assert ours.module.noted == [None] * 6

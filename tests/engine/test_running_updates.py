@@ -26,7 +26,7 @@ def test_a_layer_is_prefetched_once_its_update_has_ended(results: tuple[object, 
         streamed(three_linears(), device, k=1, k_prime=1) as streamer,
         mock.patch.object(device, "has_happened", return_value=not results),
     ):
-        source, layer = streamer._source, streamer._layers[0]
+        source, layer = streamer.source, streamer.layers[0]
         assert source.ready(layer)
         update: Future[None] = Future()
         with mock.patch.object(layer.owner, "update", update), mock.patch.object(layer, "step_results", results):
@@ -41,7 +41,7 @@ def test_writes_are_counted_after_the_update() -> None:
         streamed(three_linears(), Device(torch.device("cpu")), k=1, k_prime=1) as streamer,
         mock.patch.object(Uses, "write_back") as waits,
     ):
-        layer = streamer._layers[0]
+        layer = streamer.layers[0]
         layer.parameters.writes(0)
         update: Future[None] = Future()
         with mock.patch.object(layer.owner, "update", update):
@@ -57,7 +57,7 @@ def test_a_step_counts_writes_of_the_weights_that_have_a_gradient() -> None:
     """A fused step shows in no version, so a forward that runs again would miss its writes."""
     net = three_linears()
     with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        layer = streamer._layers[0]
+        layer = streamer.layers[0]
         layer.block.parameters[1].grad = torch.ones(4)
         streamer.updating.before(deferred=False, parameters=net.parameters())
         assert layer.parameters.unversioned_writes == [0, 1]
@@ -65,7 +65,7 @@ def test_a_step_counts_writes_of_the_weights_that_have_a_gradient() -> None:
 
 def test_a_layer_is_not_updated_before_the_backward_of_each_of_its_calls_has_begun() -> None:
     with streamed(three_linears(), Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        backward, layer, begun = streamer._backward, streamer._layers[0], list[Any]()
+        backward, layer, begun = streamer.backward, streamer.layers[0], list[Any]()
         begins = lambda visits, gradient: begun.append(visits)  # noqa: E731
         assert not isinstance(backward.awaited(begins, [layer]), PendingCall), "no step updates layers in backward"
         with mock.patch.object(backward, "may_update", return_value=True):

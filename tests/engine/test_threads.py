@@ -47,13 +47,13 @@ def test_no_gradient_is_lost_while_another_thread_makes_room(monkeypatch: pytest
     net.zero_grad()
     arrived = Gradients.arrived
     with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        first, _, last, _ = streamer._layers
+        first, _, last, _ = streamer.layers
 
         def arrives(self: Gradients, layer: Any, index: int, gradient: Tensor) -> bool:
             return arrived(self, layer, Interrupted(index) if layer is last else index, gradient)
 
         monkeypatch.setattr(
-            Interrupted, "elsewhere", lambda _: streamer._calls._pre_backward((first,), x), raising=False
+            Interrupted, "elsewhere", lambda _: streamer.calls._pre_backward((first,), x), raising=False
         )
         monkeypatch.setattr(Gradients, "arrived", arrives)
         step(streamer, lambda: net(x).sum().backward())
@@ -81,8 +81,8 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
             with monkeypatch.context() as late:
                 late.setattr(graph, "current_graph_task", failed.pop)
                 with pytest.raises(RuntimeError, match="Call backward in one thread at a time"):
-                    streamer._calls._pre_backward(streamer._layers[:1], x)
-            assert not streamer._backward.tasks
+                    streamer.calls._pre_backward(streamer.layers[:1], x)
+            assert not streamer.backward.tasks
 
         step(streamer, run)
 

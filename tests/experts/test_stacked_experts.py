@@ -311,6 +311,6 @@ def test_what_comes_ahead_leaves_a_slot_to_experts_on_demand(k: int, k_prime: in
         for number in range(4):
             with events() as happened:
                 step(streamer, lambda: module(x), training=False, quiet=number > 0)
-        names = [streamer._layers[int(i)].name for e in happened if e.startswith("fetch") for i in e[6:].split("+")]
+        names = [streamer.layers[int(i)].name for e in happened if e.startswith("fetch") for i in e[6:].split("+")]
     assert sorted(names) == sorted(set(names))
     assert "others.1" in names

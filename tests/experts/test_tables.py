@@ -306,7 +306,7 @@ def test_rows_of_the_next_step_are_refused() -> None:
     class Again(Module):
         def loss(self, batch: Any) -> Tensor:
             streamer = streamer_of(self.trainer.strategy)
-            streamer._layers[len(streamer.plan.layers)].updated_early = True
+            streamer.layers[len(streamer.plan.layers)].updated_early = True
             return super().loss(batch)
 
     with pytest.raises(RuntimeError, match=r"had updated layer 'net.table' when.*its weights were needed again"):

@@ -45,14 +45,14 @@ def test_a_gradient_of_another_dtype_takes_its_weight_back_under_the_lock(monkey
     arrived: Any = Backward.gradient_arrived
 
     def watched(backward: Any, *args: Any) -> None:
-        write_back = backward.writes.write_back
+        write_back = backward.engine.writes.write_back
 
         def noted(layer: Any) -> None:
-            owned.append(backward.lock._is_owned())
+            owned.append(backward.engine.lock._is_owned())
             write_back(layer)
 
         with monkeypatch.context() as patches:
-            patches.setattr(backward.writes, "write_back", noted)
+            patches.setattr(backward.engine.writes, "write_back", noted)
             arrived(backward, *args)
 
     monkeypatch.setattr(Backward, "gradient_arrived", watched)

@@ -52,7 +52,7 @@ def test_a_backward_that_meets_nothing_but_a_saved_weight_releases_its_layer() -
 
         def use() -> list[Any]:
             F.linear(x, net[0].weight).square().sum().backward()  # type: ignore[arg-type]
-            return list(streamer._residency.used)
+            return list(streamer.residency.used)
 
         assert step(streamer, use) == []
     assert x.grad is not None

@@ -105,10 +105,10 @@ def test_an_extra_slot_is_not_freed_while_a_layer_comes_to_it() -> None:
     with streamed(net, SimDevice(torch.device("cpu")), k=1, k_prime=1) as streamer:
         views = list[Any]()
         step(streamer, lambda: views.extend(layer.weight.data for layer in net))
-        slots = streamer._slots
+        slots = streamer.slots
         extra = next(slot for slot in slots.all if slot.extra and slot.layer is not None)
         layer: Any = extra.layer
-        slots.fetch([(layer, extra, streamer._source.stage(layer))])
+        slots.fetch([(layer, extra, streamer.source.stage(layer))])
         views.clear()
         slots.give_back_extra()
         assert extra not in slots.all

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sp_lightning.core import engine
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
 from sp_lightning.core.layers.states import FETCHED, HOST, IN_USE, RESTING, UNPACKED, LayerState
 from tests.support.engine import step, streamed, update
@@ -42,7 +42,7 @@ class Net(nn.Module):
         return x * self.scale
 
 
-def train(streamer: Streamer, net: Net, optimizer: torch.optim.Optimizer) -> None:
+def train(streamer: Engine, net: Net, optimizer: torch.optim.Optimizer) -> None:
     def run() -> Tensor:
         loss = net(X).square().mean()
         streamer.await_backward()
@@ -53,7 +53,7 @@ def train(streamer: Streamer, net: Net, optimizer: torch.optim.Optimizer) -> Non
     update(streamer, optimizer)
 
 
-def predict(streamer: Streamer, net: Net, *, quiet: bool = False) -> None:
+def predict(streamer: Engine, net: Net, *, quiet: bool = False) -> None:
     def run() -> None:
         with torch.inference_mode():
             net(X)
@@ -65,8 +65,8 @@ def _keep(kept: list[Tensor], net: Net) -> None:
     kept.append(net.layers[1].weight.data)
 
 
-def layer(streamer: Streamer, index: int) -> StreamedLayer:
-    return next(each for each in streamer._layers if each.name == f"layers.{index}")
+def layer(streamer: Engine, index: int) -> StreamedLayer:
+    return next(each for each in streamer.layers if each.name == f"layers.{index}")
 
 
 @pytest.fixture(params=["cpu", "simulated"])
@@ -129,7 +129,7 @@ def test_what_a_layer_has_agrees_with_its_state(device: Device) -> None:
     seen: list[LayerState] = []
 
     def look(net: Net) -> None:
-        for each in streamer._layers:
+        for each in streamer.layers:
             slot, group = each.slot, each.parameters
             views = (
                 [] if slot is None else [p for p in map(group.value, range(len(group.all))) if is_in(p, slot.memory)]
@@ -137,9 +137,9 @@ def test_what_a_layer_has_agrees_with_its_state(device: Device) -> None:
             assert (slot is None) == (each.state is HOST)
             assert len(views) == len(group.all) * each.state.attached
             assert slot is None or slot.locked == each.state.locked
-            assert (each in streamer._residency.resting) == (each.state is RESTING)
+            assert (each in streamer.residency.resting) == (each.state is RESTING)
             if each.kind is not Kind.RESIDENTS:
-                assert (each in streamer._residency.used) == (each.state in (UNPACKED, IN_USE))
+                assert (each in streamer.residency.used) == (each.state in (UNPACKED, IN_USE))
             seen.append(each.state)
 
     with streamed(net, device, k=2, k_prime=1) as streamer:

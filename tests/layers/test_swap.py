@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 
@@ -32,7 +32,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_change_is_noticed(what: str) -> None:
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     found = find_layers(net, layers=["0", "1", "2"])
-    streamer = Streamer(net, found, make_plan(found, k=1, k_prime=1), Device(torch.device("cpu")), pin=False)
+    streamer = Engine(net, found, make_plan(found, k=1, k_prime=1), Device(torch.device("cpu")), pin=False)
     assert not streamer.changed()
     CHANGES[what](net)
     assert streamer.changed()

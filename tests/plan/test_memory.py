@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.layers.gradients import Gradients
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.model.found import tensor_bytes
@@ -251,14 +251,14 @@ def test_large_layers_do_not_inflate_the_ring() -> None:
 @pytest.mark.rest("takes tenths of a second")
 def test_nothing_stays_alive_after_teardown() -> None:
     gc.collect()
-    before = WeakSet(each for each in gc.get_objects() if type(each) is Streamer)  # errors of other tests may hold some
+    before = WeakSet(each for each in gc.get_objects() if type(each) is Engine)  # errors of other tests may hold some
     module = llama()
     trainer = trainer_for(superpipeline(k=1))
     trainer.fit(module, loader(tokens()))
     trainer.validate(module, loader(tokens()), verbose=False)
     del trainer
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is Streamer and each not in before]
+    assert not [each for each in gc.get_objects() if type(each) is Engine and each not in before]
     assert not any(len(child._forward_hooks) + len(child._forward_pre_hooks) for child in module.modules())
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())
 
@@ -319,7 +319,7 @@ from torch import nn
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 
 def high_water():
     status = open("/proc/self/status").read()
@@ -330,7 +330,7 @@ device = Device(torch.device("cpu"))
 found = find_layers(net)
 plan = make_plan(found, k=1, k_prime=1)
 before = high_water()
-streamer = Streamer(net, found, plan, device, pin=False)
+streamer = Engine(net, found, plan, device, pin=False)
 print((high_water() - before) / 2**24)
 """
 

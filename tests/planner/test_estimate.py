@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from sp_lightning.capabilities.activations import offload
 from sp_lightning.capabilities.activations.policy import Call
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.tools.planner.dry_run import Saved, Work, estimate
 from sp_lightning.tools.planner.fake import fake_tensors
@@ -70,13 +70,13 @@ SOME = 200  # bytes; most of these models save larger and smaller tensors
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, ...]]:
     """The calls that the engine has counted, of every run."""
     found: list[tuple[Call, ...]] = []
-    close = Streamer.close
+    close = Engine.close
 
-    def closed(self: Streamer) -> None:
+    def closed(self: Engine) -> None:
         found.append(self.activations.calls)
         close(self)
 
-    monkeypatch.setattr(Streamer, "close", closed)
+    monkeypatch.setattr(Engine, "close", closed)
     return found
 
 

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.tools.planner.prediction import machine
 from sp_lightning.tools.planner.prediction.machine import measure_host_seconds
 
@@ -29,8 +29,8 @@ def test_a_host_that_measures_badly_takes_no_negative_time(monkeypatch: pytest.M
 @pytest.mark.parametrize("training", [True, False])
 def test_as_many_steps_run_with_the_engine_as_without_it(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock counts the steps. Nothing is left of them."""
-    begin = mock.Mock(wraps=Streamer.begin)
-    monkeypatch.setattr(Streamer, "begin", lambda *arguments, **options: begin(*arguments, **options))
+    begin = mock.Mock(wraps=Engine.begin)
+    monkeypatch.setattr(Engine, "begin", lambda *arguments, **options: begin(*arguments, **options))
     clock = iter(range(10**6))
     monkeypatch.setattr(machine, "thread_time", lambda: next(clock))
     threads = torch.get_num_threads()

@@ -31,7 +31,7 @@ class Counts(Callback):
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        layers = trainer.strategy._run.engine._layers
+        layers = trainer.strategy._run.engine.layers
         self.seen.append(sum(memory_of(layer).look() for layer in layers))
         if batch_idx == 10:
             for parameter in pl_module.parameters():

@@ -81,8 +81,8 @@ def test_imports_go_down() -> None:
 
 
 def test_the_import_check_can_fail() -> None:
-    assert offences("core.plan.plan", "from sp_lightning.core.engine.streamer import Streamer") == [
-        "sp_lightning.core.engine.streamer.Streamer"
+    assert offences("core.plan.plan", "from sp_lightning.core.engine.engine import Engine") == [
+        "sp_lightning.core.engine.engine.Engine"
     ]
     assert offences("core.engine.step", "def f():\n    from sp_lightning import registry") == ["sp_lightning.registry"]
     assert offences("core.layers.ring", "import lightning.pytorch as pl") == ["lightning.pytorch"]

@@ -19,8 +19,8 @@ from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.calls import Calls, Visits
 from sp_lightning.core.engine.calls import ModuleCall as ModuleCall
 from sp_lightning.core.engine.calls import listen as listen
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.schedule import Trace as Trace
-from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.core.engine.uses import Uses as Uses
 from sp_lightning.core.layers.gradients import Gradients
 from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
@@ -45,10 +45,10 @@ def choose(strategy: Any, **options: Any) -> None:
 @contextmanager
 def streamed(
     module: nn.Module, device: Device, *, k: int, k_prime: int, autocast: torch.dtype | None = None
-) -> Iterator[Streamer]:
+) -> Iterator[Engine]:
     """Stream a module; host parameters are back in it afterwards."""
     found = find_layers(module, autocast=autocast)
-    streamer = Streamer(module, found, make_plan(found, k=k, k_prime=k_prime), device, pin=False)
+    streamer = Engine(module, found, make_plan(found, k=k, k_prime=k_prime), device, pin=False)
     try:
         yield streamer
     finally:
@@ -59,7 +59,7 @@ def three_linears() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
 
 
-def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True, quiet: bool = False) -> Any:
+def step(streamer: Engine, run: Callable[[], Any], *, training: bool = True, quiet: bool = False) -> Any:
     """One step, as the strategy does it in manual optimization."""
     streamer.begin("train" if training else "predict", training=training, manual=training, quiet=quiet)
     with streamer.saving():
@@ -68,7 +68,7 @@ def step(streamer: Streamer, run: Callable[[], Any], *, training: bool = True, q
     return result
 
 
-def update(streamer: Streamer, optimizer: torch.optim.Optimizer) -> None:
+def update(streamer: Engine, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step, as the strategy's hooks on it do."""
     streamer.updating.before(deferred=False)
     optimizer.step()

@@ -15,7 +15,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.torch_compat.private import ENGINE_CALL
 from tests.support.engine import streamer_of
 from tests.support.models import (
@@ -45,15 +45,15 @@ def test_a_copy_of_a_streamed_module_streams_nothing() -> None:
 
 def test_an_engine_whose_end_fails_is_closed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else autograd kept the function of ours through which its backwards run, for the rest of the process."""
-    abort = Streamer.abort
+    abort = Engine.abort
 
-    def fails(self: Streamer, *, over: bool = False) -> None:
+    def fails(self: Engine, *, over: bool = False) -> None:
         abort(self, over=over)
         if over and not self._closed:
             monkeypatch.undo()
             raise ValueError("at the end of the run")
 
-    monkeypatch.setattr(Streamer, "abort", fails)
+    monkeypatch.setattr(Engine, "abort", fails)
     module, trainer = Module(Stack()), trainer_for(superpipeline())
     with pytest.raises(ValueError, match="at the end of the run"):
         trainer.fit(module, loader(vectors()))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sp_lightning import stream
 from sp_lightning.capabilities.tuning.tuner import Tuner
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.layers.ring import Slots
 from sp_lightning.trainer.run import Run
 from tests.support.engine import streamer_of
@@ -223,7 +223,7 @@ def test_a_limit_that_is_too_small_leaves_the_former(former: int | None) -> None
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [(Run, "finish_updates"), (Slots, "_make_planned"), (Streamer, "_connect"), (Run, "_find_and_plan")],
+    [(Run, "finish_updates"), (Slots, "_make_planned"), (Engine, "_connect"), (Run, "_find_and_plan")],
 )
 def test_an_error_while_the_limit_changes_leaves_the_former(
     owner: type, method: str, error: type[BaseException]

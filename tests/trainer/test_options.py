@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.plan.choices import HABITS
 from sp_lightning.trainer.option_checks import checked_path
 from tests.support.models import Module, Stack, vectors
@@ -207,7 +207,7 @@ def test_refused_pinning_warns_once_and_goes_on() -> None:
     module = Stack()
     found = find_layers(module)
     with pytest.warns(UserWarning, match=r"GiB of CPU memory could not be page-locked.*pin_memory=False") as caught:
-        streamer = Streamer(
+        streamer = Engine(
             module, found, make_plan(found, k=1, k_prime=1), RefusesPinning(torch.device("cpu")), pin=True
         )
     assert len(caught) == 1

@@ -27,12 +27,13 @@ class Engine:
     def __init__(self, layers: dict[int, Any]) -> None:
         self.later: list[Callable[[], None]] = []
         self.measured: list[Tensor] = []
-        self.stepper, self.layer_of = LayerStepper(), lambda parameter: layers.get(id(parameter))
+        self.updates = SimpleNamespace(stepper=LayerStepper())
         self.device = SimpleNamespace(access=lambda *_, **__: None, later=self.later.append)
         self.owners = Owners()
         norms = Norms()
-        self.stay = frozenset[nn.Parameter]()
-        self.norms = SimpleNamespace(of=lambda gradient: (self.measured.append(gradient), norms.of(gradient))[1])  # type: ignore[func-returns-value]
+        self.found = SimpleNamespace(on_gpu=frozenset[nn.Parameter]())
+        measures = SimpleNamespace(of=lambda gradient: (self.measured.append(gradient), norms.of(gradient))[1])  # type: ignore[func-returns-value]
+        self.updating = SimpleNamespace(layer_of=lambda parameter: layers.get(id(parameter)), norms=measures)
 
 
 def layer(parameters: list[nn.Parameter], use_gradients: Callable[[], bool]) -> Any:

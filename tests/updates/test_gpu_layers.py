@@ -175,7 +175,7 @@ def test_gradients_of_layers_that_stay_are_counted_when_a_backward_begins_and_en
         counted.extend([gradient] if current_graph_task() != -1 else [])  # not those of `stats()`
         return tensor_bytes(gradient)
 
-    monkeypatch.setattr("sp_lightning.core.engine.streamer.tensor_bytes", count)
+    monkeypatch.setattr("sp_lightning.core.engine.engine.tensor_bytes", count)
     strategy = superpipeline(k=1, gpu_layers=6)
     ours = run(partial(Stepped, FUSED), strategy, batches=BATCHES[:2], accumulate_grad_batches=2)
     assert strategy.stats().peak_gradient_bytes == sum(p.nbytes for p in ours.module.parameters())

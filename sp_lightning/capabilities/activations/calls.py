@@ -19,7 +19,8 @@ from sp_lightning.capabilities.activations.host_ring import HostRing
 from sp_lightning.capabilities.activations.offload import Offload, UnitCall, WeightsOnDevice
 from sp_lightning.capabilities.activations.policy import EXEMPT, Call, resolve, some, summary
 from sp_lightning.capabilities.activations.recompute import Recompute, first_runs, is_checkpointed
-from sp_lightning.core.engine.activations import ActivationPlan, Activations, ActivationSetup, KeepAll, SavedActivation
+from sp_lightning.core.engine.activations import ActivationPlan, Activations, KeepAll, SavedActivation
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
 from sp_lightning.core.model.found import Found
 from sp_lightning.core.model.wrapped import parts
@@ -51,13 +52,13 @@ def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) 
     automatic = choice == "auto"
     changed = any(mode != "keep" for mode in modes.values())
 
-    def make(setup: ActivationSetup) -> Activations:
-        log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
+    def make(engine: Engine) -> Activations:
+        log = engine.log or logging.getLogger("lightning.pytorch.superpipeline")
         if changed:
             log.debug("Superpipeline: activations: %s.", summary(modes))
-            if setup.found.grouping_advice:
-                say_once(log, f"Superpipeline: {setup.found.grouping_advice}")
-        return UnitModes(setup, modes, choice)
+            if engine.found.grouping_advice:
+                say_once(log, f"Superpipeline: {engine.found.grouping_advice}")
+        return UnitModes(engine, modes, choice)
 
     return ActivationPlan(
         make if changed or automatic else KeepAll, "recompute" in modes.values(), evicts=automatic, automatic=automatic
@@ -68,7 +69,7 @@ class UnitModes:
     """Carries out the mode of each unit: the engine's :class:`~sp_lightning.core.engine.activations.Activations`.
 
     Args:
-        setup: the parts of the engine.
+        engine: the engine.
         modes: the mode of each unit.
         choice: the user's ``activations=``, for errors.
 
@@ -81,17 +82,18 @@ class UnitModes:
         evicted: the names of the layers in whose calls headroom has offloaded activations.
     """
 
-    def __init__(self, setup: ActivationSetup, modes: Modes, choice: ActivationChoice) -> None:
-        self._log = setup.log or logging.getLogger("lightning.pytorch.superpipeline")
-        self._module = setup.module
-        self._units = setup.found.units
-        self._on_gpu = setup.found.on_gpu
-        self._residents = [layer.parameters for layer in setup.layers if layer.kind is Kind.RESIDENTS]
+    def __init__(self, engine: Engine, modes: Modes, choice: ActivationChoice) -> None:
+        self._log = engine.log or logging.getLogger("lightning.pytorch.superpipeline")
+        self._module = engine.module
+        self._units = engine.found.units
+        self._on_gpu = engine.found.on_gpu
+        self._residents = [layer.parameters for layer in engine.layers if layer.kind is Kind.RESIDENTS]
         self._set_of_units = frozenset(self._units.values())
-        self._rows = setup.rows
-        self.ring = HostRing(setup.device, pin=setup.pin, limit=None)
-        self.offload = Offload(setup.device, self.ring, setup.device_storages, setup.log, setup.held)
-        self.recompute = Recompute(setup, choice)
+        rows = {layer.name: layer.index for layer in engine.layers if layer.kind is Kind.BLOCK}
+        self._rows = {name: rows.get(name, engine.residents.layer.index) for name in self._units}  # in timelines
+        self.ring = HostRing(engine.device, pin=engine.pin, limit=None)
+        self.offload = Offload(engine.device, self.ring, engine.device_storages, engine.log, engine.held)
+        self.recompute = Recompute(engine, choice)
         self.headroom: Headroom | None = None
         self.evicted: set[str] = set()
         self._evicts = False  # True after the eviction was logged

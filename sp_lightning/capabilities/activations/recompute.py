@@ -43,7 +43,7 @@ from sp_lightning.capabilities.activations.policy import Remedies, some
 from sp_lightning.capabilities.activations.snapshot import PlainWeight, Snapshot, host_of, put
 from sp_lightning.core.device.accelerator import generator_states, set_generator_states
 from sp_lightning.core.device.device import profiled
-from sp_lightning.core.engine.activations import ActivationSetup
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.saved_objects import plain_has_no_hooks
 from sp_lightning.core.plan.choices import ActivationChoice
 from sp_lightning.core.torch_compat.modes import no_transforms
@@ -71,21 +71,22 @@ class Recompute:
     """Runs units' forwards so that autograd keeps only their inputs.
 
     Args:
-        setup: the parts of the engine.
+        engine: the engine.
         choice: the user's ``activations=``.
 
     Attributes:
         differences: the results of comparisons of two runs.
     """
 
-    def __init__(self, setup: ActivationSetup, choice: ActivationChoice) -> None:
-        self._setup = setup
-        self._layer_at = setup.layer_at
-        self._remedies = Remedies(setup.module, setup.found.units, choice)
+    def __init__(self, engine: Engine, choice: ActivationChoice) -> None:
+        self._engine = engine
+        self._layers_of = {name: engine.visits.get(module, ()) for name, module in engine.found.units.items()}
+        self._layer_at = engine.uses.layer_at
+        self._remedies = Remedies(engine.module, engine.found.units, choice)
         self._of_step: WeakSet[FirstRun] = WeakSet()  # the first runs of this step whose graphs are alive
-        self.differences = Differences(setup.device, pin=setup.pin)
+        self.differences = Differences(engine.device, pin=engine.pin)
         # torch's checkpoint restores the random state of its arguments' devices. Other arguments may all be on the host.
-        self._anchor = setup.device.empty(0)
+        self._anchor = engine.device.empty(0)
         # For each unit, the names of tensors that it writes without a change of their version.
         self._volatile: defaultdict[str, set[str]] = defaultdict(set)
         self._unpacked: FirstRun | None = None  # the one that has run again last
@@ -172,7 +173,7 @@ class Recompute:
             first: the first run.
             unwritten: positions of tensors that are not compared.
         """
-        held = self._setup.held
+        held = self._engine.held
         # The tensors of this run are on the device until the next forward runs again, or the graph is freed.
         hold = None if held is None else lambda tensor: first.held.append(held.hold(tensor))
         second = SavedRun(self._layer_at, hold)
@@ -235,8 +236,8 @@ class Recompute:
     @contextmanager
     def _rerun(self, unit: str, inputs: Any) -> Iterator[None]:
         """A context for the second run of a unit's forward. It drops ``self.log``: the first run has logged."""
-        quiet = in_place_of(self._setup.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
-        again = self._setup.rerun(self._setup.layers_of[unit], inputs)
+        quiet = in_place_of(self._engine.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
+        again = self._engine.calls.rerun(self._layers_of[unit], inputs)
         with profiled(f"recomputation: {unit}"), again, quiet:
             try:
                 yield
@@ -253,18 +254,18 @@ class Recompute:
 
         The function returns a text about the first finding, for an error message; None without one.
         """
-        own = set(self._setup.layers_of[unit])
+        own = set(self._layers_of[unit])
         # Layers that the running backward has updated are left out: nothing may use them before the next step, and the update
         # may change their weights at any moment.
-        others = [layer for layer in self._setup.layers if layer.owner not in own and not layer.owner.updated_early]
+        others = [layer for layer in self._engine.layers if layer.owner not in own and not layer.owner.updated_early]
         before = [(layer, layer.parameters.host_writes()) for layer in others]
         stay = [
             PlainWeight.now(name, p)
-            for layer in self._setup.found.stay
+            for layer in self._engine.found.stay
             for name, p in layer.parameters
             if not is_traceable_wrapper_subclass(p)
         ]
-        given = self._setup.given_by_nested()
+        given = self._engine.backward.given_by_nested()
 
         def done() -> str | None:
             for layer, old in before:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from sp_lightning.capabilities.disk.state_placement import AccessPredictor
 from sp_lightning.capabilities.disk.weights_in_files import FileBlock
-from sp_lightning.core.device.device import Device, Wait
+from sp_lightning.core.device.device import Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.ring import Slots, Staged
-from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.layers.ring import Staged
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 WINDOW = 3
 """The number of layers in staging memory at once: one that is uploaded, and two that are read meanwhile."""
@@ -55,16 +56,14 @@ class FileSource(HostSource):
     The order of uploads predicts the next layer to read: the layer that followed the same two layers last time.
     """
 
-    def __init__(
-        self, layers: Sequence[StreamedLayer], slots: Slots, updates: BackgroundUpdates, device: Device, *args: Any
-    ) -> None:
-        super().__init__(layers, slots, updates, device, *args)
-        self._slots, self._device = slots, device
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._slots, self._device = engine.slots, engine.device
         self._buffers: list[_Buffer] = []
         self._fetches = AccessPredictor[StreamedLayer](2)
         self._largest = 0
         self._pin = False
-        for layer in layers:
+        for layer in engine.layers:
             if isinstance(layer.block, FileBlock):
                 self._largest = max(self._largest, layer.planned.nbytes)
                 self._pin = layer.block.pin

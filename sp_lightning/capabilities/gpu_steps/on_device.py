@@ -331,5 +331,5 @@ def _norm_of(came: Tensor, dtype: torch.dtype, changes: Sequence[Change]) -> Ten
 
 
 def make_stepper(device: Device, plan: Plan, pin: bool) -> StepsOnDevice:
-    """Makes the stepper of a run. See :data:`~sp_lightning.core.engine.streamer.MakeStepper`."""
+    """Makes the stepper of a run. See :data:`~sp_lightning.core.engine.engine.MakeStepper`."""
     return StepsOnDevice(device, pin=pin, slots=plan.step_slots)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sp_lightning.capabilities.tuning.choices import Doublings
 from sp_lightning.core.device.device import Device, Wait
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.core.plan.window import Window
@@ -48,7 +48,7 @@ class Tuner(BaseTuner):
     def __init__(
         self,
         window: Window,
-        streamer: Streamer,
+        streamer: Engine,
         device: Device,
         log: logging.Logger,
         *,

@@ -109,8 +109,10 @@ make each transition::
   demand allocates another one.
 - VIEWED protects views that user code or a graph keeps after the use. Overwriting the slot would change the views.
 
-**The parts**, from below: a module imports only modules of the engine that are above it in this list, and the interfaces of
-capabilities in this folder (``activations``, ``state_store``, ``owners``):
+**The parts.** ``engine.Engine.__init__`` makes one of each, and each gets the engine as its only argument. It finds the other
+parts there: ``engine.residency``, ``engine.step``. When a part is made, it may use those that were made before it; in a step,
+all. A module imports only modules of the engine that are above it in this list (``Engine`` itself only for annotations), and the
+interfaces of capabilities in this folder (``activations``, ``state_store``, ``owners``):
 
 =======================  ============================================================================================
 ``schedule``             Which layers are fetched, locked, attached and released (1) (2), and in which order. The planner's
@@ -128,8 +130,7 @@ capabilities in this folder (``activations``, ``state_store``, ``owners``):
 ``calls``                A module is called: its layers are locked and attached before, and released after (4).
 ``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;
                          ``clipping`` measures gradient norms during backward.
-``assembly``, ``streamer``  Build the parts. :class:`~sp_lightning.core.engine.streamer.Streamer` passes each call of
-                         ``trainer`` to one of them.
+``engine``               Makes the parts, and takes the calls of ``trainer``.
 =======================  ============================================================================================
 
 **Where to change what**, if the name of the file does not say it:
@@ -171,13 +172,14 @@ an option: field, check, signature; where memory acts       ``trainer.options``,
 *early*              of an update: in backward, before the optimizer's step
 ===================  ==================================================================================================
 
-**Calls into the engine.** ``trainer`` calls ``Streamer``. The package ``layers`` calls the engine in two ways only:
+**Calls into the engine.** ``trainer`` calls ``engine.Engine``. The package ``layers`` calls the engine in two ways only:
 
 - device parameters call methods of :class:`~sp_lightning.core.engine.uses.Uses`, which is their ``ParameterGroup.engine``;
 - residents, which need their bytes on the host, through :class:`~sp_lightning.core.layers.ring.BlockSource`, which ``HostSource``
   implements.
 
-The capability ``activations`` gets ``Calls.rerun`` for forwards that run again. The engine imports nothing of Lightning.
+The capability ``activations`` gets the engine, and calls ``Calls.rerun`` for forwards that run again. The engine imports nothing
+of Lightning.
 
 **Waits.** Every wait of a stream or of the host has a name in :class:`~sp_lightning.core.device.device.Wait`. The value of
 the name says what the wait guarantees. ``tests/device/test_waits.py`` leaves out each wait and shows that a run then fails.
@@ -193,7 +195,7 @@ Three waits of the diagram:
   - ``Uses.host_is_used``: before user code uses a captured host parameter in a step.
   - ``WriteBack.write_back_replaced``: before weights that user code has given other memory are copied back.
 
-**Threads.** The engine's lock (``Streamer._lock``) guards the engine's data. It is not held while user code runs.
+**Threads.** The engine's lock (``Engine.lock``) guards the engine's data. It is not held while user code runs.
 
 ====================  ===============================================================================================
 thread                runs
@@ -241,7 +243,7 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
 - User code raises in forward: each module call still ends (``calls.ModuleCall``).
 
   - If the step itself catches the error, the step continues. The next module call releases the layers of the failed call.
-  - Otherwise ``trainer`` calls ``Streamer.abort``, which releases all layers, drops gradients in flight and marks all copies as
+  - Otherwise ``trainer`` calls ``Engine.abort``, which releases all layers, drops gradients in flight and marks all copies as
     out of date.
 
 - User code raises in backward: autograd ends its graph tasks, and ``Backward.failed`` ends the engine's record of them. Gradients

@@ -4,25 +4,23 @@ Activations are the tensors that autograd saves in forward for backward. A *unit
 layers. ``activations=`` gives each unit a mode: ``"keep"``, or one of the modes of the capability, which offload activations or
 compute them again.
 
-``registry.activations`` makes an :class:`ActivationPlan` at set-up. The streamer calls its ``make``, and the engine calls the
+``registry.activations`` makes an :class:`ActivationPlan` at set-up. The engine calls its ``make``, and later the
 :class:`Activations` that this returns.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from sp_lightning.core.device.device import Device
 from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.model.found import Found
-from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.plan.choices import Mode, Modes
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 
 class SavedActivation(Protocol):
@@ -30,43 +28,6 @@ class SavedActivation(Protocol):
 
     def load(self) -> tuple[Tensor, int, int]:
         """Returns the tensor on the device, its version when it was saved, and its version now."""
-
-
-@dataclass(frozen=True)
-class ActivationSetup:
-    """The parts of the engine that modes of activations use.
-
-    Attributes:
-        module: the root.
-        found: its layers and units.
-        layers: all layers.
-        layers_of: the layers that each unit uses.
-        rows: the row of each unit in timelines.
-        device: the device.
-        pin: True if host memory is page-locked.
-        device_storages: the addresses of storages that are on the device in any case, so offloading their tensors frees nothing.
-            The engine changes the set during the run.
-        rerun: returns a context for a forward that runs again in backward, for which no module is called. The arguments are the
-            layers that the forward uses, and the forward's positional arguments.
-        layer_at: returns the layer whose weights are in the device storage at an address; None if no layer has this storage.
-        given_by_nested: see :meth:`~sp_lightning.core.engine.graph.Backward.given_by_nested`.
-        held: counts the activations that stay on the device; None if the allocator counts them.
-        log: the logger for warnings; None for Lightning's.
-    """
-
-    module: nn.Module
-    found: Found
-    layers: Sequence[StreamedLayer]
-    layers_of: Mapping[str, Sequence[StreamedLayer]]
-    rows: Mapping[str, int]
-    device: Device
-    pin: bool
-    device_storages: Set[int]
-    rerun: Callable[[Sequence[StreamedLayer], Any], AbstractContextManager[None]]
-    layer_at: Callable[[int], StreamedLayer | None]
-    given_by_nested: Callable[[], Callable[[], str | None]]
-    held: HeldActivations | None
-    log: logging.Logger | None
 
 
 class Activations(Protocol):
@@ -131,7 +92,7 @@ class Activations(Protocol):
         """Frees memory at the end of the run."""
 
 
-MakeActivations = Callable[[ActivationSetup], Activations]
+MakeActivations = Callable[["Engine"], Activations]
 
 
 class KeepAll:
@@ -143,8 +104,8 @@ class KeepAll:
     make_room = None
     check = None
 
-    def __init__(self, setup: ActivationSetup) -> None:
-        self.modes: dict[str, Mode] = dict.fromkeys(setup.found.units, "keep")
+    def __init__(self, engine: Engine) -> None:
+        self.modes: dict[str, Mode] = dict.fromkeys(engine.found.units, "keep")
 
     def limit_host_memory(self, nbytes: int | None) -> None: ...
 

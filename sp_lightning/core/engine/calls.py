@@ -9,59 +9,36 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.device.own_threads import ONLY_READS, OwnThreads
-from sp_lightning.core.engine.activations import Activations
-from sp_lightning.core.engine.graph import Backward, SavedTensors
-from sp_lightning.core.engine.schedule import Residency
-from sp_lightning.core.engine.step import Step
-from sp_lightning.core.engine.uses import Uses
+from sp_lightning.core.device.own_threads import ONLY_READS
 from sp_lightning.core.layers.device_parameter import hides_stand_ins
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
-from sp_lightning.core.layers.residents import Residents
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import held, never_compiled
 from sp_lightning.core.torch_compat.private import DIFFERENTIATING, interpreter_stack, trace_only_inlined, tree_leaves
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 Visits = Sequence[StreamedLayer]
 Run = Callable[[str, Any, nn.Module, Any, Any], Any]
 """Runs the call of a unit; see :attr:`~sp_lightning.core.engine.activations.Activations.run`."""
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class Calls:
-    """Begins and ends the calls of modules that use layers.
+    """Begins and ends the calls of modules that use layers."""
 
-    Attributes:
-        lock: the engine's lock.
-        threads: the threads that belong to the run.
-        layers: all layers.
-        uses: the other requests for layers, with the calls that run.
-        saved_tensors: the saved-tensor hooks.
-    """
-
-    lock: threading.RLock
-    threads: OwnThreads
-    layers: Sequence[StreamedLayer]
-    residency: Residency
-    residents: Residents
-    activations: Activations
-    step: Step
-    backward: Backward
-    saved_tensors: SavedTensors
-    uses: Uses
-
-    def __post_init__(self) -> None:
-        moving = [layer for layer in self.layers if layer.kind is not Kind.RESIDENTS]
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        moving = [layer for layer in engine.layers if layer.kind is not Kind.RESIDENTS]
         self._streams = bool(moving)  # False if the module has only residents, which need no packing
         self._casts = any(layer.masters is not None for layer in moving)
         self._first = next((layer for layer in moving if layer.kind is Kind.BLOCK), None)
-        self._running = self.uses.calls
+        self._running = engine.uses.calls
 
     def enter(self, visits: Visits, inputs: Any) -> Visits:
         """Locks and attaches the layers of a module before its call, and activates the saved-tensor hooks.
@@ -78,6 +55,7 @@ class Calls:
         Raises:
             RuntimeError: the call is traced or transformed, or the step computes on another stream.
         """
+        engine = self.engine
         if visits and visits[0].kind is Kind.TABLE and not hides_stand_ins(inputs):
             visits = ()  # the look-up itself fetches the rows that it needs
         if torch.jit.is_tracing() or interpreter_stack():
@@ -85,10 +63,10 @@ class Calls:
         # If torch asks other code before the stand-ins, that code may read a master, which has memory only while it is attached.
         if self._casts and hides_stand_ins(inputs):
             visits = (*visits, *(layer.masters for layer in visits if layer.masters is not None))
-        step = self.step
-        if visits and (make_room := self.activations.make_room) is not None:
+        step = engine.step
+        if visits and (make_room := engine.activations.make_room) is not None:
             make_room(visits, inputs)
-        with held(self.lock):
+        with held(engine.lock):
             outside = self._outside()
             try:
                 if outside:
@@ -96,14 +74,14 @@ class Calls:
                 if visits:
                     step.refuse_other_stream(visits[0].name)
                 self._activate()
-                self.residents.group.sync_requires_grad()
-                self.residency.begin_call(visits, backward=bool(self.backward.tasks))
+                engine.residents.group.sync_requires_grad()
+                engine.residency.begin_call(visits, backward=bool(engine.backward.tasks))
             except BaseException:  # user code may catch the error, so undo everything: no call has begun
                 if outside:
                     step.end(writes_follow=True)
                 raise
-            packs_any = self._streams or self.activations.packs
-            self._running.begin(self.saved_tensors.hooks if packs_any else None)
+            packs_any = self._streams or engine.activations.packs
+            self._running.begin(engine.saved_tensors.hooks if packs_any else None)
             for layer in visits:
                 if layer.running_calls == 1:  # this call is the outermost one that uses the layer
                     layer.parameters.count_references()
@@ -111,34 +89,36 @@ class Calls:
 
     def _activate(self) -> None:
         """Calls :meth:`Step.activate` if modules hold host parameters or the residents may be out of date, which is seldom."""
-        residents = self.residents
+        engine = self.engine
+        residents = engine.residents
         layer = residents.layer
-        if not (self.step.swap.on_device and residents.current and layer.update is None) or layer.stale:
-            self.step.activate(in_backward=bool(self.backward.tasks))
+        if not (engine.swap.on_device and residents.current and layer.update is None) or layer.stale:
+            engine.step.activate(in_backward=bool(engine.backward.tasks))
 
     def _outside(self) -> bool:
         """Returns True if no step, backward or module call runs."""
-        return not (self.step.running or self.backward.tasks or self._running.depth)
+        return not (self.engine.step.running or self.engine.backward.tasks or self._running.depth)
 
     def leave(self, visits: Visits, output: Any) -> None:
         """Releases the layers of a module whose call has returned or raised, and prefetches other layers.
 
         Also adds hooks to the outputs that notice the backward of the call. Ends the short step of a call outside a step.
         """
-        with held(self.lock):
+        engine = self.engine
+        with held(engine.lock):
             try:
                 if torch.is_grad_enabled() and visits:
                     self._watch(visits, output)
                 # The frames of an exception hold the weights as long as the exception is handled. So the layers are
                 # released later. This is common: checkpoints end their recompute by an exception.
-                self.residency.end_call(visits, release=sys.exception() is None)  # (4)
+                engine.residency.end_call(visits, release=sys.exception() is None)  # (4)
             finally:  # releasing a layer copies writes back, which may raise
                 self._running.end()
                 outside = self._outside()
                 if outside:
-                    self.step.end(writes_follow=True)
+                    engine.step.end(writes_follow=True)
             if visits and not outside:
-                self.residency.fetch_ahead()
+                engine.residency.fetch_ahead()
 
     @contextmanager
     def rerun(self, visits: Visits, inputs: Any) -> Iterator[None]:
@@ -148,7 +128,7 @@ class Calls:
             visits: the layers that the forward uses.
             inputs: its positional arguments.
         """
-        self.backward.join()
+        self.engine.backward.join()
         entered = self.enter(visits, inputs)
         try:
             yield
@@ -157,7 +137,7 @@ class Calls:
 
     def _watch(self, visits: Visits, output: Any) -> None:
         """Adds a hook to the outputs of a module call. Autograd calls the hook when the backward of the call begins."""
-        pre_backward = self.backward.awaited(self._pre_backward, tuple(visits))
+        pre_backward = self.engine.backward.awaited(self._pre_backward, tuple(visits))
         for tensor in (output,) if isinstance(output, Tensor) else tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(pre_backward)
@@ -168,11 +148,12 @@ class Calls:
         Hook on the outputs of a module call: the backward of the module's layers, ``visits``, begins. So the backward of later
         layers is over.
         """
-        with held(self.lock):
-            self.backward.join()
+        engine = self.engine
+        with held(engine.lock):
+            engine.backward.join()
             self._activate()
-            self.residency.pre_backward(visits)
-        self.backward.make_room(visits)
+            engine.residency.pre_backward(visits)
+        engine.backward.make_room(visits)
 
     @contextmanager
     def user_code(self) -> Iterator[None]:
@@ -180,7 +161,7 @@ class Calls:
 
         Afterwards no call of this thread counts as running.
         """
-        with self.saved_tensors.hooks() if self._streams else nullcontext():
+        with self.engine.saved_tensors.hooks() if self._streams else nullcontext():
             try:
                 yield
             finally:
@@ -257,7 +238,7 @@ class ModuleCall:
         Raises:
             RuntimeError: a thread outside the run makes the call; or see :meth:`Calls.enter`.
         """
-        threads = self._calls.threads
+        threads = self._calls.engine.threads
         if threading.get_ident() != threads.main and not threads.own:
             name = repr(self._visits[0].name) if self._visits else type(self._module).__name__
             raise RuntimeError(ONLY_READS.format(what=f"{name} was called"))

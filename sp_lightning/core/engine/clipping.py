@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,12 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from sp_lightning.core.device.device import Stream
-from sp_lightning.core.engine.updating import Updating
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.narrow_gradient import Change, Factor, change, stored, unwidened
 from sp_lightning.core.torch_compat.private import has_accumulation_hooks
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
@@ -34,9 +37,9 @@ class Clipping:
         at_once: True if gradients are clipped by this class, layer by layer, and not in the updates.
     """
 
-    def __init__(self, optimizer: Optimizer, engine: Updating) -> None:
+    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self._optimizer = optimizer
-        self._on_gpu = engine.stepper.steps_all  # norms are computed where layers are stepped
+        self._on_gpu = engine.updates.stepper.steps_all  # norms are computed where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
         self.pending: Change | None = None
@@ -57,18 +60,18 @@ class Clipping:
         else:
             known = {each: self._norm_or_gradient(measured, each) for each in parameters}
             total = get_total_norm(self._engine.owners.norms(everything, known))
-        if stay := [p for p in parameters if p in self._engine.stay]:
+        if stay := [p for p in parameters if p in self._engine.found.on_gpu]:
             clip_grads_with_norm_(stay, clip_val, total)
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_gpu:
-            self._engine.stepper.synchronize_norms()
+            self._engine.updates.stepper.synchronize_norms()
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
         self._clip(Factor(coefficient) if coefficient != 1 else None)
 
     def by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clips each element of the gradients to at most ``clip_val`` and at least ``-clip_val``."""
         everything = [p for group in optimizer.param_groups for p in group["params"]]
-        if stay := [p for p in everything if p in self._engine.stay]:
+        if stay := [p for p in everything if p in self._engine.found.on_gpu]:
             clip_grad_value_(stay, clip_val)
         self._clip(by_value(clip_val))
 
@@ -83,10 +86,12 @@ class Clipping:
 
         Gradients of parameters that stay on the GPU are unchanged as well.
         """
-        stay = self._engine.stay
+        stay = self._engine.found.on_gpu
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
         normed = [p not in stay and gradient.layout is torch.strided for p, gradient in gradients]
-        norms = iter(self._engine.stepper.norms([g for (_, g), by in zip(gradients, normed, strict=True) if by]))
+        norms = iter(
+            self._engine.updates.stepper.norms([g for (_, g), by in zip(gradients, normed, strict=True) if by])
+        )
         return [next(norms) if by else gradient for (_, gradient), by in zip(gradients, normed, strict=True)]
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter) -> Tensor:
@@ -96,11 +101,11 @@ class Clipping:
         if (norm := _known_norm(measured, parameter, gradient)) is not None:
             return norm
         stays_readable = unwidened(gradient) is gradient and not self._in_memory(parameter)
-        return gradient if stays_readable else self._engine.norms.of(gradient)
+        return gradient if stays_readable else self._engine.updating.norms.of(gradient)
 
     def _in_memory(self, parameter: nn.Parameter) -> bool:
         """Loads a gradient into host memory. Returns True if the next layer's gradients may take its place in memory."""
-        layer = self._engine.layer_of(parameter)
+        layer = self._engine.updating.layer_of(parameter)
         return layer is not None and layer.use_gradients()
 
     def measure(self, layer: StreamedLayer) -> None:
@@ -114,7 +119,7 @@ class Clipping:
         if any(g.layout is not torch.strided or g.dtype not in _FOR_ANY_THREADS for _, g in gradients):
             return
 
-        measured, device, norms = self._measured, self._engine.device, self._engine.norms
+        measured, device, norms = self._measured, self._engine.device, self._engine.updating.norms
 
         def work(by: Stream | None) -> None:
             if measured is self._measured:  # otherwise the step has continued without these norms
@@ -131,7 +136,7 @@ class Clipping:
         """Clips gradients if no update does it: the step was not divided, or the gradient scaler has skipped it."""
         clip, self.pending = self.pending, None
         if clip is not None:
-            stay = self._engine.stay  # their gradients are clipped already
+            stay = self._engine.found.on_gpu  # their gradients are clipped already
             for parameter in [p for group in self._optimizer.param_groups for p in group["params"] if p not in stay]:
                 if not change(parameter, clip) and parameter.grad is not None:
                     self._in_memory(parameter)  # loads the gradient

@@ -19,30 +19,23 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 
-from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.lease import SavedView, SavedViews
-from sp_lightning.core.engine.activations import Activations
-from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.engine.saved_objects import like_plain
-from sp_lightning.core.engine.schedule import Residency
-from sp_lightning.core.engine.step import Step, StepKind
+from sp_lightning.core.engine.step import StepKind
 from sp_lightning.core.layers.casts import SavedValues
 from sp_lightning.core.layers.device_parameter import DeviceParameter, Untouched, tensor_grad
 from sp_lightning.core.layers.freed_gradient import refuse_addition
-from sp_lightning.core.layers.gradients import GradientSink, Wanted
+from sp_lightning.core.layers.gradients import Wanted
 from sp_lightning.core.layers.layer import Kind, Rows, StreamedLayer
-from sp_lightning.core.layers.writes import WriteBack
 from sp_lightning.core.model.wrapped import builder, parts
-from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.torch_compat.cast_gradient import CastGradient
 from sp_lightning.core.torch_compat.modes import held, never_compiled
 from sp_lightning.core.torch_compat.patched import WatchesEngine
@@ -54,7 +47,9 @@ from sp_lightning.core.torch_compat.private import (
     queue_callback,
     top_saved_tensors_hooks,
 )
-from sp_lightning.core.updates.background import BackgroundUpdates
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 
 class PendingCall:
@@ -80,31 +75,17 @@ class PendingCall:
         self._begins(self._visits, gradient)
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class Backward(WatchesEngine):
     """The running graph tasks.
 
     Attributes:
-        lock: the engine's lock.
-        layers: all layers.
-        note_memory: called when device memory may be at its peak; with ``staying=True`` when a backward begins and ends.
         tasks: the identifiers of the running graph tasks, outermost first.
         layer_done: called in the announced backward for each layer whose gradients are all in ``param.grad``.
         may_update: returns True if a step waits for a layer, to update it in the announced backward; None if no step waits.
     """
 
-    lock: threading.RLock
-    layers: Sequence[StreamedLayer]
-    residency: Residency
-    source: HostSource
-    writes: WriteBack
-    gradients: GradientSink
-    activations: Activations
-    updates: BackgroundUpdates
-    note_memory: Callable[..., None]
-    step: Step
-
-    def __post_init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.tasks: list[int] = []
         self.layer_done: Callable[[StreamedLayer], None] | None = None
         self.may_update: Wanted | None = None
@@ -118,13 +99,13 @@ class Backward(WatchesEngine):
         self._accumulates = False  # True if gradients are accumulated; torch.autograd.grad only returns them
         # For each gradient of a nested or manual backward: the depth of its graph task, and the name of its weight.
         self._given: list[tuple[int, str]] = []
-        self._closed = False
         # For a step that updates layers in backward: by layer, the calls in forward whose graphs are alive.
         self._awaited: defaultdict[StreamedLayer, WeakSet[PendingCall]] = defaultdict(WeakSet)
 
     def at_host(self) -> bool:
         """Returns True if no step, call or backward runs, so that modules hold host parameters. False after the run."""
-        return not (self.step.running or self.step.swap.on_device or self.tasks or self._closed)
+        engine = self.engine
+        return not (engine.step.running or engine.swap.on_device or self.tasks or engine.closed)
 
     # ------------------------------------------------------------------ it begins
 
@@ -137,8 +118,8 @@ class Backward(WatchesEngine):
             loss: the tensor that ``backward`` is called on.
             quiet: True if no code can write weights between forward and backward.
         """
-        with self.lock:
-            self.step.resume()
+        with self.engine.lock:
+            self.engine.step.resume()
         if loss.requires_grad:
             loss.register_hook(partial(self._begins, quiet))
 
@@ -147,16 +128,17 @@ class Backward(WatchesEngine):
 
         User code has run since the forward, for example hooks before backward. ``quiet``: see :meth:`announce`.
         """
+        engine = self.engine
         self.join()
         self._announced = True
         self._accumulates = True
-        self.gradients.expect(None if self.may_update is None else self._updates_now)
-        with self.lock:
-            residency = self.residency
+        engine.gradients.expect(None if self.may_update is None else self._updates_now)
+        with engine.lock:
+            residency = engine.residency
             for layer in [layer for layer in residency.used if not layer.running_calls and layer.stale]:
                 residency.release(layer)  # the host's weights were written or given other memory
             if not quiet:
-                self.step.invalidate_unused()
+                engine.step.invalidate_unused()
 
     def nests(self) -> None:
         """Called when a graph task is about to run inside the present one: in reentrant checkpoints, for example.
@@ -164,12 +146,12 @@ class Backward(WatchesEngine):
         The present one may not have entered the engine yet. The backward, and with it the step, would then end with the inner
         graph task, and the outer one would find host parameters.
         """
-        if self.step.running:
+        if self.engine.step.running:
             self.join()
 
     def in_graph(self, edge: GradientEdge) -> GradientEdge:
         """Returns the edge that a graph of the step has in place of an edge that user code has taken before the step."""
-        return self.step.swap.in_graph(edge)
+        return self.engine.swap.in_graph(edge)
 
     def join(self) -> None:
         """Registers the present graph task, if it is new. Autograd will call :meth:`_ends` when the task ends.
@@ -179,13 +161,14 @@ class Backward(WatchesEngine):
         Raises:
             RuntimeError: the run is over, or the graph task has failed already.
         """
+        engine = self.engine
         task = current_graph_task()
         if task == -1 or task in self.tasks:
             return
-        with self.lock:
+        with engine.lock:
             if task in self.tasks:  # another of autograd's threads was faster
                 return
-            if self._closed:
+            if engine.closed:
                 raise RuntimeError(
                     "backward was called on a graph of a run that is over: its weights are not on the GPU any more. "
                     "Call it before trainer.fit (validate, test, predict) returns, or before the stream ends."
@@ -197,8 +180,8 @@ class Backward(WatchesEngine):
                     "gradients would be incomplete. Call backward in one thread at a time."
                 )
             if not self.tasks:
-                self.step.compute_on_host(True)
-                self.note_memory(staying=True)
+                engine.step.compute_on_host(True)
+                engine.note_memory(staying=True)
             self.tasks.append(task)
             self._nested = self._nested or len(self.tasks) > 1
         queue_callback(partial(self._ends, task))
@@ -213,6 +196,7 @@ class Backward(WatchesEngine):
         Raises:
             RuntimeError: the running backward has updated the layer already, or the gradient has a graph of its own.
         """
+        engine = self.engine
         with Untouched():  # reads the attribute of the device parameter itself, where autograd has put the gradient
             gradient = tensor_grad.__get__(parameter)
             tensor_grad.__set__(parameter, None)
@@ -231,8 +215,8 @@ class Backward(WatchesEngine):
         if gradient.dtype is not host.dtype:
             # User code has given the weight another dtype (param.data = other). The host parameter must get it before
             # the gradient.
-            with held(self.lock):
-                self.writes.write_back(layer)
+            with held(engine.lock):
+                engine.writes.write_back(layer)
         if of_cast:
             gradient = gradient.inner_tensor
         with self._arrivals:
@@ -245,29 +229,30 @@ class Backward(WatchesEngine):
                 refuse_addition(layer.block.parameters[index], group.spans[index].name)
                 # See given_by_nested().
                 self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
-            complete = self.gradients.arrived(layer, index, gradient)  # (7)
-            self.note_memory()
+            complete = engine.gradients.arrived(layer, index, gradient)  # (7)
+            engine.note_memory()
             if complete:
-                self.gradients.drain(layer)
+                engine.gradients.drain(layer)
         # Outside of the lock, because this runs the user's hooks.
         if has_accumulation_hooks(host):
             self.settle()  # a hook of an accumulated gradient runs before backward goes on, and finds no later gradients
         elif complete:
-            self.gradients.apply()
+            engine.gradients.apply()
 
     def make_room(self, layers: Sequence[StreamedLayer]) -> None:
         """Issues the transfer of other layers' gradients, because the backward of ``layers`` begins.
 
         So a layer's gradients are transferred even if some of its parameters get no gradient in this backward.
         """
-        if self.gradients.arriving:
+        engine = self.engine
+        if engine.gradients.arriving:
             with self._arrivals:
-                self.gradients.make_room(layers)
-            self.gradients.apply()
+                engine.gradients.make_room(layers)
+            engine.gradients.apply()
 
     def settle(self) -> None:
         """Makes ``param.grad`` complete as far as backward has come, because a hook of it uses ``param.grad``."""
-        self.gradients.settle(self._arrivals)
+        self.engine.gradients.settle(self._arrivals)
 
     def given_by_nested(self) -> Callable[[], str | None]:
         """Records backwards that begin from now on inside the running forward, or inside the forward that runs again.
@@ -323,12 +308,8 @@ class Backward(WatchesEngine):
         self._given.clear()
         self._awaited.clear()
         self._nested = self._announced = self._accumulates = False
-        self.updates.end_early()
-        self.gradients.drop()
-
-    def close(self) -> None:
-        """Called at the end of the run. A later backward raises an error."""
-        self._closed = True
+        self.engine.updates.end_early()
+        self.engine.gradients.drop()
 
     def failed(self, before: Sequence[int]) -> None:
         """Called after a call of autograd's engine has raised, in the thread of that call.
@@ -352,23 +333,24 @@ class Backward(WatchesEngine):
             task: the graph task.
             well: False if the backward has failed.
         """
-        with self._arrivals, self.lock:
-            if self._closed or task not in self.tasks:
+        engine = self.engine
+        with self._arrivals, engine.lock:
+            if engine.closed or task not in self.tasks:
                 return
             self.tasks = self.tasks[: self.tasks.index(task)]
-            self.residency.release_unpinned()
+            engine.residency.release_unpinned()
         try:
             with self._arrivals:
                 if not self.tasks:
-                    self.note_memory(staying=True)  # before the last transfers free the gradients in flight
-                self.gradients.end(last=not self.tasks)
-            if well and (check := self.activations.check) is not None:  # otherwise an error is being raised already
+                    engine.note_memory(staying=True)  # before the last transfers free the gradients in flight
+                engine.gradients.end(last=not self.tasks)
+            if well and (check := engine.activations.check) is not None:  # otherwise an error is being raised already
                 check(everything=True)
-            self.gradients.apply(everything=True)
+            engine.gradients.apply(everything=True)
         except BaseException:
             with self._arrivals:
                 # A user's hook has raised. Plain autograd would not have computed the other gradients.
-                self.gradients.drop()
+                engine.gradients.drop()
             raise
         finally:
             if not self.tasks:
@@ -386,13 +368,14 @@ class Backward(WatchesEngine):
         Args:
             well: False if the backward has failed.
         """
-        step = self.step
-        with self.lock:
-            self.source.synchronize()
-            self.activations.flush()
+        engine = self.engine
+        step = engine.step
+        with engine.lock:
+            engine.source.synchronize()
+            engine.activations.flush()
             accumulated, self._accumulates = self._accumulates, False
             self._nested = self._announced = False
-            for layer in self.layers:
+            for layer in engine.layers:
                 layer.rows.sparse_on_device = False  # in case an earlier backward has failed
             if not step.running or (accumulated and step.ends_with_backward):
                 step.end(failed=not well)
@@ -530,31 +513,19 @@ class _CallsOfThread(threading.local):
     pushed = 0
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class SavedTensors:
-    """Makes the saved-tensor hooks of the engine.
+    """Makes the saved-tensor hooks of the engine."""
 
-    Attributes:
-        lock: the engine's lock.
-        held: counts the activations that stay on the device; None if the allocator counts them.
-    """
-
-    lock: threading.RLock
-    device: Device
-    residency: Residency
-    writes: WriteBack
-    activations: Activations
-    backward: Backward
-    held: HeldActivations | None
-
-    def __post_init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self._views: defaultdict[int, SavedViews] = defaultdict(SavedViews)  # by the layers' layout
 
     def hooks(self) -> AbstractContextManager[None]:
         """A context with the hooks. Tensors that are not in a slot are passed to the hooks that were active before, if any."""
+        engine = self.engine
         outer = top_saved_tensors_hooks()
-        slots, store = self.residency.slots.by_address, self.activations.store
-        hold = None if self.held is None else self.held.hold
+        slots, store = engine.residency.slots.by_address, engine.activations.store
+        hold = None if engine.held is None else engine.held.hold
 
         def pack(tensor: Tensor) -> Any:
             kind = type(tensor)
@@ -592,7 +563,7 @@ class SavedTensors:
     def _in_slot(self, tensor: Tensor) -> bool:
         """Returns True if the memory of a plain tensor is in a slot."""
         try:
-            return tensor.untyped_storage().data_ptr() in self.residency.slots.by_address
+            return tensor.untyped_storage().data_ptr() in self.engine.residency.slots.by_address
         except (RuntimeError, NotImplementedError):
             return False
 
@@ -645,6 +616,7 @@ class SavedTensors:
 
         If the slot does not have the saved values any more, the tensor is the copy that was kept of them.
         """
+        engine = self.engine
         layer, which, expected, place, values, rows = packed
         group = layer.parameters
         guard = layer.guard
@@ -661,9 +633,9 @@ class SavedTensors:
         # made this copy.
         if values is not None and values.copy is not None:
             assert place is not None
-            with held(self.lock):
-                self.writes.left.compare()
-            tensor = values.recall(self.device, place)
+            with held(engine.lock):
+                engine.writes.left.compare()
+            tensor = values.recall(engine.device, place)
         return tensor, expected, version
 
     def _bring(self, layer: StreamedLayer, which: int | None, place: SavedView | None, rows: Rows) -> Tensor:
@@ -677,8 +649,9 @@ class SavedTensors:
             place: the place in the slot; None for the weight itself.
             rows: the rows that the tensor needs.
         """
-        backward, residency = self.backward, self.residency
-        with held(self.lock, leaves_inference_mode=True):
+        engine = self.engine
+        backward, residency = engine.backward, engine.residency
+        with held(engine.lock, leaves_inference_mode=True):
             if current_graph_task() not in backward.tasks:
                 backward.join()
             if not layer.whole:

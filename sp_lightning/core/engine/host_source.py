@@ -6,40 +6,30 @@ To *adopt* memory is to copy the values of ``other`` into the layer's block afte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sp_lightning.core.device.device import Device, Wait
+from sp_lightning.core.device.device import Wait
 from sp_lightning.core.layers.layer import AllRows, Kind, StreamedLayer
-from sp_lightning.core.layers.ring import BlockSource, Slots, Staged
+from sp_lightning.core.layers.ring import BlockSource, Staged
 from sp_lightning.core.layers.writes import keep_saved
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.store.block_memory import BlockMemory
-from sp_lightning.core.updates.background import BackgroundUpdates
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 
 class HostSource(BlockSource):
     """The source of one device. The caller holds the engine's lock.
 
     Args:
-        layers: all layers.
-        slots: the slots, whose uploads read the host's memory.
-        updates: the updates that may be in flight.
-        device: records reads and writes.
+        engine: has the layers, the slots, whose uploads read the host's memory, and the updates that may be in flight.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[StreamedLayer],
-        slots: Slots,
-        updates: BackgroundUpdates,
-        device: Device,
-    ) -> None:
-        self._layers = layers
-        self._slots = slots
-        self._updates = updates
-        self._device = device
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
     def ready(self, layer: StreamedLayer) -> bool:
         """Returns True if an upload need not wait for the layer's update.
@@ -49,7 +39,7 @@ class HostSource(BlockSource):
         update = layer.owner.update
         if update is None:
             return True
-        return update.done() and (bool(layer.step_results) or self._device.has_happened(layer.owner.downloaded))
+        return update.done() and (bool(layer.step_results) or self.engine.device.has_happened(layer.owner.downloaded))
 
     def wait(self, layer: StreamedLayer) -> Any:
         """Waits for the layer's update and, if necessary, for the download of its results, so that an upload may follow.
@@ -60,13 +50,14 @@ class HostSource(BlockSource):
         Returns:
             The event after which the host has the results; None if the host already has them.
         """
+        engine = self.engine
         owner = layer.owner
-        if owner.update is None and self._updates.failure is None:
+        if owner.update is None and engine.updates.failure is None:
             return None  # nearly always
-        downloaded = self._updates.wait_until_issued(layer)
+        downloaded = engine.updates.wait_until_issued(layer)
         if downloaded is None or (layer.step_results and self._fetches_as_updated(layer)):
             return downloaded
-        self._updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
+        engine.updates.wait(layer, Wait.FETCH_AFTER_UPDATE)
         return None
 
     def stage(self, layer: StreamedLayer) -> Staged:
@@ -83,12 +74,12 @@ class HostSource(BlockSource):
                 self._adopt(member, displaced)
         stale = not layer.casts.current
         if stale:  # the last transfer may still read the casts that `refresh` overwrites
-            self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
+            self.engine.slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
         try:
             for member in layer.with_masters if stale else (layer,):  # casting reads the masters' memory, too
                 member.block.memory.use()
         except OSError as error:
-            self._updates.torn = f"memory of the host store could not be read or written: {error!r}"
+            self.engine.updates.torn = f"memory of the host store could not be read or written: {error!r}"
             raise
         if stale:
             layer.casts.refresh()
@@ -111,13 +102,14 @@ class HostSource(BlockSource):
 
     def synchronize(self) -> None:
         """Waits until no upload reads the host's weights any more, because the next code may write the weights."""
-        self._slots.synchronize(Wait.UPDATE_AFTER_FETCH)
-        for layer in self._layers:
+        engine = self.engine
+        engine.slots.synchronize(Wait.UPDATE_AFTER_FETCH)
+        for layer in engine.layers:
             if layer.kind is Kind.RESIDENTS:
-                self._device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
+                engine.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
             # An optimizer, a hook or a callback may write the layer now. If an update is in flight, such code waits first.
             if layer.owner.update is None and not layer.block.is_common:
-                self._device.access(layer.block.weights, None, write=True)
+                engine.device.access(layer.block.weights, None, write=True)
 
     def invalidate(self, layers: Sequence[StreamedLayer]) -> None:
         """Marks copies of these layers as out of date, because their weights may have been written on the host."""
@@ -147,7 +139,7 @@ class HostSource(BlockSource):
         """
         with torch.DisableTorchFunctionSubclass():  # must not wait for updates: they do not change addresses
             given = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
-        for other in self._layers:
+        for other in self.engine.layers:
             for span, address in zip(other.block.planned.spans, other.block.addresses, strict=True):
                 # Parameters without elements have the address 0.
                 if address and (name := given.get(address)) not in (None, span.name):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.lease import ALONE, held_elsewhere, references
 from sp_lightning.core.engine.clipping import Clipping, by_value
 from sp_lightning.core.engine.state_store import IN_MEMORY, StateStore
-from sp_lightning.core.engine.updating import Updating
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.narrow_gradient import Change, change, stored, unwidened
 from sp_lightning.core.observe.messages import LOG
@@ -49,6 +48,9 @@ from sp_lightning.core.updates.fused import (
 )
 from sp_lightning.core.updates.pieces import mode_for
 from sp_lightning.core.updates.step_context import StepContext, compiles, reads_settings
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 Groups = list[dict[str, Any]]
 _probe = SimpleNamespace()
@@ -92,12 +94,12 @@ class _Traits:
     constants: frozenset[str]
 
 
-def _traits(optimizer: Optimizer, engine: Updating, policy: UpdatePolicy, own: OptimizerPolicy) -> _Traits:
+def _traits(optimizer: Optimizer, engine: Engine, policy: UpdatePolicy, own: OptimizerPolicy) -> _Traits:
     """Decides, once, how the steps of an optimizer run; see :class:`_Traits`."""
-    on_gpu = engine.stepper.steps_all
+    on_gpu = engine.updates.stepper.steps_all
     waits = policy.overlap == "off"
     separable = waits or on_gpu or is_separable(optimizer)
-    checked = engine.stepper.is_declared(optimizer)
+    checked = engine.updates.stepper.is_declared(optimizer)
     return _Traits(
         on_gpu=on_gpu,
         waits=waits,
@@ -144,7 +146,7 @@ class LayerwiseStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        engine: Updating,
+        engine: Engine,
         *,
         policy: UpdatePolicy,
         own: OptimizerPolicy,
@@ -158,7 +160,7 @@ class LayerwiseStep:
         self._updates = engine.updates
         self._state = state
         in_backward = traits.early.in_backward
-        engine.stepper.arrange(state_on_disk=state.elsewhere, ahead=not (in_backward or traits.waits))
+        engine.updates.stepper.arrange(state_on_disk=state.elsewhere, ahead=not (in_backward or traits.waits))
         self.clipping = Clipping(optimizer, engine)
         self.clip_value = clip_value if in_backward else None
 
@@ -233,7 +235,7 @@ class LayerwiseStep:
             self._updates.begin()
         self._updates.torn = TORN_IN_BACKWARD
         self.begun.add(layer)
-        self._engine.before_early_update(layer)
+        self._engine.updating.before_early_update(layer)
         self._submit(layer, groups, held=held)
         if self._traits.early is EarlyUpdates.FREES:
             self._updates.limit_pending(1)  # so at most one layer's gradients wait in memory for their update
@@ -243,7 +245,7 @@ class LayerwiseStep:
         owners = self._engine.owners
         if owners.owns(layer) and layer not in self._early_groups():
             return False
-        return owners.may_begin(layer, self._engine)
+        return owners.may_begin(layer)
 
     def _note_late_uses(self, layer: StreamedLayer) -> None:
         """Notes in :attr:`needed` if backward uses a layer although its gradients are complete. Nothing is updated.
@@ -251,7 +253,7 @@ class LayerwiseStep:
         Called in a step that tests whether later steps could update layers in backward (``EarlyUpdates.TRIED``).
         """
         self.tried = True
-        self._engine.notice_uses(layer)
+        self._engine.updating.notice_uses(layer)
         self._updates.note_late_uses(layer, self.needed.append)
 
     def _order(self) -> list[StreamedLayer]:
@@ -261,7 +263,7 @@ class LayerwiseStep:
 
         On the GPU, and if state is not in memory, updates run in the order in which they are submitted.
         """
-        order = list(self._engine.order())
+        order = list(self._engine.updating.order())
         in_order = self._state.elsewhere or self._traits.on_gpu
         self._updates.urgency = {} if in_order else {layer: at for at, layer in enumerate(order)}
         return order
@@ -295,8 +297,8 @@ class LayerwiseStep:
         self._engine.backward.layer_done = self._engine.backward.may_update = None
         self._updates.end_early()
         # A forward without a backward may have left transfers in flight.
-        self._engine.before(deferred=bool(self.begun))
-        self._engine.gather(self._optimizer)
+        self._engine.updating.before(deferred=bool(self.begun))
+        self._engine.updating.gather(self._optimizer)
         try:
             by_layer = self._groups_by_layer()
         except _UndividedError as undivided:
@@ -325,7 +327,7 @@ class LayerwiseStep:
             if layer in by_layer:
                 held = not self._traits.waits and self._is_held(layer, _parameters(by_layer[layer]))
                 self._submit(layer, by_layer[layer], held=held)
-        self._engine.owners.follow(self._engine)
+        self._engine.owners.follow()
         self.clipping.pending = None  # the updates clip
         self._groups, self._optimizer.param_groups = self._optimizer.param_groups, self._none
 
@@ -345,13 +347,13 @@ class LayerwiseStep:
 
         Called in the user's thread: the kernels follow those of backward in the stream of the model.
         """
-        groups = [divide(group, self._engine.stay)[1] for group in self._optimizer.param_groups]
+        groups = [divide(group, self._engine.found.on_gpu)[1] for group in self._optimizer.param_groups]
         if groups := [group for group in groups if group["params"]]:
             self._note_state()
             part = self._part(groups)
             step = self._step_of(part)
             with torch.no_grad():
-                self._engine.stepper.step_checked(part, step) if self._traits.checked else step()
+                self._engine.updates.stepper.step_checked(part, step) if self._traits.checked else step()
 
     def refuse_other_clipping(self, clip_value: float | None) -> None:
         """Checks that the updates in this step's backward have clipped in the same way.
@@ -390,7 +392,7 @@ class LayerwiseStep:
 
     def _can_divide(self, group: dict[str, Any]) -> bool:
         """Returns True if the step of a group, run layer by layer, gives the same bits as torch's own step of the group."""
-        part, _ = divide(group, self._engine.stay)
+        part, _ = divide(group, self._engine.found.on_gpu)
         return self._traits.separable or not part["params"] or runs_fused(self._optimizer, part, fuse=self._traits.fuse)
 
     @property
@@ -420,10 +422,10 @@ class LayerwiseStep:
         for group in self._optimizer.param_groups:
             if check and not self._can_divide(group):
                 raise _UndividedError("a group of parameters is not fused", "Make the optimizer with fused=True")
-            group, _ = divide(group, self._engine.stay)
+            group, _ = divide(group, self._engine.found.on_gpu)
             settings = self._copy_settings(group)
             if check and self._traits.early.in_backward and not self._traits.on_gpu:
-                trained = [p for p in group["params"] if p.requires_grad and self._engine.owns(p)]
+                trained = [p for p in group["params"] if p.requires_grad and self._engine.updating.owns(p)]
                 if lacks_buffers(group, state, trained):
                     what = "some parameters of a group have momentum and others have none yet"
                     raise _UndividedError(what, "Pass optimizer_overlap='forward'")
@@ -453,7 +455,7 @@ class LayerwiseStep:
         """
         parts = defaultdict(list)
         for parameter in group["params"]:
-            layer = self._engine.layer_of(parameter)
+            layer = self._engine.updating.layer_of(parameter)
             if layer is None:
                 what = f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the module's"
                 raise _UndividedError(what, "Make it the module's")
@@ -492,7 +494,9 @@ class LayerwiseStep:
 
         at_once = self._traits.compiles or self._makes_state(parameters) or held
         release = (
-            partial(engine.release_gradients, layer, parameters) if self._traits.early is EarlyUpdates.FREES else None
+            partial(engine.updating.release_gradients, layer, parameters)
+            if self._traits.early is EarlyUpdates.FREES
+            else None
         )
         self._updates.submit(layer, update, release)
         if at_once and not self._traits.waits:
@@ -527,7 +531,9 @@ class LayerwiseStep:
             return
         self._noted = True
         state = state_of(self._optimizer)
-        if not all(dict.get(state, p) for p in _parameters(self._optimizer.param_groups) if self._engine.owns(p)):
+        if not all(
+            dict.get(state, p) for p in _parameters(self._optimizer.param_groups) if self._engine.updating.owns(p)
+        ):
             self._updates.wait_for_all()  # updates of the last step may still make state
             self._known = set(dict.keys(state))
 
@@ -543,14 +549,14 @@ class LayerwiseStep:
 
         Such a tensor is not a parameter, so nothing notices when user code reads or writes it.
         """
-        if self._is_state_held() or self._engine.is_viewed(layer):
+        if self._is_state_held() or self._engine.updating.is_viewed(layer):
             return True
         state = state_of(self._optimizer)
         own = [dict.get(state, parameter, {}) for parameter in parameters]
         # Two references are ours: the optimizer's, and that of the list.
         if any(references(own, index) > ALONE + 1 for index in range(len(own))):
             return True  # the update fills a dictionary that user code holds
-        return held_elsewhere(own, self._engine.stepper.references((layer, self._optimizer)))
+        return held_elsewhere(own, self._engine.updates.stepper.references((layer, self._optimizer)))
 
     def _is_state_held(self) -> bool:
         """Returns True if user code holds ``optimizer.state`` or ``vars(optimizer)``. Nothing notices when it reads these.
@@ -601,7 +607,7 @@ class LayerwiseStep:
             context: the settings of the thread that has called the step.
         """
         step = partial(context.run, self._step_of(part))
-        stepper = self._engine.stepper
+        stepper = self._engine.updates.stepper
         if self._traits.on_gpu:
             _clip(trained, clips)
             stepper.step((layer, self._optimizer), part, step, declared=self._traits.checked)

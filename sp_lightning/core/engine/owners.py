@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sp_lightning.core.layers.layer import StreamedLayer
-
-if TYPE_CHECKING:
-    from sp_lightning.core.engine.updating import Updating
 
 
 class Owners:
@@ -36,7 +32,7 @@ class Owners:
             what: returns the name of the step, for errors.
         """
 
-    def may_begin(self, layer: StreamedLayer, engine: Updating) -> bool:
+    def may_begin(self, layer: StreamedLayer) -> bool:
         """Returns True if nothing in this process is against an update of a layer in the running backward.
 
         The layer's owner begins the update if the result is True in all processes. In other processes, later uses of the layer in
@@ -44,7 +40,7 @@ class Owners:
         """
         return True
 
-    def follow(self, engine: Updating) -> None:
+    def follow(self) -> None:
         """Called when the updates of a step are submitted. From now on, uses of other processes' layers wait for their owners.
 
         If user code holds memory of such a layer, this method waits for the owner.

@@ -6,25 +6,22 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.engine.owners import Owners
-from sp_lightning.core.engine.step import Step
 from sp_lightning.core.layers.gradients import Gradients, GradientSink
-from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.ring import Uploads
 from sp_lightning.core.model.found import Layer
 from sp_lightning.core.plan.ledger import Ledger
-from sp_lightning.core.plan.plan import Plan, PlannedLayer
+from sp_lightning.core.plan.plan import PlannedLayer
 from sp_lightning.core.store.block import HostBlock
-from sp_lightning.core.store.block_memory import Allocate, BlockMemory, Staging
+from sp_lightning.core.store.block_memory import Allocate, BlockMemory
 from sp_lightning.core.updates.background import BackgroundUpdates
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 
 class Placement:
@@ -58,35 +55,35 @@ class Placement:
             OSError: a write failed.
         """
 
-    def allocate(self, device: Device, plan: Plan) -> Allocate:
+    # Each of these methods may use the parts that `Engine.__init__` has made before it calls the method.
+
+    def allocate(self, engine: Engine) -> Allocate:
         """Returns the function that allocates host memory for the plan's layers. It is called in the order of the layers."""
-        return partial(BlockMemory, device)
+        return partial(BlockMemory, engine.device)
 
     def block(self, layer: Layer, planned: PlannedLayer, *args: Any, **options: Any) -> HostBlock:
         """Makes the host block of a layer, with the arguments of :class:`~sp_lightning.core.store.block.HostBlock`."""
         return HostBlock(layer, planned, *args, **options)
 
-    def uploads(self, device: Device, log: logging.Logger | None) -> Uploads:
+    def uploads(self, engine: Engine) -> Uploads:
         """Returns the part that copies layers to slots."""
-        return Uploads(device)
+        return Uploads(engine.device)
 
-    def gradients(
-        self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
-    ) -> GradientSink:
-        """Returns the part that takes gradients. ``in_flight``: the number of layers whose gradients may be on the device."""
-        return Gradients(device, staging, in_flight=in_flight)
+    def gradients(self, engine: Engine) -> GradientSink:
+        """Returns the part that takes gradients."""
+        return Gradients(engine.device, engine.staging, in_flight=engine.plan.k_prime + 1)
 
-    def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
+    def updates(self, engine: Engine) -> BackgroundUpdates:
         """Returns the part that runs updates in the background."""
-        return BackgroundUpdates(layers, device)
+        return BackgroundUpdates(engine.layers, engine.device)
 
     @property
     def source(self) -> type[HostSource]:
         """The class of the part that provides the layers' bytes."""
         return HostSource
 
-    def owners(self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step) -> Owners:
-        """Returns the part that knows which process steps which layer. It is made last."""
+    def owners(self, engine: Engine) -> Owners:
+        """Returns the part that knows which process steps which layer."""
         return Owners()
 
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from sp_lightning.core.device.device import Device
-from sp_lightning.core.device.own_threads import OwnThreads
-from sp_lightning.core.engine.activations import Activations
-from sp_lightning.core.engine.host_source import HostSource
-from sp_lightning.core.engine.schedule import Residency
 from sp_lightning.core.layers.layer import Kind, StreamedLayer
-from sp_lightning.core.layers.residents import Residents
-from sp_lightning.core.layers.swap import ParameterSwap
 from sp_lightning.core.layers.write_guard import drop_if_empty
-from sp_lightning.core.layers.writes import WriteBack
-from sp_lightning.core.updates.background import BackgroundUpdates
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 
 class StepKind(enum.Enum):
@@ -31,13 +25,10 @@ class StepKind(enum.Enum):
     """User code calls backward, reads gradients and writes weights within the step (manual optimization)."""
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class Step:
     """The running step, or the last one.
 
     Attributes:
-        layers: all layers.
-        threads: the threads that belong to the run.
         running: True if a step runs.
         kind: the kind of the running step, or of the last one.
         ends_with_backward: True if the step ends when a backward ends.
@@ -48,18 +39,8 @@ class Step:
             date.
     """
 
-    device: Device
-    layers: Sequence[StreamedLayer]
-    threads: OwnThreads
-    residency: Residency
-    residents: Residents
-    source: HostSource
-    swap: ParameterSwap
-    writes: WriteBack
-    activations: Activations
-    updates: BackgroundUpdates
-
-    def __post_init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.expected: str | None = None
         # True if modules hold host parameters in the middle of a step, where user code may write them.
         self._holds_host = False
@@ -85,28 +66,29 @@ class Step:
             kind: the kind of the step.
             quiet: True if no code can have written weights since the last step or :meth:`prefetch_for`.
         """
-        self.writes.refuses = True
+        engine = self.engine
+        engine.writes.refuses = True
         self.uploaded_again = self._invalidate_written(quiet)
         training = kind is not StepKind.INFERENCE
         # Layers do not rest if there is a timeline, which records the beginning and the end of each use.
-        self.residency.let_rest(not (training or self.device.timelines))
+        engine.residency.let_rest(not (training or engine.device.timelines))
         if self.expected != phase:
-            self.residency.prefetch.start(phase, training=training)
+            engine.residency.prefetch.start(phase, training=training)
         # If copies do not stay valid, the first layers of the next batch would be prefetched in vain.
-        self.residency.prefetch.trace.cyclic = self.uploaded_again == [] and not training
+        engine.residency.prefetch.trace.cyclic = self.uploaded_again == [] and not training
         self.expected = None
         self.running = True
         self.kind = kind
-        self.threads.main = threading.get_ident()
+        engine.threads.main = threading.get_ident()
         self.ends_with_backward = False
-        self.residency.slots.idle_since = None
-        for layer in self.layers:
+        engine.residency.slots.idle_since = None
+        for layer in engine.layers:
             layer.visits = 0
             layer.rows.begin_step(training=training)
         if training:
-            self.activations.begin()
+            engine.activations.begin()
         self.activate()
-        self.residency.fetch_ahead()
+        engine.residency.fetch_ahead()
 
     def prefetch_for(self, phase: str, *, training: bool) -> None:
         """Fetches the first layers of the next step, of ``phase``. The caller ensures that no code writes weights before it.
@@ -114,17 +96,18 @@ class Step:
         First uploads residents, because the forward waits for them at its beginning, and uploads end in the order in which they
         were issued. If an update of the residents is under way, they are uploaded when the step begins.
         """
+        engine = self.engine
         self._invalidate_written(True)
-        if self.source.ready(self.residents.layer):
-            self.residents.refresh()
-        self.residency.prefetch.start(phase, training=training)
+        if engine.source.ready(engine.residents.layer):
+            engine.residents.refresh()
+        engine.residency.prefetch.start(phase, training=training)
         self.expected = phase
-        self.residency.fetch_ahead()
+        engine.residency.fetch_ahead()
 
     def begin_outside(self) -> None:
         """Prepares for a module call outside any step. Copies of weights that any code may have written are out of date."""
         self._invalidate_written(False)
-        self.residency.prefetch.start("outside", training=False)
+        self.engine.residency.prefetch.start("outside", training=False)
 
     def activate(self, *, in_backward: bool = False) -> None:
         """Puts device parameters into the modules, if they hold host parameters. Uploads residents that are out of date.
@@ -134,17 +117,18 @@ class Step:
         Args:
             in_backward: True if this is called in backward, where operations on host parameters run on the host.
         """
+        engine = self.engine
         if self._holds_host:  # user code or an optimizer may have written weights while modules held host parameters
             self._holds_host = False
             self.invalidate_unused()
-            self.residents.invalidate()
-        held_host = not self.swap.on_device
+            engine.residents.invalidate()
+        held_host = not engine.swap.on_device
         if held_host:
-            self.residency.renew_used()
-            self.swap.to_device()
-        self.residents.refresh()
+            engine.residency.renew_used()
+            engine.swap.to_device()
+        engine.residents.refresh()
         if held_host:
-            self.swap.watch_captured(not in_backward or self.swap.captured_used)
+            engine.swap.watch_captured(not in_backward or engine.swap.captured_used)
 
     def refuse_other_stream(self, name: str) -> None:
         """Raises an error if the step computes on another stream than this thread does now.
@@ -154,7 +138,7 @@ class Step:
         Raises:
             RuntimeError: the step computes on another stream.
         """
-        stream = self.device.compute_stream()
+        stream = self.engine.device.compute_stream()
         if self.stream is None:
             self.stream = stream
         elif stream != self.stream:
@@ -176,7 +160,7 @@ class Step:
             The layers whose copies are out of date; None if these are all, because uses of host weights were not noticed
             (:meth:`ParameterSwap.watch_between`).
         """
-        noticed, touched = quiet or self.swap.between, self.swap.take_touched()
+        noticed, touched = quiet or self.engine.swap.between, self.engine.swap.take_touched()
         if not noticed or touched:
             self.invalidate(touched if noticed else None)
         return list(touched) if noticed else None
@@ -189,14 +173,15 @@ class Step:
             goes_on: True if code of the running step follows, so that modules hold device parameters again. False if an
                 optimizer's step has ended that another optimizer's step had called: the outer step still writes weights.
         """
-        self.residency.release_unpinned()
+        engine = self.engine
+        engine.residency.release_unpinned()
         self.invalidate_unused(layers)
-        if layers is None or self.residents.layer in layers:
-            self.residents.invalidate()
+        if layers is None or engine.residents.layer in layers:
+            engine.residents.invalidate()
         self.expected = None  # the layers that were prefetched for the next step are out of date
-        if self.swap.on_device and self.residency.used:
-            self.residency.renew_used()
-            self.residents.refresh()
+        if engine.swap.on_device and engine.residency.used:
+            engine.residency.renew_used()
+            engine.residents.refresh()
         if goes_on and (self._stepping or (self.running and self.kind is StepKind.MANUAL)):
             self._holds_host = self._stepping = False
             self.activate()  # this step goes on after the optimizer's step
@@ -207,15 +192,16 @@ class Step:
         First releases resting layers, and copies writes through views of slots to the host. Views that user code still holds
         then get the host's present weights.
         """
+        engine = self.engine
         if layers is None:
-            self.residency.let_rest(False)
+            engine.residency.let_rest(False)
         else:
-            self.residency.release_resting(layers)
-        used = self.residency.used
-        self.writes.write_back_viewed(self.residency.slots.all)
-        among = self.layers if layers is None else layers
-        self.source.invalidate([layer for layer in among if layer.kind is not Kind.RESIDENTS and layer not in used])
-        self.residency.renew_views()
+            engine.residency.release_resting(layers)
+        used = engine.residency.used
+        engine.writes.write_back_viewed(engine.residency.slots.all)
+        among = engine.layers if layers is None else layers
+        engine.source.invalidate([layer for layer in among if layer.kind is not Kind.RESIDENTS and layer not in used])
+        engine.residency.renew_views()
 
     def allow_writes(self) -> None:
         """Prepares for user code that may write weights between steps: no transfer reads them, and all copies are out of date.
@@ -224,24 +210,26 @@ class Step:
         """
         if not self.running:
             self.invalidate()
-            self.source.synchronize()
+            self.engine.source.synchronize()
 
     def pause(self) -> None:
         """Prepares for user code that reads gradients and writes weights, after a backward in manual optimization."""
+        engine = self.engine
         self.write_back()
-        self.swap.to_host()
-        self.swap.watch_captured(True)  # the graph of a backward may be kept
+        engine.swap.to_host()
+        engine.swap.watch_captured(True)  # the graph of a backward may be kept
         self.invalidate_unused()
-        self.residents.invalidate()
+        engine.residents.invalidate()
 
     def hold_host(self) -> None:
         """Puts host parameters into the modules while an optimizer steps inside a step, because the optimizer may read them."""
+        engine = self.engine
         # After a backward of a manual step, modules hold host parameters already (`pause`).
-        if self.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
-            self.swap.to_host()
+        if engine.swap.on_device or (self.running and self.kind is StepKind.MANUAL):
+            engine.swap.to_host()
             self._holds_host = self._stepping = True
         # Calls in which the step runs would miss its writes of their weights, so these are noticed.
-        self.swap.watch_captured(False, besides=[layer for layer in self.residency.used if layer.running_calls])
+        engine.swap.watch_captured(False, besides=[layer for layer in engine.residency.used if layer.running_calls])
 
     def compute_on_host(self, on_host: bool) -> None:
         """Sets whether operations on host parameters run on the host. In backward they do, because gradients are added there.
@@ -249,7 +237,7 @@ class Step:
         Exception: if user code has computed with a host parameter in a step of this run, they run on the device, because hooks
         and checkpoints may compute with the parameter again.
         """
-        self.swap.watch_captured(self.running and (not on_host or self.swap.captured_used))
+        self.engine.swap.watch_captured(self.running and (not on_host or self.engine.swap.captured_used))
 
     def await_backward(self, *, seen: bool) -> None:
         """Makes the step end with the next backward, because user code has returned a loss (automatic optimization).
@@ -261,8 +249,8 @@ class Step:
         self.ends_with_backward = True
         if seen:
             self.write_back()
-            self.swap.to_host()
-            self.source.synchronize()  # user code may also write the weights
+            self.engine.swap.to_host()
+            self.engine.source.synchronize()  # user code may also write the weights
             self._holds_host = True
 
     def resume(self) -> None:
@@ -273,13 +261,13 @@ class Step:
     def show_host(self) -> None:
         """Makes the modules as they are outside a step, until :meth:`go_on`. It may be called in the middle of a step."""
         self.write_back()
-        self.swap.to_host()
-        self.activations.remove()
+        self.engine.swap.to_host()
+        self.engine.activations.remove()
 
     def go_on(self, *, on_device: bool) -> None:
         """Continues a step after :meth:`show_host`. ``on_device``: True if modules held device parameters before."""
         if self.running and self.training:
-            self.activations.install()
+            self.engine.activations.install()
         if self.running and on_device:
             self.activate()
         self.allow_writes()  # user code follows (on_save_checkpoint)
@@ -290,14 +278,15 @@ class Step:
         Args:
             rests: True if layers that rest and were not written may continue to rest.
         """
-        self.residency.release_unpinned()  # a release copies the layer's writes back
-        self.residency.let_rest(rests and self.residency.rests)
-        for layer in self.residency.used if self.swap.on_device else ():  # a call of its module is running
-            self.writes.write_back(layer)
-        self.writes.write_back_all(goes_on=self.running)
-        self.residents.write_back()
-        for layer in self.layers:
-            if layer.kind is Kind.RESIDENTS or layer in self.residency.used:
+        engine = self.engine
+        engine.residency.release_unpinned()  # a release copies the layer's writes back
+        engine.residency.let_rest(rests and engine.residency.rests)
+        for layer in engine.residency.used if engine.swap.on_device else ():  # a call of its module is running
+            engine.writes.write_back(layer)
+        engine.writes.write_back_all(goes_on=self.running)
+        engine.residents.write_back()
+        for layer in engine.layers:
+            if layer.kind is Kind.RESIDENTS or layer in engine.residency.used:
                 continue
             # No tensor is left through which user code could write.
             if layer.guard is not None and not layer.guard.views:
@@ -317,28 +306,30 @@ class Step:
         Raises:
             RuntimeError: a weight was written both on the host and on the device.
         """
+        engine = self.engine
         # After an error, a weight that was written on the host and on the device raises no second error. Until the next step.
-        self.writes.refuses = not failed
+        engine.writes.refuses = not failed
         self.running = self._stepping = False
         self.stream = None
-        for layer in self.layers:
+        for layer in engine.layers:
             layer.running_calls = 0  # a call that an error or Ctrl-C has interrupted would keep its layer in use
         try:
             self.write_back(rests=True)
         finally:  # copying writes back may raise
             self._restore_modules()
             if writes_follow and self.training:
-                self.source.synchronize()
+                engine.source.synchronize()
             elif writes_follow:
-                self.swap.watch_between()
+                engine.swap.watch_between()
 
     def _restore_modules(self) -> None:
         """Puts the host's parameters back, removes what the step has added to modules, and frees memory of the step."""
-        self.swap.to_host()
-        self.swap.watch_captured(False)
-        self.activations.remove()
-        self.activations.flush()
+        engine = self.engine
+        engine.swap.to_host()
+        engine.swap.watch_captured(False)
+        engine.activations.remove()
+        engine.activations.flush()
         if self.training:
-            self.swap.take_touched()
+            engine.swap.take_touched()
             self.invalidate()  # from now on, hooks and optimizers may write weights through .data, which no version shows
-        self.residency.slots.give_back_extra()
+        engine.residency.slots.give_back_extra()

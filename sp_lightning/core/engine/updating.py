@@ -2,70 +2,39 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.core.device.device import Device, Wait
-from sp_lightning.core.engine.graph import Backward
-from sp_lightning.core.engine.host_source import HostSource
-from sp_lightning.core.engine.owners import Owners
-from sp_lightning.core.engine.schedule import WRITTEN_IN_CALL, Residency
-from sp_lightning.core.engine.step import Step
+from sp_lightning.core.device.device import Wait
+from sp_lightning.core.engine.schedule import WRITTEN_IN_CALL
 from sp_lightning.core.layers.device_parameter import Untouched
 from sp_lightning.core.layers.freed_gradient import forget, free, has_gradient
-from sp_lightning.core.layers.gradients import GradientSink
 from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
 from sp_lightning.core.layers.narrow_gradient import Norms
 from sp_lightning.core.layers.write_guard import drop_if_empty
-from sp_lightning.core.layers.writes import WriteBack
 from sp_lightning.core.torch_compat.modes import held
-from sp_lightning.core.updates.background import BackgroundUpdates
-from sp_lightning.core.updates.layer_stepper import LayerStepper
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class Updating:
     """The engine's side of updates, which :class:`~sp_lightning.core.engine.layerwise.LayerwiseStep` calls.
 
     Attributes:
-        lock: the engine's lock.
-        layers: all layers.
-        owners: which process steps which layer.
-        backward: calls its ``layer_done`` in the announced backward, for each layer whose gradients are all in ``param.grad``.
-            Before that, its ``may_update`` returns True if ``layer_done`` would begin an update of the layer.
         norms: computes norms of gradients on the host.
-        stay: the parameters that are on the GPU between steps, too, where the optimizer steps them.
     """
 
-    lock: threading.RLock
-    device: Device
-    layers: Sequence[StreamedLayer]
-    residency: Residency
-    source: HostSource
-    writes: WriteBack
-    gradients: GradientSink
-    updates: BackgroundUpdates
-    step: Step
-    backward: Backward
-    owners: Owners
-    stay: frozenset[nn.Parameter]
-
-    def __post_init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.norms = Norms()
         self._place_of = {
-            id(p): (layer, index) for layer in self.layers for index, p in enumerate(layer.block.parameters)
+            id(p): (layer, index) for layer in engine.layers for index, p in enumerate(layer.block.parameters)
         }
-
-    @property
-    def stepper(self) -> LayerStepper:
-        """Steps layers on the GPU."""
-        return self.updates.stepper
 
     def layer_of(self, parameter: nn.Parameter) -> StreamedLayer | None:
         """Returns the layer that a host parameter is updated with; None if the module does not have the parameter."""
@@ -75,13 +44,14 @@ class Updating:
     def owns(self, parameter: nn.Parameter) -> bool:
         """Returns True if this process steps a host parameter."""
         layer = self.layer_of(parameter)
-        return layer is None or self.owners.owns(layer)
+        return layer is None or self.engine.owners.owns(layer)
 
     def order(self) -> Iterator[StreamedLayer]:
         """Returns all layers: residents and tables first, then the others in the order in which the next forward needs them."""
-        residents = [layer for layer in self.layers if layer.kind is Kind.RESIDENTS]
-        tables = [layer for layer in self.layers if layer.kind is Kind.TABLE]
-        return iter(dict.fromkeys((*residents, *tables, *self.residency.prefetch.order("train"), *self.layers)))
+        engine = self.engine
+        residents = [layer for layer in engine.layers if layer.kind is Kind.RESIDENTS]
+        tables = [layer for layer in engine.layers if layer.kind is Kind.TABLE]
+        return iter(dict.fromkeys((*residents, *tables, *engine.residency.prefetch.order("train"), *engine.layers)))
 
     def before(self, *, deferred: bool, parameters: Iterable[Tensor] = ()) -> None:
         """Prepares an optimizer's step: nothing reads the host's weights while the step writes them.
@@ -96,17 +66,19 @@ class Updating:
         Raises:
             RuntimeError: a call of the layer of one of these parameters runs.
         """
-        if running := {layer for layer in self.residency.used if layer.running_calls}:
+        engine = self.engine
+        if running := {layer for layer in engine.residency.used if layer.running_calls}:
             self._refuse_in_calls(running, parameters)
-        if self.backward.tasks:
-            self.backward.settle()
+        if engine.backward.tasks:
+            engine.backward.settle()
         if not deferred:
-            self.updates.wait_for_all()
-        with self.lock:
-            self.step.write_back()
-            if not self.backward.tasks:  # in backward, where hooks may step each weight, modules keep device parameters
-                self.step.hold_host()
-            self.source.synchronize()
+            engine.updates.wait_for_all()
+        with engine.lock:
+            engine.step.write_back()
+            # In backward, where hooks may step each weight, modules keep device parameters.
+            if not engine.backward.tasks:
+                engine.step.hold_host()
+            engine.source.synchronize()
             with Untouched():  # reading `grad` would wait for a running update of the parameter
                 for parameter in parameters:
                     place = self._place_of.get(id(parameter))
@@ -124,9 +96,10 @@ class Updating:
 
     def resume(self) -> None:
         """Puts device parameters into the modules again, for a closure that an optimizer calls within its own step."""
-        self.owners.refuse_closure()
-        with self.lock:
-            self.step.resume()
+        engine = self.engine
+        engine.owners.refuse_closure()
+        with engine.lock:
+            engine.step.resume()
 
     def before_early_update(self, layer: StreamedLayer) -> None:
         """Prepares the update of a layer and its masters in the middle of backward.
@@ -134,17 +107,18 @@ class Updating:
         Weights that user code has written on the device are copied to the host. Later uses of the layer in this backward are
         errors.
         """
+        engine = self.engine
         layer.updated_early = True
         self.notice_uses(layer)
         for member in layer.with_masters:
             # A prefetch of the layer may be in flight, although no call has used it.
-            self.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
+            engine.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
             viewed = _viewed(member)
             if viewed is not None or member.parameters.is_exposed:
-                with held(self.lock):
-                    self.writes.write_back(member)
+                with held(engine.lock):
+                    engine.writes.write_back(member)
                     if viewed is not None:
-                        self.writes.take_digests(viewed)  # detects later writes of user code through its view
+                        engine.writes.take_digests(viewed)  # detects later writes of user code through its view
                 # Otherwise the layer's release would copy the device's values to the host, and overwrite the update.
                 if member.guard is not None:
                     member.guard.exposed.clear()
@@ -167,7 +141,7 @@ class Updating:
 
     def gather(self, optimizer: Optimizer) -> None:
         """Called before an optimizer updates its first layer. With several devices it waits for all of them."""
-        self.owners.gather(optimizer, partial(self.step_of, optimizer))
+        self.engine.owners.gather(optimizer, partial(self.step_of, optimizer))
 
     def is_viewed(self, layer: StreamedLayer) -> bool:
         """Returns True if user code holds memory of a weight of the layer or its masters, on the host or the device."""
@@ -181,13 +155,13 @@ class Updating:
         for parameter in parameters:
             if parameter.grad is not None:
                 free(parameter)
-        self.gradients.freed(layer)
+        self.engine.gradients.freed(layer)
         for member in layer.with_masters:
             member.block.gradients.release()
 
     def forget_freed(self) -> None:
         """Makes freed gradients None from now on, as after ``zero_grad``."""
-        for layer in self.layers:
+        for layer in self.engine.layers:
             for parameter in layer.block.parameters:
                 forget(parameter)
 

@@ -24,7 +24,7 @@ from sp_lightning.core.layers.narrow_gradient import widen
 from sp_lightning.core.layers.parameter_group import ParameterGroup
 from sp_lightning.core.layers.states import HOST, IN_USE, LayerState
 from sp_lightning.core.layers.write_guard import WriteGuard
-from sp_lightning.core.plan.plan import PlannedLayer
+from sp_lightning.core.plan.plan import Plan, PlannedLayer
 from sp_lightning.core.store.block import HostBlock
 
 Rows = frozenset[int] | None
@@ -376,3 +376,14 @@ class StreamedLayer:
             self.guard.leave_slot()
         if not self.state.locked:  # a locked layer is in use, and `Slots.release` ends the use
             self.state = HOST
+
+
+def kinds(plan: Plan) -> list[Kind]:
+    """Returns the kind of each layer, in the order of :attr:`Plan.moving`. The residents are last."""
+    counts = {
+        Kind.BLOCK: plan.layers,
+        Kind.MASTERS: plan.masters,
+        Kind.TABLE: plan.tables,
+        Kind.RESIDENTS: [plan.residents],
+    }
+    return [kind for kind, layers in counts.items() for _ in layers]

@@ -69,10 +69,10 @@ class ParameterSwap:
         wrapped: the stand-in of each wrapped parameter, which modules hold in place of the parameter.
         residents: the residents, whose copy is current whenever modules hold device parameters.
         pruned: the masks of pruned weights, which are on the device only within a step.
+        averages: the buffers that are on the device from their first use in a step until its end.
         threads: the threads of the run. Every other thread always finds host parameters in modules.
 
     Attributes:
-        averages: the buffers that are on the device from their first use in a step until its end.
         between: True from :meth:`watch_between` until the next step or module call.
         touched: the layers whose host weights user code may have written without a change of a version, since the last
             :meth:`take_touched`. With the masters of each layer.
@@ -86,12 +86,13 @@ class ParameterSwap:
         wrapped: Mapping[nn.Parameter, Any],
         residents: Residents,
         pruned: PrunedWeights,
+        averages: Sequence[AveragesOnDevice],
         threads: OwnThreads,
     ) -> None:
         self.threads = threads
         self._residents = residents
         self._pruned = pruned
-        self.averages: list[AveragesOnDevice] = []
+        self._averages = averages
         self.between = False
         self.touched: set[StreamedLayer] = set()
         self._layers = layers
@@ -155,7 +156,7 @@ class ParameterSwap:
             return
         self._residents.group.notice_uses(True)
         self._pruned.hold_host()
-        for average in self.averages:
+        for average in self._averages:
             average.send_back()
         self.watch_captured(False)
         _swap(self._pairs, to_device=False)
@@ -251,7 +252,7 @@ class ParameterSwap:
             if type(module._parameters) is ByThread:
                 vars(module)["_parameters"] = dict(dict.items(module._parameters))
         self._pairs.clear()
-        for average in self.averages:
+        for average in self._averages:
             average.close()
 
     def _parts_of_wrapped(self) -> list[object]:

@@ -67,16 +67,22 @@ class WriteBack:
         device: waits for compute; reads and writes are declared to the device.
         resident_storages: addresses of storages on the device that activation offloading must not copy: the residents' memory.
             :meth:`replace` adds the memory that weights are given in a step, until the weights are copied back.
+        await_update: waits until a layer's update is done and its results are on the host.
 
     Attributes:
         replaced: released layers with weights in other memory, which user code holds.
         left: memory that weights have left, as long as user code views it.
-        await_update: waits until a layer's update is done and its results are on the host.
         refuses: True if it is an error that host and device have both written a weight. Otherwise the host's write is kept,
             because an error is being raised already.
     """
 
-    def __init__(self, slots: Slots, device: Device, resident_storages: set[int]) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        device: Device,
+        resident_storages: set[int],
+        await_update: Callable[[StreamedLayer], None],
+    ) -> None:
         self._slots = slots
         self.device = device
         self.resident_storages = resident_storages
@@ -85,7 +91,7 @@ class WriteBack:
         """Other memory that was forgotten within this step (:meth:`write_back_all`): the weight, the memory, its digest."""
         self._given: set[int] = set()  # addresses of the memory that weights were given in this step
         self.left = LeftMemory(self._wait_for_kernels)
-        self.await_update: Callable[[StreamedLayer], None] = lambda layer: None
+        self._await_update = await_update
         self.refuses = True
 
     # ------------------------------------------------------------------ weights are copied to the host
@@ -267,7 +273,7 @@ class WriteBack:
     def _wait_for_update(self, layer: StreamedLayer) -> None:
         """Waits until the host has the results of a layer's update. A fetch of the layer may not have waited for the download."""
         if layer.owner.update is not None:
-            self.await_update(layer)
+            self._await_update(layer)
 
     def take_digests(self, slot: Slot) -> None:
         """Takes digests of a viewed slot and of the host's weights, to detect later which of the two was written.

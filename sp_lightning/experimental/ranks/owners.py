@@ -7,7 +7,6 @@ step begins, all ranks must have written the same values: each owner then copies
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ from torch.optim import Optimizer
 from sp_lightning.core.device.device import Wait
 from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.engine.owners import Owners
-from sp_lightning.core.engine.step import Step
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.ring import Staged
 from sp_lightning.core.updates.background import TORN_IN_BACKWARD
@@ -28,7 +26,7 @@ from sp_lightning.experimental.ranks.agreement import settings
 from sp_lightning.experimental.ranks.block_memory import SharedBlockMemory, merge, written_in_common
 
 if TYPE_CHECKING:
-    from sp_lightning.core.engine.updating import Updating
+    from sp_lightning.core.engine.engine import Engine
     from sp_lightning.experimental.ranks.ranks import Ranks
 
 Divided = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -45,7 +43,7 @@ class RankOwners(Owners):
 
     Args:
         ranks: the ranks.
-        layers: all layers.
+        engine: this rank's engine.
 
     Attributes:
         ranks: as the argument.
@@ -53,19 +51,16 @@ class RankOwners(Owners):
 
     several = True
 
-    def __init__(self, ranks: Ranks, layers: Sequence[StreamedLayer]) -> None:
+    def __init__(self, ranks: Ranks, engine: Engine) -> None:
         self.ranks = ranks
-        self._layers = layers
+        self._engine = engine
+        self._layers = layers = engine.layers
         self._families = [layer for layer in layers if layer.owner is layer]
         self._owner: dict[StreamedLayer, int] = {}
         self._numbers = ranks.share(8 * len(layers), "step numbers").common.view(torch.int64)
         self._counted = False  # True if `number` counts a step that has not begun yet
         self._whole: list[Divided] = []  # of steps of all layers at once that run, the innermost last
         self._common = ExitStack()
-
-    def connect(self, lock: threading.RLock, source: HostSource, step: Step) -> None:
-        """Connects the parts of the engine that are made later."""
-        self._lock, self._source, self._step = lock, source, step
 
     @property
     def number(self) -> int:
@@ -143,7 +138,7 @@ class RankOwners(Owners):
         Raises:
             ValueError: ranks have written different weights since the last step, or have changed groups of the optimizer.
         """
-        self._step.updates.finish()
+        self._engine.updates.finish()
         self._prepare()
         found = {layer.name: memory_of(layer).digest(layer.planned.spans) for layer in self._layers}
         written = {("writes to weights", name): digest for name, digest in found.items() if digest}
@@ -162,10 +157,11 @@ class RankOwners(Owners):
         self.ranks.stepped += not self._counted
         self._counted = True
 
-    def may_begin(self, layer: StreamedLayer, engine: Updating) -> bool:
-        if engine.is_viewed(layer):
+    def may_begin(self, layer: StreamedLayer) -> bool:
+        engine = self._engine
+        if engine.updating.is_viewed(layer):
             return False
-        engine.before_early_update(layer)
+        engine.updating.before_early_update(layer)
         written = any(bool(member.block.displaced) or memory_of(member).look() for member in layer.with_masters)
         layer.updated_early = not written and not self.owns(layer)
         if layer.updated_early:
@@ -173,14 +169,14 @@ class RankOwners(Owners):
             engine.updates.refuse_uses(layer)
         return not written
 
-    def follow(self, engine: Updating) -> None:
+    def follow(self) -> None:
         self._follow()
         for layer in self._families:
-            if not self.owns(layer) and engine.is_viewed(layer):
-                engine.updates.complete(layer)
+            if not self.owns(layer) and self._engine.updating.is_viewed(layer):
+                self._engine.updates.complete(layer)
 
     def _follow(self) -> None:
-        updates: Any = self._step.updates
+        updates: Any = self._engine.updates
         for layer in self._families:
             if self.owns(layer) and layer.update is None:
                 self.publish(layer, self.number)
@@ -205,7 +201,7 @@ class RankOwners(Owners):
         if well:
             self._cast()
             self._follow()
-            self._step.updates.wait_for_all()
+            self._engine.updates.wait_for_all()
 
     def refuse_closure(self) -> None:
         if self._whole:
@@ -295,9 +291,9 @@ class RankOwners(Owners):
 
     def _prepare(self) -> None:
         """Copies weights that user code has written on the device to the host, adopts new memory, and waits for uploads."""
-        with self._lock:
-            self._step.write_back()
-            source: Any = self._source
+        with self._engine.lock:
+            self._engine.step.write_back()
+            source: Any = self._engine.source
             source.adopt()
             source.synchronize()
 
@@ -311,7 +307,7 @@ class SharedSource(HostSource):
 
     def adopt(self) -> None:
         """Adopts memory that user code has given to parameters of any layer."""
-        for layer in self._layers:
+        for layer in self.engine.layers:
             if displaced := layer.block.displaced:
                 self._adopt(layer, displaced)
 
@@ -330,7 +326,7 @@ class SharedSource(HostSource):
         if layer.masters is not None and any(written):
             memory_of(layer).written = True
             layer.casts.invalidate()
-            self._slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
+            self.engine.slots.synchronize(Wait.CAST_AFTER_FETCH, layer)
             layer.casts.refresh()
         else:
             layer.casts.mark_current()

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.layout import whole_pages
 from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.engine.placement import Placement
-from sp_lightning.core.engine.step import Step
 from sp_lightning.core.layers.gradients import GradientSink
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import human_bytes
-from sp_lightning.core.store.block_memory import Allocate, Staging
+from sp_lightning.core.store.block_memory import Allocate
 from sp_lightning.core.updates.background import BackgroundUpdates
 from sp_lightning.experimental.ranks.block_memory import shared_allocator
 from sp_lightning.experimental.ranks.gradients import SummedGradients
@@ -23,6 +17,7 @@ from sp_lightning.experimental.ranks.owners import RankOwners, SharedSource
 from sp_lightning.experimental.ranks.updates import OwnerUpdates
 
 if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
     from sp_lightning.experimental.ranks.ranks import Ranks
 
 
@@ -36,31 +31,28 @@ class RankPlacement(Placement):
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def allocate(self, device: Device, plan: Plan) -> Allocate:
+    def allocate(self, engine: Engine) -> Allocate:
+        plan = engine.plan
         self._ranks.compare(
             "a comparison of layers",
             {("layers", layer.name): human_bytes(layer.nbytes) for layer in plan.moving},
             "The layers were found by the memory that is free: say which they are, with layers= and gpu_memory=.",
         )
         nbytes = sum(whole_pages(layer.nbytes) for layer in (*plan.moving, plan.residents))
-        return shared_allocator(self._ranks, device, nbytes)
+        return shared_allocator(self._ranks, engine.device, nbytes)
 
-    def gradients(
-        self, device: Device, staging: Staging, layers: Sequence[StreamedLayer], in_flight: int
-    ) -> GradientSink:
-        self._owners = RankOwners(self._ranks, layers)
-        return SummedGradients(device, self._ranks, self._owners, layers, staging, in_flight=in_flight)
+    def gradients(self, engine: Engine) -> GradientSink:
+        self._owners = owners = RankOwners(self._ranks, engine)
+        in_flight = engine.plan.k_prime + 1
+        return SummedGradients(engine.device, self._ranks, owners, engine.layers, engine.staging, in_flight=in_flight)
 
-    def updates(self, layers: Sequence[StreamedLayer], device: Device) -> BackgroundUpdates:
-        return OwnerUpdates(layers, device, self._owners)
+    def updates(self, engine: Engine) -> BackgroundUpdates:
+        return OwnerUpdates(engine.layers, engine.device, self._owners)
 
     @property
     def source(self) -> type[HostSource]:
         return SharedSource
 
-    def owners(
-        self, lock: threading.RLock, layers: Sequence[StreamedLayer], source: HostSource, step: Step
-    ) -> RankOwners:
-        self._owners.connect(lock, source, step)
+    def owners(self, engine: Engine) -> RankOwners:
         self._owners.fill()
         return self._owners

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from sp_lightning.core.device.device import Wait
 from sp_lightning.core.device.layout import whole_pages
 from sp_lightning.core.device.pages import create, supported
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.placement import Placement
-from sp_lightning.core.engine.streamer import Streamer
 from sp_lightning.experimental.ranks import collectives
 from sp_lightning.experimental.ranks.agreement import compare_models, compare_optimizers, refuse_on_ranks
 from sp_lightning.experimental.ranks.collectives import Collectives, in_words
@@ -84,7 +84,7 @@ class Ranks(Collectives, Group):
     def placement(self) -> Placement:
         return RankPlacement(self)
 
-    def steps(self, engine: Callable[[], Streamer]) -> RankSteps:
+    def steps(self, engine: Callable[[], Engine]) -> RankSteps:
         return RankSteps(self, engine)
 
     def owned_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

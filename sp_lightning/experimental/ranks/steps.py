@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from sp_lightning.core.engine.clipping import Clipping
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.torch_compat.patched import attributes_of, in_place_of, is_patched
 from sp_lightning.core.updates.fused import is_separable
 from sp_lightning.experimental.ranks.agreement import settings
@@ -34,7 +34,7 @@ class RankSteps(OwnedSteps):
         engine: returns the engine whose weights are stepped. The engine may be built again during a run.
     """
 
-    def __init__(self, ranks: Ranks, engine: Callable[[], Streamer]) -> None:
+    def __init__(self, ranks: Ranks, engine: Callable[[], Engine]) -> None:
         self._ranks = ranks
         self._engine = engine
         self._owner_of = dict[nn.Parameter, int]()  # also of former engines
@@ -87,12 +87,12 @@ class RankSteps(OwnedSteps):
         return self._owners.divided(optimizers)
 
     def _by_norm(self, optimizer: Any, clip_val: float) -> None:
-        clipping = Clipping(optimizer, self._engine().updating)
+        clipping = Clipping(optimizer, self._engine())
         clipping.at_once = True
         clipping.by_norm(optimizer, clip_val)
 
     def _by_value(self, optimizer: Any, clip_val: float) -> None:
-        clipping = Clipping(optimizer, self._engine().updating)
+        clipping = Clipping(optimizer, self._engine())
         clipping.at_once = True
         clipping.by_value(optimizer, clip_val)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import reprlib
 import threading
 from collections.abc import Callable, Iterable
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.core.device.accelerator import device_for
-from sp_lightning.core.device.device import Device
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.placement import Placement
 from sp_lightning.core.layers.ring import Uploads
 from sp_lightning.core.model.found import Found, Layer
@@ -361,13 +360,14 @@ class Trial(Placement, RunScope):
         self._blocks.append(TrialBlock(weights, found, layer, planned, *args, **options))
         return self._blocks[-1]
 
-    def uploads(self, device: Device, log: logging.Logger | None) -> Uploads:
+    def uploads(self, engine: Engine) -> Uploads:
         if not self._shares:  # a later run of the trial may train all weights, which is not an error
             raise ValueError(
                 "The module of this trial has no frozen weights of its SharedBase: it is not a base.copy(), or the weights have "
                 "another dtype now. Write module = base.copy() in the trial; with bf16-true, write SharedBase(model.bfloat16())."
             )
-        base, self.turn.device = self.base, device
+        base, device = self.base, engine.device
+        self.turn.device = device
         others = [trial.turn.device for trial in base.under_way if trial is not self]
         device.begin_turn(sum(each.held for each in others if each is not None))
         return SharedUploads(device, base.on_device, self.turn, base.under_way)

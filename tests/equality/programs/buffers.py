@@ -120,7 +120,7 @@ def on_another_device() -> Iterator[None]:
         return KEEPERS[-1]
 
     SENT.clear()
-    with mock.patch("sp_lightning.core.engine.streamer.AveragesOnDevice", elsewhere):
+    with mock.patch("sp_lightning.core.engine.engine.AveragesOnDevice", elsewhere):
         yield
     assert len(KEEPERS) == 1
     assert all(SENT)

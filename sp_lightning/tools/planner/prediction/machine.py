@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.streamer import Streamer
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 
@@ -49,7 +49,7 @@ def _beyond_plain(weights: int, *, training: bool) -> float:
     """Returns the seconds that the engine adds to a step: the least of all rounds, because other programs only add time."""
     plain, streamed = _stack(weights), _stack(weights)
     found = find_layers(streamed, layers=[str(layer) for layer in range(_LAYERS)])
-    streamer = Streamer(streamed, found, make_plan(found, k=2, k_prime=1), Device(torch.device("cpu")), pin=False)
+    streamer = Engine(streamed, found, make_plan(found, k=2, k_prime=1), Device(torch.device("cpu")), pin=False)
     x = torch.ones(1, _WIDTH)
     steps = [partial(_step, *each, training=training) for each in ((plain, x, None), (streamed, x, streamer))]
     try:
@@ -66,7 +66,7 @@ def _stack(weights: int) -> nn.Sequential:
     )
 
 
-def _step(stack: nn.Sequential, x: Tensor, streamer: Streamer | None, *, training: bool) -> None:
+def _step(stack: nn.Sequential, x: Tensor, streamer: Engine | None, *, training: bool) -> None:
     with torch.inference_mode(not training):
         if streamer is None:
             loss = stack(x).sum()

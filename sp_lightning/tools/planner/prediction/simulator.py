@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.timeline import Kind
-from sp_lightning.core.engine.assembly import kinds
 from sp_lightning.core.engine.schedule import Prefetch, Residency
 from sp_lightning.core.layers.bound_weights import BoundWeights
 from sp_lightning.core.layers.gradients import Transfers
 from sp_lightning.core.layers.layer import Kind as LayerKind
-from sp_lightning.core.layers.layer import Slot, StreamedLayer
+from sp_lightning.core.layers.layer import Slot, StreamedLayer, kinds
 from sp_lightning.core.layers.ring import BlockSource, Slots, Staged, Uploads
 from sp_lightning.core.layers.writes import LeftMemory
 from sp_lightning.core.plan.plan import Plan, PlannedLayer
