@@ -348,7 +348,7 @@ def test_a_fetch_waits_for_the_host_if_that_has_work_before_it(why: str) -> None
         def loss(self, batch: Any) -> Tensor:
             loss = super().loss(batch)
             source = self.trainer.strategy._run.engine.source
-            layer = next(each for each in source._layers if each.slot is not None and each.kind is Kind.BLOCK)
+            layer = next(each for each in source.engine.layers if each.slot is not None and each.kind is Kind.BLOCK)
             found.append(source._fetches_as_updated(layer))
             owner, name, value = HOST_HAS_WORK[why](source, layer)
             with mock.patch.object(owner, name, value):

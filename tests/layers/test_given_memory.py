@@ -117,7 +117,7 @@ def test_plain_code_has_no_write_guard(k: int) -> None:
     found: list[Any] = []
 
     def look(trainer: Any, *_: Any) -> None:
-        found.extend(layer.guard for layer in streamer_of(trainer.strategy)._layers)
+        found.extend(layer.guard for layer in streamer_of(trainer.strategy).layers)
 
     looks = Does(on_train_batch_start=look, on_before_backward=look, on_train_batch_end=look)
     strategy = superpipeline(k=k)
@@ -146,7 +146,7 @@ def test_a_weight_is_not_compared_with_a_slot_that_may_have_other_values_than_th
     found: list[set[int]] = []
 
     def ask(m: At) -> None:
-        writes = streamer_of(m.trainer.strategy)._writes
+        writes = streamer_of(m.trainer.strategy).writes
         slot = next(each for each in writes._slots.all if each.layer is not None)
         given = {0: writes._slots.views(slot.layer, slot)[0].clone()}
         found.append(writes._alike(slot, given))

@@ -213,7 +213,7 @@ def test_escaping_views_take_extra_slots_and_give_them_back() -> None:
 
     class AtEnd(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen.append(streamer_of(trainer.strategy)._slots.device_bytes)
+            seen.append(streamer_of(trainer.strategy).slots.device_bytes)
 
     fit(CASES["returns-view"].make, CASES["returns-view"].batches(), strategy, callbacks=[AtEnd()])
     assert strategy.stats().extra_slots > 0

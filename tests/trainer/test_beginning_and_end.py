@@ -71,7 +71,7 @@ def test_engines_are_freed_without_the_garbage_collector() -> None:
     for _ in range(3):
         trainer = trainer_for(superpipeline())
         notes = Does(
-            on_train_start=lambda trainer, _: alive.append(weakref.ref(streamer_of(trainer.strategy)._gradients))
+            on_train_start=lambda trainer, _: alive.append(weakref.ref(streamer_of(trainer.strategy).gradients))
         )
         trainer.callbacks.append(notes)  # type: ignore[attr-defined]
         trainer.fit(module, loader(tokens(1)))
