@@ -21,6 +21,7 @@ from sp_lightning.core.device.accelerator import (
     Accelerator,
     _side_stream,
     generator_states,
+    name_of,
     present_device,
     set_generator_states,
 )
@@ -131,18 +132,21 @@ def test_memory_is_registered_with_the_device_of_the_run_in_any_thread() -> None
     assert runtime.seen == [1, 1]
 
 
-def test_budget_and_peak_are_what_torch_counts(xpu: Accelerator) -> None:
-    counters: dict[str, Any] = {
-        name: mock.Mock(return_value=value)
-        for name, value in {
-            "get_memory_info": (600, 1000),
-            "memory_reserved": 300,
-            "memory_allocated": 100,
-            "max_memory_allocated": 250,
-            "reset_peak_memory_stats": None,
-        }.items()
-    }
+@contextmanager
+def counted(**values: Any) -> Iterator[dict[str, mock.Mock]]:
+    """Counters of ``torch.accelerator`` return these values inside."""
+    counters: dict[str, Any] = {name: mock.Mock(return_value=value) for name, value in values.items()}
     with mock.patch.multiple("torch.accelerator", **counters):
+        yield counters
+
+
+def test_budget_and_peak_are_what_torch_counts(xpu: Accelerator) -> None:
+    with counted(
+        get_memory_info=(600, 1000),
+        memory_stats={"reserved_bytes.all.current": 300, "allocated_bytes.all.current": 100},
+        max_memory_allocated=250,
+        reset_peak_memory_stats=None,
+    ) as counters:
         assert xpu.free_bytes() == 600 + 300 - 100
         assert xpu.peak_bytes() == 250
         xpu.reset_peak()
@@ -197,6 +201,18 @@ def test_where_torch_counts_nothing_there_is_no_budget_and_no_peak(xpu: Accelera
         assert xpu.peak_bytes() is None
 
 
+def test_a_count_tells_of_the_error_of_an_earlier_kernel(xpu: Accelerator) -> None:
+    """It is a RuntimeError, too, and was taken for a backend that counts nothing."""
+    failed = mock.Mock(side_effect=torch.AcceleratorError("an illegal memory access"))
+    with mock.patch.multiple("torch.accelerator", max_memory_allocated=failed), pytest.raises(torch.AcceleratorError):
+        xpu.peak_bytes()
+
+
+def test_a_backend_without_product_names_is_named_by_its_type(xpu: Accelerator) -> None:
+    with mock.patch("torch.get_device_module", return_value=object()):
+        assert name_of(xpu) == "xpu"
+
+
 def test_the_host_waits_without_spinning(xpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses, event = list[float](), mock.Mock(query=mock.Mock(side_effect=[False] * 7 + [True]))
     monkeypatch.setattr("sp_lightning.core.device.accelerator.sleep", lambda pause: pauses.append(pause))
@@ -237,11 +253,8 @@ def test_the_budget_is_within_what_the_user_allows_this_process(
 ) -> None:
     """torch's allocator raises out of memory beyond torch.cuda.set_per_process_memory_fraction, however much is free."""
     gpu = accelerator("cuda")
-    current = {
-        f"{name}_bytes": {"all": {"current": nbytes}} for name, nbytes in (("reserved", 300), ("allocated", 100))
-    }
-    counters = {"mem_get_info": (600, 1000), "memory_stats_as_nested_dict": current}
-    with mock.patch.multiple("torch.cuda", **{name: mock.Mock(return_value=each) for name, each in counters.items()}):
+    current = {"reserved_bytes.all.current": 300, "allocated_bytes.all.current": 100}
+    with counted(get_memory_info=(600, 1000), memory_stats=current):
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction, raising=False)
         assert gpu.free_bytes() == free
         monkeypatch.delattr(torch.cuda, "get_per_process_memory_fraction")  # torch 2.10 has none
@@ -250,8 +263,7 @@ def test_the_budget_is_within_what_the_user_allows_this_process(
 
 @pytest.mark.parametrize(("free", "held"), [(30 << 30, (40 << 30, 80 << 30)), (69 << 30, None)])
 def test_memory_that_other_programs_hold(free: int, held: Any) -> None:
-    counters = {"mem_get_info": (free, 80 << 30), "memory_reserved": 10 << 30}
-    with mock.patch.multiple("torch.cuda", **{name: mock.Mock(return_value=each) for name, each in counters.items()}):
+    with counted(get_memory_info=(free, 80 << 30), memory_reserved=10 << 30):
         assert accelerator("cuda").held_by_others() == held
 
 
@@ -369,34 +381,37 @@ def test_the_present_device_has_its_index(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Generators:
-    """Random generators of two GPUs, on a machine that may have none. Reading them starts CUDA, as torch's function does."""
+    """Random generators of two devices, on a machine that may have none. Reading them initialises the accelerator."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.started = False
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        self.kind, self.started = kind, False
         self.states = [torch.tensor([0]), torch.tensor([0])]
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.started)
-        for name in ("get_rng_state_all", "set_rng_state_all", "manual_seed_all"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(kind))
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+        for name in ("is_initialized", "get_rng_state", "set_rng_state", "manual_seed_all"):
+            monkeypatch.setattr(torch.get_device_module(kind), name, getattr(self, name))
 
-    def get_rng_state_all(self) -> list[Tensor]:
+    def is_initialized(self) -> bool:
+        return self.started
+
+    def get_rng_state(self, device: torch.device) -> Tensor:
         self.started = True
-        return list(self.states)
+        return self.states[device.index]
 
-    def set_rng_state_all(self, states: list[Tensor]) -> None:
-        self.states[: len(states)] = states
+    def set_rng_state(self, state: Tensor, device: torch.device) -> None:
+        self.states[device.index] = state
 
     def manual_seed_all(self, seed: int) -> None:
         self.states = [torch.tensor([seed])] * 2
 
 
-@pytest.fixture
-def generators(monkeypatch: pytest.MonkeyPatch) -> Iterator[Generators]:
+@pytest.fixture(params=["cuda", "xpu"])
+def generators(monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[Generators]:
     with torch.random.fork_rng(devices=[]):
-        yield Generators(monkeypatch)
+        yield Generators(monkeypatch, request.param)
 
 
-def test_random_states_do_not_start_cuda(generators: Generators) -> None:
+def test_random_states_do_not_start_an_accelerator(generators: Generators) -> None:
     """A run on the CPU made a context on a GPU."""
     states = generator_states()
     set_generator_states(states)
@@ -404,7 +419,7 @@ def test_random_states_do_not_start_cuda(generators: Generators) -> None:
     assert not generators.started
 
 
-def test_random_states_of_gpus_come_back(generators: Generators) -> None:
+def test_random_states_of_accelerators_come_back(generators: Generators) -> None:
     generators.started, generators.states = True, [torch.tensor([3]), torch.tensor([4])]
     states = generator_states()
     generators.states = [torch.tensor([5]), torch.tensor([6])]
@@ -412,7 +427,13 @@ def test_random_states_of_gpus_come_back(generators: Generators) -> None:
     assert generators.states == [3, 4]
 
 
-def test_states_from_before_cuda_started_give_gpus_their_first_state(generators: Generators) -> None:
+def test_operators_of_the_model_draw_from_the_device_as_well(generators: Generators) -> None:
+    """Of XPU and others, only the CPU's generator was looked at."""
+    generators.states = [torch.tensor([3]), torch.tensor([4])]
+    assert accelerator(generators.kind, 1).random_states()[1:] == [4]
+
+
+def test_states_from_before_an_accelerator_started_give_it_its_first_state(generators: Generators) -> None:
     """They would keep the state that other runs have left, and dropout would draw other values."""
     torch.manual_seed(7)
     torch.rand(3)

@@ -170,16 +170,10 @@ class Accelerator(Device):
         torch.accelerator.empty_cache()
 
     def free_bytes(self) -> int | None:
-        free = self._counted("get_memory_info")
-        if (
-            self.device.type == "cuda"
-        ):  # memory_reserved and memory_allocated each copy all statistics to a flat dictionary
-            nested = torch.cuda.memory_stats_as_nested_dict(self.device)
-            reserved, used = (nested[f"{name}_bytes"]["all"]["current"] for name in ("reserved", "allocated"))
-        else:
-            reserved, used = map(self._counted, ("memory_reserved", "memory_allocated"))
-        if free is None or reserved is None or used is None:
+        free, stats = map(self._counted, ("get_memory_info", "memory_stats"))
+        if free is None or not stats:
             return None
+        reserved, used = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated"))
         allowed = free[0]
         # The user may have limited this process to a fraction of all device memory, reserved memory included.
         # torch 2.10 cannot read the value of torch.cuda.set_per_process_memory_fraction.
@@ -226,8 +220,7 @@ class Accelerator(Device):
         return Timeline(seconds)
 
     def random_states(self) -> list[Tensor]:
-        on_device = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
-        return [*super().random_states(), *on_device]
+        return [*super().random_states(), torch.get_device_module(self.device).get_rng_state(self.device)]
 
     def peak_bytes(self) -> int | None:
         peak = self._counted("max_memory_allocated")
@@ -249,15 +242,13 @@ class Accelerator(Device):
             self._earlier, self.held = self.peak_bytes() or 0, int(allocated) - self._others
 
     def _counted(self, name: str) -> Any:
-        """Calls a memory statistic of ``torch.accelerator``; returns None if the backend has none.
-
-        CUDA is called through ``torch.cuda``, which raises CUDA's errors.
-        """
-        if self.device.type == "cuda":
-            return getattr(torch.cuda, {"get_memory_info": "mem_get_info"}.get(name, name))(self.device)
-        with contextlib.suppress(AttributeError, RuntimeError):
+        """Calls a memory statistic of ``torch.accelerator``; returns None if the backend has none."""
+        try:
             return getattr(torch.accelerator, name)(self.device)
-        return None
+        except torch.AcceleratorError:  # a RuntimeError: an earlier kernel has failed
+            raise
+        except (AttributeError, RuntimeError):
+            return None
 
     def stall_seconds(self, *why: Wait) -> float:
         self._sum_waits()
@@ -284,28 +275,42 @@ def _side_stream(device: torch.device, stream: Stream) -> torch.Stream:
     return torch.Stream(device)
 
 
-def generator_states() -> list[Tensor]:
-    """Returns the states of torch's random generators: of the CPU, and of all GPUs once CUDA is initialised.
+def _with_generators() -> list[torch.device]:
+    """Returns all devices of this machine's accelerator once it is initialised.
 
-    Reading a GPU's state would initialise CUDA, in runs on the CPU as well.
+    Reading a generator's state would initialise it, in runs on the CPU as well.
     """
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+    found = torch.accelerator.current_accelerator()
+    if found is None or not getattr(torch.get_device_module(found), "is_initialized", lambda: False)():
+        return []
+    return [torch.device(found.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def generator_states() -> list[Tensor]:
+    """Returns the states of torch's random generators: of the CPU, and of all accelerators once they are initialised."""
+    return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in _with_generators())]
 
 
 def set_generator_states(states: Sequence[Tensor]) -> None:
-    """Restores states that :func:`generator_states` returned. GPUs that had none yet get the state with which they begin."""
+    """Restores states that :func:`generator_states` returned.
+
+    Accelerators that had none yet get the state with which they begin.
+    """
     torch.set_rng_state(states[0])
+    devices = _with_generators()
     if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])
-    elif torch.cuda.is_initialized():  # since then; it begins with the seed of torch.manual_seed, which is the CPU's
-        torch.cuda.manual_seed_all(torch.initial_seed())
+        for state, device in zip(states[1:], devices, strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
+    elif devices:  # initialised since then; they begin with the seed of torch.manual_seed, which is the CPU's
+        torch.get_device_module(devices[0]).manual_seed_all(torch.initial_seed())
 
 
 def name_of(device: Device) -> str | None:
-    """Returns the product name of an accelerator; None for the CPU."""
+    """Returns the product name of an accelerator, or its type if the backend has no names; None for the CPU."""
     if device.computes_on_host:
         return None
-    return str(torch.get_device_module(device.device).get_device_name(device.device))
+    kind = device.device.type
+    return str(getattr(torch.get_device_module(kind), "get_device_name", lambda _: kind)(device.device))
 
 
 def device_for(device: torch.device) -> Device:
