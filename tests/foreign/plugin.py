@@ -1,0 +1,189 @@
+"""A pytest plugin: tests run on an accelerator of another package, in the place of the CPU or of CUDA.
+
+``pytest -p tests.foreign.plugin tests/gpu tests/equality/test_programs.py``. The README of this folder says how to build it.
+
+- Trainers for ``"cpu"`` or ``"gpu"`` get :class:`OtherAccelerator`. Plain Lightning for ``"cpu"`` steps its optimizers on the CPU
+  there (``StepsOnHost``), as the strategy does.
+- Files that speak of CUDA are read with the other device's name.
+- Numbers are compared on the CPU. Where plain Lightning cannot run a program on the device, its test is skipped.
+- A test that brings a simulated device of its own is skipped. Variants of programs that ask for one run without.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from contextlib import nullcontext
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+PACKAGE = "torch_mcpu"
+KIND = "mcpu"
+MISSING = f"{PACKAGE} is not installed: see tests/foreign/README.md"
+IS_THERE = importlib.util.find_spec(PACKAGE) is not None
+LIBRARY = torch.library.Library("aten", "IMPL")  # noqa: TOR901  # it stays for the process
+OF_CUDA = ("tests.gpu.", "tests.support.gpu_reference", "tests.support.wait_scenarios")
+
+
+class OtherAccelerator(Accelerator):
+    """The accelerator that torch has found, for Lightning."""
+
+    def setup_device(self, device: torch.device) -> None:
+        torch.accelerator.set_device_index(device.index)
+
+    def teardown(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return dict(torch.accelerator.memory_stats(device))
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return list(range(devices)) if isinstance(devices, int) else [int(each) for each in devices]
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        kind: Any = torch.accelerator.current_accelerator()
+        return [torch.device(kind.type, index) for index in devices]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return torch.accelerator.device_count()
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.accelerator.is_available()
+
+    @staticmethod
+    def name() -> str:
+        return str(torch.accelerator.current_accelerator())
+
+
+class Renamed(importlib.machinery.SourceFileLoader):
+    """Reads a file with the other device's name in the place of CUDA's."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        text = self.get_data(self.path).decode().replace("torch.cuda", f"torch.{KIND}").replace('"cuda"', f'"{KIND}"')
+        return compile(text, self.path, "exec", dont_inherit=True)
+
+
+class Finder:
+    """Finds the files that speak of CUDA."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if not name.startswith(OF_CUDA):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin is not None and spec.submodule_search_locations is None:
+            spec.loader = Renamed(name, spec.origin)
+        return spec
+
+
+def on_other_device() -> None:
+    """Trainers take the other accelerator, and comparisons compare on the CPU."""
+    from sp_lightning.tools.comparison.reference import StepsOnHost
+    from tests.support import runs
+
+    make, equal, fit, mixed = Trainer.__init__, runs.assert_equal, runs.fit, MixedPrecision.__init__
+
+    def made(self: Trainer, *, accelerator: Any = "auto", strategy: Any = "auto", **options: Any) -> None:
+        if accelerator == "cpu" and strategy == "auto":
+            strategy = StepsOnHost(torch.device(KIND, 0), fuse=options.get("precision") != "16-mixed")
+        make(self, accelerator=OtherAccelerator(), strategy=strategy, **{"devices": 1, **options})
+
+    def compared(ours: Any, plain: Any, where: str) -> None:
+        if isinstance(ours, Tensor) and isinstance(plain, Tensor):
+            ours, plain = ours.cpu(), plain.cpu()
+        equal(ours, plain, where)
+
+    def fitted(make: Any, batches: Any, strategy: Any = "auto", **options: Any) -> Any:
+        try:
+            return fit(make, batches, strategy, **options)
+        except Exception as error:
+            if isinstance(strategy, runs.SuperpipelineStrategy):
+                raise
+            pytest.skip(f"plain Lightning on {KIND}: {type(error).__name__}: {str(error)[:150]}")
+
+    def cast(self: MixedPrecision, precision: Any, device: str, scaler: Any = None) -> None:
+        mixed(self, precision, KIND, scaler)  # Lightning says "cuda" of every accelerator
+
+    Trainer.__init__, runs.assert_equal, runs.fit, MixedPrecision.__init__ = made, compared, fitted, cast  # type: ignore[method-assign, assignment]
+
+
+def without_simulation() -> None:
+    """Nothing else takes the place of the device."""
+    from tests.support import simdevice
+
+    def skipped(*_: Any, **__: Any) -> Any:
+        pytest.skip("brings a device of its own")
+
+    simdevice.simulated = skipped
+    from tests.equality import training
+
+    for name in ("simulated", "poisoned", "poisoned_ring", "crowded"):
+        setattr(training, name, lambda *_, **__: nullcontext())
+
+
+def complete() -> None:
+    """Adds what tests need and the other package leaves out. None of it is in the way of what is tested."""
+    module: Any = torch.get_device_module(KIND)
+    # The package puts subclasses in the place of these. elapsed_time of torch 2.14 takes no subclass as its argument.
+    torch.Event, torch.Stream = torch._C.Event, torch._C.Stream  # type: ignore[misc, assignment]
+    busy = torch.ones(300, 300, device=KIND)
+
+    def sleep(cycles: int) -> None:
+        for _ in range(max(1, cycles // 10_000_000)):
+            torch.mm(busy, busy)
+
+    module._sleep = sleep
+    module.get_device_properties = lambda *_: SimpleNamespace(total_memory=module.mem_get_info()[1])
+
+    def on_cpu(function: Any) -> Any:
+        def computed(*args: Any) -> Any:
+            found = function(*(each.cpu() if isinstance(each, Tensor) else each for each in args))
+            return tree_map(lambda each: each.to(KIND) if isinstance(each, Tensor) else each, found)
+
+        return computed
+
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor, *args: Any) -> Any:
+        *settings, mask = args
+        return torch.ops.aten.convolution_backward(gradient, x, weight, [weight.shape[0]], *settings, mask)
+
+    LIBRARY.impl("convolution_overrideable", on_cpu(torch.ops.aten.convolution), "PrivateUse1")
+    LIBRARY.impl("convolution_backward_overrideable", on_cpu(backward), "PrivateUse1")
+    attention = functional.scaled_dot_product_attention
+
+    def by_formula(query: Tensor, *args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+        if query.device.type != KIND:
+            return attention(query, *args, enable_gqa=enable_gqa, **options)
+        found: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+            query, *args, enable_gqa=enable_gqa, **options
+        )[0]
+        return found
+
+    functional.scaled_dot_product_attention = by_formula
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if IS_THERE:
+        sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+        on_other_device()
+        without_simulation()
+        complete()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not IS_THERE:
+        for item in items:
+            item.add_marker(pytest.mark.skip(MISSING))
