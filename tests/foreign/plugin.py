@@ -23,6 +23,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map
@@ -74,6 +75,7 @@ class Renamed(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         text = self.get_data(self.path).decode().replace("torch.cuda", f"torch.{KIND}").replace('"cuda"', f'"{KIND}"')
+        text = text.replace(".cuda()", f'.to("{KIND}")')
         return compile(text, self.path, "exec", dont_inherit=True)
 
 
@@ -98,8 +100,10 @@ def on_other_device() -> None:
     make, equal, fit, mixed = Trainer.__init__, runs.assert_equal, runs.fit, MixedPrecision.__init__
 
     def made(self: Trainer, *, accelerator: Any = "auto", strategy: Any = "auto", **options: Any) -> None:
-        if accelerator == "cpu" and strategy == "auto":
-            strategy = StepsOnHost(torch.device(KIND, 0), fuse=options.get("precision") != "16-mixed")
+        if strategy == "auto":  # Lightning would compute on the CPU
+            device = torch.device(KIND, 0)
+            fuse = options.get("precision") != "16-mixed"
+            strategy = StepsOnHost(device, fuse=fuse) if accelerator == "cpu" else SingleDeviceStrategy(device)
         make(self, accelerator=OtherAccelerator(), strategy=strategy, **{"devices": 1, **options})
 
     def compared(ours: Any, plain: Any, where: str) -> None:

@@ -1,15 +1,66 @@
-"""What only a device with memory, streams and an allocator of its own can show, in numbers that do not depend on speed."""
+"""What only memory, streams and an allocator of a device can show, in numbers that do not depend on speed."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.accelerator import Accelerator
 from sp_lightning.core.device.device import Stream
-from tests.support.models import CASES, Module, Stack, llama, tokens, vectors
+from tests.support.models import CASES, Module, Stack, llama
 from tests.support.runs import assert_same, fit
+
+pytestmark = pytest.mark.usefixtures("everything_is_worth_moving")
+STEPS = 4
+WORDS = torch.arange(64).view(2, 32) % 61
+NETS: dict[str, Any] = {
+    "linear": (lambda: Module(Stack(6, width=64)), [torch.randn(8, 64) for _ in range(STEPS)]),
+    "llama": (partial(llama, dropout=0.0), [{"input_ids": WORDS, "labels": WORDS}] * STEPS),
+}
+
+
+@pytest.mark.parametrize("name", ["stack", "llama-dropout", "vit"])
+def test_first_trainings_are_equal(name: str) -> None:
+    make, batches = CASES[name].make, CASES[name].batches()
+    assert_same(fit(make, batches, SuperpipelineStrategy(k=1)), fit(make, batches))
+
+
+class Counts(Callback):
+    """Counts copies and waits of the host in all steps but the first."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found = Counter[str]()
+        self.before, self.peak = torch.accelerator.memory_allocated(), 0
+        copy, synchronize = Accelerator.copy, Accelerator.synchronize
+
+        def copied(device: Any, targets: Any, sources: Any, stream: Stream, **options: Any) -> None:
+            self.found[stream.name] += 1
+            copy(device, targets, sources, stream, **options)
+
+        def waited(device: Any, event: Any, why: Any) -> None:
+            self.found[why.name] += event is not None
+            synchronize(device, event, why)
+
+        monkeypatch.setattr(Accelerator, "copy", copied)
+        monkeypatch.setattr(Accelerator, "synchronize", waited)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == 1:
+            self.found.clear()
+            torch.accelerator.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.peak = torch.accelerator.max_memory_allocated() - self.before
+
+
+def hooked(make: Any) -> Any:
+    module = make()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    return module

@@ -272,6 +272,16 @@ def test_a_parameter_is_moved_in_its_place() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
+def test_a_backend_to_which_torch_moves_no_existing_parameter_is_named() -> None:
+    """As those of other packages (``PrivateUse1``), for which ``Module.to`` makes other parameters. The meta device is one."""
+    parameter = nn.Parameter(torch.ones(3))
+    parameter.grad = gradient = torch.ones(3)
+    with pytest.raises(RuntimeError, match="cannot move an existing parameter to meta in place.* Leave gpu_layers out"):
+        move(parameter, lambda tensor: tensor.to("meta"))
+    assert parameter.device.type == "cpu"
+    assert parameter.grad is gradient
+
+
 def test_the_parts_of_a_wrapped_parameter_are_moved() -> None:
     module = QUANTISED["int8"]()
     weight: Any = next(p for p in module.parameters() if is_traceable_wrapper_subclass(p))

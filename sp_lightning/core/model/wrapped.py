@@ -59,6 +59,11 @@ def builder(like: Any) -> Callable[[Iterator[Tensor]], Any]:
     return build
 
 
+OTHER_BACKEND = (
+    "gpu_layers: torch cannot move an existing parameter to {device} in place, as it can to CUDA, ROCm and XPU. Leave gpu_layers out."
+)
+
+
 def move(parameter: Any, to: Callable[[Tensor], Tensor]) -> None:
     """Moves the memory of a parameter and of its gradient. The parameter is the same object, to which other code may refer.
 
@@ -67,6 +72,9 @@ def move(parameter: Any, to: Callable[[Tensor], Tensor]) -> None:
     Args:
         parameter: the parameter, or another tensor.
         to: copies a plain tensor to the other memory.
+
+    Raises:
+        RuntimeError: torch gives no existing parameter memory of that device.
     """
     with no_inference_mode(), torch.no_grad(), _Untouched():
         gradient, parameter.grad = parameter.grad, None
@@ -76,7 +84,12 @@ def move(parameter: Any, to: Callable[[Tensor], Tensor]) -> None:
             for attribute in parameter.__tensor_flatten__()[0]:
                 setattr(parameter, attribute, getattr(made, attribute))
         else:
-            parameter.data = to(parameter.data)
+            moved = to(parameter.data)
+            try:
+                parameter.data = moved
+            except RuntimeError as error:  # torch keeps tensors of a PrivateUse1 backend apart
+                parameter.grad = gradient
+                raise RuntimeError(OTHER_BACKEND.format(device=moved.device)) from error
         parameter.grad = None if gradient is None else to(gradient)
 
 
