@@ -15,6 +15,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from contextlib import nullcontext
+from functools import partial
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,9 @@ PACKAGE = "torch_mcpu"
 KIND = "mcpu"
 MISSING = f"{PACKAGE} is not installed: see tests/foreign/README.md"
 IS_THERE = importlib.util.find_spec(PACKAGE) is not None
-LIBRARY = torch.library.Library("aten", "IMPL")  # noqa: TOR901  # it stays for the process
+LIBRARY = torch.library.Library("aten", "IMPL")  # it stays for the process
+STEPS_THERE: list[bool] = []
+"""Not empty while a reference run steps its optimizers on the device."""
 OF_CUDA = ("tests.gpu.", "tests.support.gpu_reference", "tests.support.wait_scenarios")
 
 
@@ -102,9 +105,19 @@ def on_other_device() -> None:
     def made(self: Trainer, *, accelerator: Any = "auto", strategy: Any = "auto", **options: Any) -> None:
         if strategy == "auto":  # Lightning would compute on the CPU
             device = torch.device(KIND, 0)
+            on_host = accelerator == "cpu" and not STEPS_THERE
             fuse = options.get("precision") != "16-mixed"
-            strategy = StepsOnHost(device, fuse=fuse) if accelerator == "cpu" else SingleDeviceStrategy(device)
+            strategy = StepsOnHost(device, fuse=fuse) if on_host else SingleDeviceStrategy(device)
+            strategy.model_to_device = partial(keep_parameters, strategy.model_to_device)
         make(self, accelerator=OtherAccelerator(), strategy=strategy, **{"devices": 1, **options})
+
+    def keep_parameters(move: Any) -> None:
+        """As on CUDA, where hooks and captured weights of before are the module's. For others, torch makes new parameters."""
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            move()
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
 
     def compared(ours: Any, plain: Any, where: str) -> None:
         if isinstance(ours, Tensor) and isinstance(plain, Tensor):
@@ -135,6 +148,18 @@ def without_simulation() -> None:
     simdevice.simulated = skipped
     from tests.equality import training
 
+    plain = training.plain
+
+    def reference(name: str, case: Any, variant: Any) -> Any:
+        if "optimizer_on" not in variant.strategy:
+            return plain(name, case, variant)
+        STEPS_THERE.append(True)
+        try:
+            return plain(f"{name}, steps there", case, variant)
+        finally:
+            STEPS_THERE.clear()
+
+    training.plain = reference
     for name in ("simulated", "poisoned", "poisoned_ring", "crowded"):
         setattr(training, name, lambda *_, **__: nullcontext())
 
@@ -166,6 +191,15 @@ def complete() -> None:
 
     LIBRARY.impl("convolution_overrideable", on_cpu(torch.ops.aten.convolution), "PrivateUse1")
     LIBRARY.impl("convolution_backward_overrideable", on_cpu(backward), "PrivateUse1")
+    look_up = functional.embedding
+
+    def at_once(*args: Any, **options: Any) -> Tensor:
+        """Its kernel reads the weight when it runs, not when it is launched: ``weight.data = other`` right after changes it."""
+        found = look_up(*args, **options)
+        torch.accelerator.synchronize()
+        return found
+
+    functional.embedding = at_once
     attention = functional.scaled_dot_product_attention
 
     def by_formula(query: Tensor, *args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:

@@ -19,6 +19,7 @@ It shows missing waits that a synchronous CPU hides. It shows them in each run, 
   divide gradients by place.
 - **Kernels of the CPU** take addresses. One of device memory raises :class:`Mixed`.
 - **Versions.** Under a dispatch mode, torch's ``foreach`` operators do not count their writes. The watch counts them.
+- **Queued kernels** of an optimizer's step refer to its parameters until the host waits for them, as those of some backends do.
 - **New memory** of ``torch.empty`` has other bytes in each call, as that of a GPU's allocator.
 - **Unrepeatable kernels**, if asked for: ``index_add`` and ``scatter_add`` have other last bits in each call, as on a GPU, where
   atomic operations add numbers in any order. Not with deterministic algorithms.
@@ -152,6 +153,7 @@ class SimDevice(Device):
         device_ranges: the ranges of device memory: slots and buffers.
         host_ranges: the ranges of the host store.
         derived: memory that operators on the device have made, by its storage.
+        queued: parameters of kernels of a step that may not have run yet, which refer to them.
     """
 
     computes_on_host = False
@@ -171,6 +173,7 @@ class SimDevice(Device):
         self.device_ranges: list[tuple[int, int, StorageWeakRef]] = []
         self.host_ranges: list[tuple[int, int, StorageWeakRef]] = []
         self.derived: dict[int, Memory] = {}
+        self.queued: list[nn.Parameter] = []
         self._engine = threading.local()
         self._lock = threading.RLock()  # for clocks and queues: several threads may compute
         self._regions: list[Region] = []
@@ -361,6 +364,8 @@ class SimDevice(Device):
             return
         self._learn(self._runs, event.clock)
         self._run(event)
+        if event.stream is Stream.STEP:
+            self.queued.clear()
 
     def has_happened(self, event: SimEvent | None) -> bool:
         return event is None  # events happen as late as allowed
@@ -585,6 +590,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func._schema.name
+        if self._device.stream is Stream.STEP:
+            self._device.queued += [each for each in tree_leaves((args, kwargs)) if isinstance(each, nn.Parameter)]
         result = self._recorded(func, args, kwargs)
         if name in _ALLOCATE:
             self._fill(result)

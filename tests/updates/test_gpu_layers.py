@@ -276,7 +276,9 @@ def test_a_backend_to_which_torch_moves_no_existing_parameter_is_named() -> None
     """As those of other packages (``PrivateUse1``), for which ``Module.to`` makes other parameters. The meta device is one."""
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = gradient = torch.ones(3)
-    with pytest.raises(RuntimeError, match="cannot move an existing parameter to meta in place.* Leave gpu_layers out"):
+    with pytest.raises(
+        RuntimeError, match=r"torch moves no existing parameter to meta in place.* Leave gpu_layers out"
+    ):
         move(parameter, lambda tensor: tensor.to("meta"))
     assert parameter.device.type == "cpu"
     assert parameter.grad is gradient

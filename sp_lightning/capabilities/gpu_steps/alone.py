@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.device.device import Device
+from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.torch_compat.private import is_traceable_wrapper_subclass, tree_leaves
 from sp_lightning.core.updates.fused import is_of_bitsandbytes, is_separable
 
@@ -120,7 +120,6 @@ class DeclaredStep:
         groups = [_settings(group) for group in part_of.param_groups]
         new = [twin in state and twin not in self._known for twin in twins]
         allowed = [count + each for count, each in zip(self._references, new, strict=True)]
-        kept = [sys.getrefcount(twin) for twin in twins]
         reasons = {
             "writes its param_groups": not all(map(_same, self._groups, groups)),
             "writes attributes of the optimizer": not _same(self._attributes, _settings(vars(part_of))),
@@ -131,7 +130,7 @@ class DeclaredStep:
             or self._python not in (None, _python_states()),
             "sets p.grad": any(twin.grad is not was for twin, was in zip(twins, self._gradients, strict=True)),
             "writes attributes of parameters": not all(map(_same, self._of_twins, (vars(twin) for twin in twins))),
-            "keeps parameters": any(now > most for now, most in zip(kept, allowed, strict=True)),
+            "keeps parameters": self._keeps_more(allowed),
         }
         what = next((what for what, holds in reasons.items() if holds), None) or _cannot_pass(state, twins)
         if what is not None:
@@ -140,6 +139,17 @@ class DeclaredStep:
                 f"has {DECLARES} = True: it may read and write one parameter, its gradient and its state[p] at a time, and "
                 "nothing else. Leave both options out: then the CPU steps all layers at once."
             )
+
+    def _keeps_more(self, allowed: Sequence[int]) -> bool:
+        """Returns True if anything refers to the parameters beyond the allowed number of references."""
+
+        def more() -> bool:
+            counts = [sys.getrefcount(twin) for twin in self._twins]
+            return any(now > most for now, most in zip(counts, allowed, strict=True))
+
+        if more():  # some backends' kernels refer to their tensors until they have run
+            self._device.synchronize(self._device.record(Stream.STEP), Wait.TAKE_AFTER_STEP)
+        return more()
 
 
 def _python_states() -> tuple[Any, ...]:
