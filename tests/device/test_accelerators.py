@@ -247,6 +247,16 @@ def test_a_wait_for_an_event_that_never_happens_can_be_interrupted(xpu: Accelera
     assert looks == 3
 
 
+def test_a_wait_asks_whether_the_event_may_still_happen(xpu: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In backward, a thread of autograd's waits, and no signal reaches it: nothing else would end the wait."""
+    monkeypatch.setattr("sp_lightning.core.device.accelerator._LOOK", 0.0)
+    never = mock.Mock(query=mock.Mock(side_effect=[False] * 9))
+    xpu.check = mock.Mock(side_effect=[None, None, RuntimeError("another rank has failed")])
+    with pytest.raises(RuntimeError, match="another rank has failed"):
+        xpu.synchronize(never, Wait.APPLY_AFTER_DRAIN)
+    assert xpu.check.call_args_list == [mock.call(Wait.APPLY_AFTER_DRAIN)] * 3
+
+
 @pytest.mark.parametrize(("fraction", "free"), [(1.0, 600 + 300 - 100), (0.5, 500 - 100), (0.2, 200 - 100)])
 def test_the_budget_is_within_what_the_user_allows_this_process(
     fraction: float, free: int, monkeypatch: pytest.MonkeyPatch

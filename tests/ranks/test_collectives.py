@@ -9,9 +9,12 @@ from threading import Timer
 from time import sleep
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from sp_lightning.core.device.device import Wait
+from sp_lightning.experimental.ranks import collectives
 from sp_lightning.experimental.ranks.collectives import Collectives
 from sp_lightning.experimental.ranks.failures import RankError
 
@@ -29,6 +32,7 @@ class Two(Collectives):
         if other:
             self._rank_of[descriptor := os.pidfd_open(other)] = 1
             self._processes.register(descriptor, select.POLLIN)
+        self._on_host, self._on_devices, self._aborted = False, mock.Mock(), 0.0
         if late:
             reported = RankError("rank 1 has failed: what the user's code says")
             Timer(late, setattr, (failures, "error", lambda waited: reported)).start()
@@ -63,3 +67,20 @@ def test_a_collective_may_fail_before_the_error_is_read() -> None:
         str(Two()._lost("a step", RuntimeError("closed")))
         == "rank 0 has lost other ranks while it waited for a step: closed"
     )
+
+
+def test_sums_that_a_failed_rank_never_joins_are_aborted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for them in backward, then to drop the gradients in flight. NCCL would wait until its watchdog's abort."""
+    two = Two()
+    two.check(Wait.APPLY_AFTER_DRAIN)
+    two._on_devices.abort.assert_not_called()
+    monkeypatch.setattr(
+        two, "_failures", SimpleNamespace(error=lambda waited: RankError(f"rank 1 has failed {waited}"))
+    )
+    with pytest.raises(RankError, match="has failed while rank 0 waited for this: "):
+        two.check(Wait.APPLY_AFTER_DRAIN)
+    two.check(Wait.DROP_AFTER_DRAIN)  # aborted sums end within a moment
+    two._on_devices.abort.assert_called_once()
+    monkeypatch.setattr(collectives, "_ABORTS", 0)
+    with pytest.raises(RankError):
+        two.check(Wait.DROP_AFTER_DRAIN)

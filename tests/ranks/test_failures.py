@@ -26,12 +26,17 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dist.TCPStore]]:
 
 @pytest.fixture
 def ranks(store: list[dist.TCPStore]) -> Iterator[list[Failures]]:
-    made = [Failures("a run", f"rank {rank}", 3) for rank in range(3)]
+    made = [Failures("a run", f"rank {rank}", 3, lambda: ended.append(0)) for rank in range(3)]
     for each in made:
         each.begin()
     yield made
     for each in made:
         each.end()
+    ended.clear()
+
+
+ended: list[int] = []
+"""One number for each rank that has ended its collectives on devices."""
 
 
 def comes(true: Callable[[], object]) -> bool:
@@ -54,6 +59,7 @@ def test_all_ranks_read_the_first_failure(ranks: list[Failures]) -> None:
         error = each.error("while rank 0 waited for a step")
         assert type(error) is RankError
         assert str(error) == "rank 1 has failed while rank 0 waited for a step: ValueError: no\nnot this way"
+    assert comes(lambda: len(ended) == 3), "they would wait for it in C++, where nothing looks for failures"
 
 
 @pytest.mark.rest("takes tenths of a second")

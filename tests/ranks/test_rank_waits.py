@@ -123,7 +123,7 @@ def without(omit: Wait | None) -> Iterator[None]:
         if why is None or why is not omit:
             return barrier(self, what, number, why=why)
         texts = torch.zeros(512 * self.world, dtype=torch.uint8)
-        group = self._everybody.host
+        group = self._everybody
         left.append((texts, dist.all_to_all_single(texts.clone(), texts, group=group, async_op=True)))
         return [number] * self.world
 

@@ -8,6 +8,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
+from traceback import extract_stack
 from typing import Any
 from unittest import mock
 
@@ -19,9 +20,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from sp_lightning import SuperpipelineStrategy
+from sp_lightning.core.device.device import Device
 from sp_lightning.experimental.ranks.failures import LOST, RankError
 from sp_lightning.experimental.ranks.ranks import Ranks
-from tests.support.ranks import in_ranks, rank, start
+from tests.support.ranks import RanksFailed, in_ranks, rank, start
 from tests.support.runs import assert_equal, trainer_for
 from tests.support.tiers import first, some
 
@@ -270,9 +272,9 @@ class CatchesOutOfMemory(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train_and_catch() -> dict[str, torch.Tensor]:
+def train_and_catch(kind: type[pl.LightningModule]) -> dict[str, torch.Tensor]:
     pl.seed_everything(1, verbose=False)
-    module = CatchesOutOfMemory()
+    module = kind()
     trainer = pl.Trainer(
         accelerator="cpu", devices=2, strategy="superpipeline", max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
@@ -281,8 +283,35 @@ def train_and_catch() -> dict[str, torch.Tensor]:
     return module.state_dict()
 
 
+class RunsOutInASum(CatchesOutOfMemory):
+    """Its second backward runs out of memory in the sum of a layer's gradients, on rank 1 alone, which goes on."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        empty = Device.empty
+
+        def full(device: Device, nbytes: int) -> Any:
+            if index == 1 and rank() == 1 and "_sum" in {each.name for each in extract_stack(limit=4)}:
+                raise torch.OutOfMemoryError("of the device")
+            return empty(device, nbytes)
+
+        with mock.patch.object(Device, "empty", full), suppress(torch.OutOfMemoryError):
+            self.manual_backward(self.layers(batch[0]).square().mean())
+        optimizer.step()
+
+
+@pytest.mark.rest("starts two ranks")
+def test_out_of_memory_in_a_sum_is_told_to_the_others() -> None:
+    """They wait for this rank's part of the sum, which never comes, also if user code catches the error."""
+    with pytest.raises(RanksFailed) as caught:
+        in_ranks(2, train_and_catch, RunsOutInASum)
+    assert "RankError: rank 1 has failed while rank 0 waited for the gradients of" in str(caught.value.errors[0])
+    assert "OutOfMemoryError: of the device" in str(caught.value.errors[0])
+
+
 @pytest.mark.rest("takes tenths of a second")
 def test_out_of_memory_that_all_ranks_catch_ends_no_run() -> None:
     """No rank is told of it by another one, because user code may go on from it."""
-    first, second = in_ranks(2, train_and_catch)
+    first, second = in_ranks(2, train_and_catch, CatchesOutOfMemory)
     assert_equal(first, second, "weights")

@@ -24,6 +24,9 @@ _NEW_ZERO = 10.0
 _LEAST_PAUSE, _MOST_PAUSE = 20e-6, 200e-6
 """Seconds between two looks at an event for which the host waits. The first pauses are the shortest, for short waits."""
 
+_LOOK = 0.1
+"""Seconds between two calls of ``check`` while the host waits."""
+
 _SIDE = (Stream.UPLOAD, Stream.DOWNLOAD, Stream.REDUCE, Stream.STEP)
 """Streams beside torch's current one."""
 
@@ -138,14 +141,18 @@ class Accelerator(Device):
         # Why the host looks at the event again and again, and so returns up to 0.25 ms late:
         # - event.synchronize() spins on a core, which the CPU's optimizer steps need. torch.Event ignores blocking=True.
         # - torch.cuda.Event has it, but its C++ code reads any stream that it is given as a torch.cuda.Stream, without a check.
-        # - If an event never happens, for example because another rank has failed, only polling lets Ctrl-C and SIGTERM through.
+        # - If another rank has failed, an event may never happen, and only polling can ask for that. It also lets Ctrl-C and
+        #   SIGTERM through in the main thread. In backward, another thread polls, and the main thread is in C++.
         # An update takes milliseconds per layer. sleep and synchronize release Python's lock.
-        pause = _LEAST_PAUSE
+        pause, look = _LEAST_PAUSE, perf_counter() + _LOOK
         if not event.query():
             with profiled(f"host waits: {why.value}"):
                 while not event.query():
                     sleep(pause)
                     pause = min(2 * pause, _MOST_PAUSE)
+                    if self.check is not None and perf_counter() > look:
+                        self.check(why)
+                        look = perf_counter() + _LOOK
         event.synchronize()
 
     def has_happened(self, event: torch.Event | None) -> bool:

@@ -148,6 +148,8 @@ class Device:
             :data:`KERNEL_THREADS` fewer.
         steps: True if background work runs optimizer steps on the device.
         held: bytes that a trial had allocated at the end of its last turn.
+        check: called each tenth of a second while the host waits for an event, with the purpose of the wait. Raises an error if
+            the event may never happen, because another process has failed. None for no call.
 
     Args:
         device: the device on which layers compute.
@@ -168,6 +170,7 @@ class Device:
         self.background_threads: int | None = None
         self.steps = False
         self.held = 0
+        self.check: Callable[[Wait], None] | None = None
         self._background: BackgroundThread | None = None
         self._most = 0  # the highest peak_bytes before the last begin_peak
 
@@ -274,7 +277,7 @@ class Device:
         """Makes ``stream`` wait for ``event``. The host does not wait."""
 
     def synchronize(self, event: Any, why: Wait) -> None:
-        """Makes the host wait for ``event``."""
+        """Makes the host wait for ``event``. Raises the error of :attr:`check`."""
 
     def has_happened(self, event: Any) -> bool:
         """Returns True if an event is complete, so that :meth:`synchronize` would return at once."""

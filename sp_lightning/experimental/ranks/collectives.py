@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 from zlib import crc32
 
@@ -34,27 +34,23 @@ TIMEOUT: timedelta = default_pg_timeout
 _LOOK = timedelta(seconds=0.1)
 """How long the host waits for a collective between two checks whether another rank has failed."""
 
+_ABORTS = 5
+"""Seconds in which aborted collectives end."""
+
 _TEXT = 504
 """Bytes of the name that a rank sends in a barrier. A longer name is cut."""
-
-
-class ProcessGroups(NamedTuple):
-    """Two process groups of the same processes.
-
-    Attributes:
-        host: the group for tensors in host memory.
-        device: the group for tensors on the devices. On the CPU it is the same group.
-    """
-
-    host: Any
-    device: Any
 
 
 class Collectives:
     """Collectives with the ranks of the node, and with all ranks.
 
-    All ranks call the collectives in the same order. Ranks are numbered node by node. The process groups belong to this object.
-    User code uses other groups, so its collectives may run in any order relative to these, also in other threads.
+    All ranks call the collectives in the same order. Ranks are numbered node by node.
+
+    Tensors in host memory are sent by gloo, in process groups of this object. User code uses other groups, so its collectives may
+    run in any order relative to these, also in other threads. Tensors on accelerators are sent in the default group, as those of
+    ``DistributedDataParallel``: NCCL needs one order of the collectives of all groups on all ranks. In one group they run one
+    after the other, in the order in which the program issues them. Backward issues the sums of gradients, and the collectives of
+    user code in backward (``sync_batchnorm=True``), from one thread.
 
     Args:
         device: the device on which this rank computes.
@@ -81,17 +77,21 @@ class Collectives:
         self.failure = ""
         self.place = ""
         self._failures: Failures | None = None
+        self._aborted = 0.0  # the time at which the collectives of the devices were aborted; 0 before
         # A descriptor shows the end of a process at once. Connections do not: the workers of a DataLoader are forked, and keep
         # the connections of a killed process open.
         self._processes = select.poll()
         self._rank_of: dict[int, int] = {}  # the ranks of the node's other processes, by the descriptor of the process
         everybody = self._group([range(self.world)])
         on_nodes = [range(first, first + self.size) for first in range(0, self.world, self.size)]
-        self._everybody, self._node, self._peers = everybody, everybody, None
+        self._everybody: Any = everybody
+        self._node: Any = everybody
+        self._peers: Any = None
+        self._on_devices: Any = everybody if self._on_host else dist.group.WORLD
         if self.nodes > 1:
             self._node, self._peers = self._group(on_nodes), self._group(list(zip(*on_nodes, strict=True)))
         started = self._gather_objects((uuid4().hex, os.getpid()), "the first collective")
-        self._failures = Failures(started[0][0], self.name, self.world)
+        self._failures = Failures(started[0][0], self.name, self.world, self.abort)
         for rank in on_nodes[self.node]:
             if rank != self.number:
                 with suppress(
@@ -100,27 +100,19 @@ class Collectives:
                     self._rank_of[descriptor := os.pidfd_open(started[rank][1])] = rank
                     self._processes.register(descriptor, select.POLLIN)
 
-    def _group(self, parts: Sequence[Sequence[int]]) -> ProcessGroups:
-        """Makes process groups for each part, and returns the groups of this rank's part. Collective.
+    def _group(self, parts: Sequence[Sequence[int]]) -> Any:
+        """Makes a process group of gloo for each part, and returns the group of this rank's part. Collective.
 
         Args:
             parts: the numbers of the ranks of each part.
         """
-        backends = ("gloo",) if self._on_host else ("gloo", None)
-        made: list[Any] = [
-            dist.new_subgroups_by_enumeration(
-                list(map(list, parts)), timeout=None if each is None else TIMEOUT, backend=each
-            )[0]
-            for each in backends
-        ]
-        return ProcessGroups(made[0], made[-1])
+        return dist.new_subgroups_by_enumeration(list(map(list, parts)), timeout=TIMEOUT, backend="gloo")[0]
 
     def end_groups(self) -> None:
         """Ends all process groups, with their threads and connections. Every rank calls it, not necessarily at the same time."""
-        groups = {*self._everybody, *self._node, *(self._peers or ())} - {None}
-        self._everybody = self._node = self._peers = ProcessGroups(
-            None, None
-        )  # a group's threads end with the last reference
+        groups = {self._everybody, self._node, self._peers} - {None}
+        self._everybody = self._node = self._peers = None  # a group's threads end with the last reference
+        self._on_devices = None
         while groups:
             with suppress(ValueError):  # user code has ended all groups
                 dist.destroy_process_group(groups.pop())
@@ -165,7 +157,7 @@ class Collectives:
         # gloo's all-to-all takes half the time of its all-gather, which sends around a ring.
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).repeat(self.world)
         received = torch.empty_like(sent)
-        self._wait_for(dist.all_to_all_single(received, sent, group=self._everybody.host, async_op=True), why or what)
+        self._wait_for(dist.all_to_all_single(received, sent, group=self._everybody, async_op=True), why or what)
         found = [struct.unpack(f"d{_TEXT}s", each.numpy().tobytes()) for each in received.chunk(self.world)]
         for rank, (_, name) in enumerate(found):
             if name != found[self.number][1]:
@@ -221,6 +213,35 @@ class Collectives:
             "earlier than this process."
         )
 
+    def check(self, why: Wait) -> None:
+        """Raises the error of :meth:`error`, because the host waits for work of this rank's device.
+
+        Collectives that another rank never joins are aborted before. They end within a moment, so that gradients in flight can be
+        dropped: that wait raises an error only after :data:`_ABORTS`.
+        """
+        if (error := self.error(why)) is not None:
+            self.abort()
+            if why is not Wait.DROP_AFTER_DRAIN or monotonic() > self._aborted + _ABORTS:
+                raise error
+
+    def abort(self) -> None:
+        """Ends the collectives of the devices after a failure: streams, and hosts that wait for them, would wait for ever.
+
+        They are in the default group, which has no use any more in these processes. gloo's are waited for on the host, which
+        looks for failures itself.
+        """
+        group = self._on_devices
+        if self._on_host or group is None or self._aborted:
+            return
+        self._aborted = monotonic()
+        with suppress(RuntimeError):  # its backend cannot abort
+            group.abort()
+
+    @property
+    def aborted(self) -> bool:
+        """True if :meth:`abort` has ended the default group."""
+        return self._aborted > 0
+
     # ------------------------------------------------------------------ objects
 
     def _broadcast_object(self, value: Any, name: str) -> Any:
@@ -232,14 +253,14 @@ class Collectives:
         """
         values = [value]
         with self.together(f"memory for {name}"):
-            dist.broadcast_object_list(values, self.node * self.size, group=self._node.host)
+            dist.broadcast_object_list(values, self.node * self.size, group=self._node)
         return values[0]
 
     def _gather_objects(self, value: Any, what: str) -> list[Any]:
         """Returns the values of all ranks, in the order of ranks. Collective; ``what`` is its name for errors."""
         values: list[Any] = [None] * self.world
         with self.together(what):
-            dist.all_gather_object(values, value, group=self._everybody.host)
+            dist.all_gather_object(values, value, group=self._everybody)
         return values
 
     def to_first(self, value: Any, owner: int) -> Any:
@@ -248,9 +269,9 @@ class Collectives:
             return None if self.node else value
         values = [value]
         if self.rank == owner:
-            dist.send_object_list(values, 0, group=self._node.host)
+            dist.send_object_list(values, 0, group=self._node)
         elif self.first:
-            dist.recv_object_list(values, owner, group=self._node.host)
+            dist.recv_object_list(values, owner, group=self._node)
             return values[0]
         return None
 
@@ -275,12 +296,12 @@ class Collectives:
 
     def largest(self, values: Tensor, what: str) -> None:
         """Replaces numbers in host memory by the maximum over all ranks, element by element."""
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._everybody.host, async_op=True)
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._everybody, async_op=True)
         self._wait_for(work, what)
 
     def add_up(self, values: Tensor, what: str) -> None:
         """Replaces numbers in host memory by the sum over the ranks of the node, element by element."""
-        self._wait_for(dist.all_reduce(values, group=self._node.host, async_op=True), what)
+        self._wait_for(dist.all_reduce(values, group=self._node, async_op=True), what)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Overwrites tensors with those of rank 0. As in DDP, tensors of one device and dtype are sent together. Collective."""
@@ -291,7 +312,7 @@ class Collectives:
             host = self._on_host or device.type == "cpu"
             flat = torch.cat([tensor.reshape(-1) for tensor in each])
             self.barrier(f"sending rank 0's values ({flat.nbytes} bytes)")
-            work = dist.broadcast(flat, 0, group=self._everybody[not host], async_op=True)
+            work = dist.broadcast(flat, 0, group=self._everybody if host else self._on_devices, async_op=True)
             self._wait_for(work, "values of rank 0", host=host)
             if not self.first:
                 for tensor, value in zip(each, flat.split([tensor.numel() for tensor in each]), strict=True):
@@ -302,13 +323,13 @@ class Collectives:
         assert self._peers is not None
         self.barrier("sending rank 0's weights")
         for tensor in tensors:
-            work = dist.broadcast(tensor, self.rank, group=self._peers.host, async_op=True)
+            work = dist.broadcast(tensor, self.rank, group=self._peers, async_op=True)
             self._wait_for(work, "the weights of rank 0")
 
     def mean(self, flat: Tensor, owner: int, what: str) -> list[Tensor]:
         """Replaces a flat tensor on the device by its mean over all ranks, on a rank of each node; see ``mean_in_order``."""
         wait = lambda work: self._wait_for(work, what, host=self._on_host)  # noqa: E731
-        return mean_in_order(flat, self.size, self._everybody.device, wait, owner if self.nodes == 1 else None)
+        return mean_in_order(flat, self.size, self._on_devices, wait, owner if self.nodes == 1 else None)
 
     def _wait_for(self, work: Any, why: Wait | str, *, host: bool = True) -> None:
         """Waits for a collective: on the host, or on the current stream of an accelerator.

@@ -6,6 +6,7 @@ fails writes its error to the store, and a thread of each rank reads the store.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
 from time import sleep
@@ -33,16 +34,20 @@ class Failures:
         run: a text that is the same on all ranks, and different in each object of this class in a process.
         name: this rank's name.
         ranks: the number of ranks.
+        on_failure: called in the thread that reads the store, once it has read an error.
 
     Attributes:
+        serve: called at each read of the store. If it returns True, it is called again in a millisecond.
         first: the name of the rank that failed first, and its error; None until this process has read an error.
         pause: seconds between two reads of the store.
     """
 
-    def __init__(self, run: str, name: str, ranks: int) -> None:
+    def __init__(self, run: str, name: str, ranks: int, on_failure: Callable[[], None] = lambda: None) -> None:
         self._key = f"superpipeline/{run}/failure"
         self._name = name
         self.pause = 0.1 * max(1, ranks // 32)  # one process serves the store to all ranks
+        self._on_failure = on_failure
+        self.serve: Callable[[], bool] = lambda: False
         self.first: tuple[str, str] | None = None
         # A separate connection: a call that waits on the process group's connection would block calls on the same connection.
         self._store: Any = store_of_default_group().clone()
@@ -63,10 +68,11 @@ class Failures:
     def _look(self, over: Event) -> None:
         """Reads the store until ``over`` is set, or until a rank has failed."""
         with suppress(RuntimeError):  # the process with the store has ended: collectives with it raise errors
-            while not over.wait(self.pause):
+            while not over.wait(1e-3 if self.serve() else self.pause):
                 if self._store.check([self._key]):
                     who, _, error = self._store.get(self._key).decode(errors="replace").partition("\n")
                     self.first = who, error
+                    self._on_failure()
                     return  # the process with the store may end now, and torch would print that it cannot be read
 
     def report(self, error: BaseException) -> None:

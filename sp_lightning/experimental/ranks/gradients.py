@@ -9,6 +9,7 @@ may take different paths through the model.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -288,6 +289,8 @@ class SummedGradients(Gradients):
 
     def _apply_drain(self, drain: Any) -> None:
         owner = drain[0]
+        if not self.device.computes_on_host:
+            self._ranks.check(Wait.APPLY_AFTER_DRAIN)  # an aborted sum has no value
         if (against := self._against.pop(owner, None)) is not None:
             self.device.access(against, None, write=True)
             if against.item():
@@ -324,6 +327,7 @@ class SummedGradients(Gradients):
             with self._applying:
                 self._finish(0)
             self._agree()
+            self._begun = False
         finally:
             self.drop()
 
@@ -353,7 +357,13 @@ class SummedGradients(Gradients):
         self._order = [owners[index] for index in words[len(places) :].tolist()]
 
     def drop(self) -> None:
-        """Drops gradients that have not reached ``param.grad``, and clears the records of one backward."""
+        """Drops gradients that have not reached ``param.grad``, and clears the records of one backward.
+
+        After an error that has kept this rank from its sums, reports the error, even one that user code may catch: the other ranks
+        wait for these sums.
+        """
+        if self._begun and (error := sys.exception()) is not None:
+            self._owners.ranks.fail(error)
         super().drop()
         self._turn = 0
         self._begun = False

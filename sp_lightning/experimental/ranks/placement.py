@@ -42,6 +42,7 @@ class RankPlacement(Placement):
         return shared_allocator(self._ranks, engine.device, nbytes)
 
     def gradients(self, engine: Engine) -> GradientSink:
+        engine.device.check = self._ranks.check
         self._owners = owners = RankOwners(self._ranks, engine)
         in_flight = engine.plan.k_prime + 1
         return SummedGradients(engine.device, self._ranks, owners, engine.layers, engine.staging, in_flight=in_flight)

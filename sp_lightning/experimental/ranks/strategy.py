@@ -83,6 +83,11 @@ class RankStrategy(_Base):
         if (former := self._ranks) is not None:
             if not former.failure:
                 return former
+            if former.aborted:
+                raise RankError(
+                    f"an error in an earlier run ({former.failure}) has ended the collectives of the devices, which are those of "
+                    "torch.distributed's default group. Start the processes again."
+                )
             former.over = True
         refuse_other_places(self)
         again = not self._connected.alone
