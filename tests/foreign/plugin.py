@@ -202,12 +202,12 @@ def complete() -> None:
     functional.embedding = at_once
     attention = functional.scaled_dot_product_attention
 
-    def by_formula(query: Tensor, *args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
-        if query.device.type != KIND:
-            return attention(query, *args, enable_gqa=enable_gqa, **options)
-        found: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-            query, *args, enable_gqa=enable_gqa, **options
-        )[0]
+    formula: Any = torch.ops.aten._scaled_dot_product_attention_math
+
+    def by_formula(query: Tensor, *args: Any, **options: Any) -> Tensor:
+        found: Tensor = (
+            attention(query, *args, **options) if query.device.type != KIND else formula(query, *args, **options)[0]
+        )
         return found
 
     functional.scaled_dot_product_attention = by_formula

@@ -237,7 +237,8 @@ def test_copies_of_weights_that_stay_are_not_offloaded(make: Any, stays: Any, mo
     """Autocast's 16-bit copies went to the CPU and back, 2 bytes per weight each way in each step."""
     monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)
     offloaded = []
-    for options in (stays, {}):
+    each: list[dict[str, Any]] = [stays, {}]
+    for options in each:
         strategy = superpipeline(k=1, activations="offload", **options)
         ours = run(make, strategy, batches=BATCHES[:4], precision="bf16-mixed")
         assert_same(ours, fit(make, BATCHES[:4], recorded="losses", precision="bf16-mixed"))
@@ -277,7 +278,7 @@ def test_a_backend_to_which_torch_moves_no_existing_parameter_is_named() -> None
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = gradient = torch.ones(3)
     with pytest.raises(
-        RuntimeError, match=r"torch moves no existing parameter to meta in place.* Leave gpu_layers out"
+        RuntimeError, match=r"torch does not move an existing parameter to meta in place.* Leave gpu_layers out"
     ):
         move(parameter, lambda tensor: tensor.to("meta"))
     assert parameter.device.type == "cpu"

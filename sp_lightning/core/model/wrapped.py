@@ -60,7 +60,8 @@ def builder(like: Any) -> Callable[[Iterator[Tensor]], Any]:
 
 
 OTHER_BACKEND = (
-    "gpu_layers: torch moves no existing parameter to {device} in place, as it does to CUDA, ROCm and XPU. Leave gpu_layers out."
+    "gpu_layers: torch does not move an existing parameter to {device} in place, as it does to CUDA, ROCm and XPU. "
+    "Leave gpu_layers out."
 )
 
 
