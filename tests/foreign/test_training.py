@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.accelerator import Accelerator
-from sp_lightning.core.device.device import Stream
+from sp_lightning.core.device.device import Stream, Wait
 from tests.support.models import CASES, Module, Stack, llama
 from tests.support.runs import assert_same, fit
 
@@ -31,36 +31,55 @@ def test_first_trainings_are_equal(name: str) -> None:
     assert_same(fit(make, batches, SuperpipelineStrategy(k=1)), fit(make, batches))
 
 
+def hooked(make: Any) -> Any:
+    module = make()
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    return module
+
+
 class Counts(Callback):
     """Counts copies and waits of the host in all steps but the first."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found = Counter[str]()
-        self.before, self.peak = torch.accelerator.memory_allocated(), 0
         copy, synchronize = Accelerator.copy, Accelerator.synchronize
 
         def copied(device: Any, targets: Any, sources: Any, stream: Stream, **options: Any) -> None:
             self.found[stream.name] += 1
             copy(device, targets, sources, stream, **options)
 
-        def waited(device: Any, event: Any, why: Any) -> None:
+        def waited(device: Any, event: Any, why: Wait) -> None:
             self.found[why.name] += event is not None
             synchronize(device, event, why)
 
         monkeypatch.setattr(Accelerator, "copy", copied)
         monkeypatch.setattr(Accelerator, "synchronize", waited)
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        if index == 1:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
             self.found.clear()
-            torch.accelerator.reset_peak_memory_stats()
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.peak = torch.accelerator.max_memory_allocated() - self.before
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last = (
+            {name: self.found[name] / batch_idx for name in ("DOWNLOAD", "APPLY_AFTER_DRAIN")} if batch_idx else {}
+        )
 
 
-def hooked(make: Any) -> Any:
-    module = make()
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: None)
-    return module
+@pytest.mark.parametrize(
+    ("name", "how", "downloads", "waits"),
+    [
+        ("linear", "plain", 8, 8), ("linear", "clipped", 8, 8), ("linear", "hooked", 28, 28), ("linear", "offload", 24, 8),
+        ("llama", "plain", 7, 7), ("llama", "clipped", 7, 7), ("llama", "hooked", 39, 39), ("llama", "offload", 78, 7),
+    ],
+)  # fmt: skip
+def test_downloads_and_waits_of_a_step(
+    name: str, how: str, downloads: int, waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One download of gradients per layer, for which the CPU waits once, but for hooks on gradients."""
+    make, batches = NETS[name]
+    counts = Counts(monkeypatch)
+    strategy = SuperpipelineStrategy(k=1, activations="offload" if how == "offload" else "auto")
+    fit(partial(hooked, make) if how == "hooked" else make, batches, strategy, recorded="nothing", callbacks=[counts],
+        gradient_clip_val=0.1 if how == "clipped" else None)  # fmt: skip
+    assert counts.last == {"DOWNLOAD": downloads, "APPLY_AFTER_DRAIN": waits}

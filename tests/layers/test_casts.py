@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.layers.casts import Cast
+from sp_lightning.core.layers import casts
+from sp_lightning.core.layers.casts import Cast, autocast_would_cast
 from sp_lightning.core.layers.host_casts import Casts
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.torch_compat.cast_gradient import CastGradient
@@ -23,6 +24,18 @@ from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.nets import OwnLinear, Readers, Tied, of_blocks
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
 from tests.support.ways import MIXED, mixed, overlapping
+
+
+@pytest.mark.parametrize("lowers", [True, False])
+def test_a_backend_that_casts_other_operators_gets_masters(lowers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One casts ``mm`` alone: a linear layer with a bias got a 16-bit weight beside a float32 input."""
+    monkeypatch.setattr(casts, "TORCHS", set())
+    casts._lowers.cache_clear()
+    if not lowers:
+        monkeypatch.setattr(nn.functional, "linear", lambda x, weight, bias: torch.addmm(bias, x, weight.t()).float())
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert autocast_would_cast(torch.bfloat16, torch.device("cpu")) is lowers
+    casts._lowers.cache_clear()
 
 
 @pytest.mark.rest("takes tenths of a second")

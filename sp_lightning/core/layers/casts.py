@@ -17,6 +17,7 @@ For these tensors, the graph holds :class:`SavedValues`, which keep the old valu
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,29 +27,46 @@ from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.layout import ALIGNMENT, strided
 from sp_lightning.core.device.lease import SavedView
 from sp_lightning.core.torch_compat.cast_gradient import CastGradient
+from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.core.torch_compat.private import is_batched, transforms_active
 
 LOWERED_FUNCTIONS: frozenset[Any] = frozenset({
     torch.nn.functional.linear, torch.conv1d, torch.conv2d, torch.conv3d,
     torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
 })  # fmt: skip
-"""Functions for which autocast casts every tensor, on every device."""
+"""Functions for which autocast casts every tensor, on the devices of :data:`TORCHS`. Others are asked: :func:`_lowers`."""
+
+TORCHS = {"cpu", "cuda", "xpu"}
+"""Types of devices whose lists of operators for autocast are in torch."""
+
+
+@cache
+def _lowers(kind: str, dtype: torch.dtype) -> bool:
+    """Returns True if autocast of this type of device casts every tensor of a linear layer, and so probably of convolutions.
+
+    A backend of another package (``PrivateUse1``) has a list of operators of its own, in which ``addmm`` may be missing.
+    """
+    with no_dispatch_modes(), no_inference_mode(), torch.no_grad():
+        one = torch.ones(1, 1, device=kind)
+        return torch.nn.functional.linear(one, one, one[0]).dtype is dtype
 
 
 def autocast_would_cast(dtype: torch.dtype, device: torch.device) -> bool:
     """Returns True if autocast now casts weights to ``dtype``, again for each use, so that casts can replace masters.
 
-    In two cases the masters are needed, although autocast casts:
+    In three cases the masters are needed, although autocast casts:
 
     - Autocast's cache is enabled. The cache keeps its casts when weights are written, and sums the gradients of all uses in the
       lower precision.
     - A transform of functorch runs. Transforms do not support an autograd function such as :class:`Cast`.
+    - Autocast of this backend leaves out operators of :data:`LOWERED_FUNCTIONS`.
     """
     return (
         torch.is_autocast_enabled(device.type)
         and torch.get_autocast_dtype(device.type) is dtype
         and not torch.is_autocast_cache_enabled()
         and not transforms_active()
+        and (device.type in TORCHS or _lowers(device.type, dtype))
     )
 
 
