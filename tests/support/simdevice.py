@@ -238,6 +238,9 @@ class SimDevice(Device):
     def reset_peak(self) -> None:
         self.peak = self.in_use
 
+    def release_unused(self) -> None:
+        self.reserved = self._in_pools()
+
     def empty(self, nbytes: int) -> Tensor:
         self.allocate(nbytes)
         memory = super().empty(nbytes)

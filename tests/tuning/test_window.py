@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -174,6 +175,48 @@ def test_a_choice_of_the_window_hides_no_peak() -> None:
         fit(lambda: Module(Swelling()), batches, strategy, callbacks=[meter])
         assert devices[-1].peak < max(meter.peaks)
     assert strategy.stats().peak_allocated_bytes == max(meter.peaks)
+
+
+def peaks(strategy: Any) -> dict[str, int]:
+    return {name: value for name, value in vars(strategy.stats()).items() if name.startswith("peak_")}
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_after_the_search_peaks_are_those_of_the_chosen_window(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were those of the largest window that was tried, and torch kept its memory from other programs."""
+    monkeypatch.setattr(Tuner, "_measured", lambda self, *_: (1.0, 0.1))  # uploads stall, and no k is faster
+    found, reserved, ks = [], [], list[int]()
+    for options in ({"gpu_memory": 2**30}, {"k": 1, "k_prime": 1}):
+        with simulated(capacity=2**40) if on_gpu else nullcontext([]) as devices:
+            strategy, noted = superpipeline(**options), pl.Callback()
+            noted.on_train_batch_end = lambda trainer, *_: ks.append(trainer.strategy.plan.k)  # type: ignore[method-assign]
+            fit(lambda: Module(Tower()), rows(*[4] * 14), strategy, callbacks=[noted])
+            reserved.append([sum(each.reserved.values()) for each in devices])
+        found.append(peaks(strategy))
+        assert strategy.plan.k == 1
+    assert max(ks) >= 8
+    assert found[0] == found[1]
+    assert reserved[0] == reserved[1]
+
+
+@pytest.mark.rest("takes tenths of a second")
+def test_peaks_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch counts per process: a second run with a smaller window had the first one's peak."""
+    most = [0]
+
+    def count(device: SimDevice, value: int) -> None:
+        if "allocated" in vars(device):  # a new device is the same process
+            most[0] = value
+
+    monkeypatch.setattr(SimDevice, "peak", property(lambda _: most[0], count), raising=False)
+    found = []
+    for k in (1, 8, 1):
+        with simulated(capacity=2**40):
+            strategy = superpipeline(k=k, k_prime=1)
+            fit(lambda: Module(Tower()), rows(*[4] * 2), strategy)
+        found.append(peaks(strategy))
+    assert found[0] == found[2] != found[1]
 
 
 class Swelling(Tower):

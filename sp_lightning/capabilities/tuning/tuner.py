@@ -65,6 +65,7 @@ class Tuner(BaseTuner):
         self._batches = 0
         self._accumulate = 1  # the number of batches of an optimizer step
         self._doublings = Doublings(window)
+        self._most_slots = 0  # bytes of the largest slots that the running search has tried
         self._resized = False  # True if the next batch fills new slots, so that it is not timed
         self._begun: tuple[float, float] | None = None  # clock and stalls at the begin of the batch that is timed
         self._timed: list[tuple[float, float]] = []  # the seconds and stalls of batches with the present k
@@ -104,6 +105,7 @@ class Tuner(BaseTuner):
                 self._double()
             self._fit(factor)
             self._time()
+        self._forget_larger()
         more = math.ceil(self.window.rest * (factor - 1))
         if more and not self.window.fits(self.streamer.plan, more=more):
             self.expect_more()
@@ -192,6 +194,14 @@ class Tuner(BaseTuner):
         self._timed.clear()
         self._again = True
 
+    def _forget_larger(self) -> None:
+        """When the search has ended with a smaller window than it has tried, gives back the memory, and measures peaks anew."""
+        if self._doublings.over or self._full:
+            if self._most_slots > self.streamer.plan.slot_bytes:
+                self._device.release_unused()
+                self.streamer.begin_peaks()
+            self._most_slots = 0
+
     def _observe(self) -> None:
         """Records the memory use of everything but weights in the last batch; nothing if activations were offloaded."""
         window, peak = self.window, self._device.peak_bytes()
@@ -259,6 +269,8 @@ class Tuner(BaseTuner):
         self._timed.clear()
         for choose in (lambda: plan, lambda: old, self.window.smallest):
             each = choose()
+            if not self._doublings.over:
+                self._most_slots = max(self._most_slots, each.slot_bytes)
             try:
                 self.streamer.resize(each)
                 break

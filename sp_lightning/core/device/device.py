@@ -380,16 +380,16 @@ class Device:
     def end_turn(self) -> None:
         """Ends a trial's turn: other trials allocate memory from now on."""
 
-    def begin_peak(self) -> None:
-        """Calls :meth:`reset_peak`, and keeps the old peak for :meth:`most_bytes`.
+    def begin_peak(self, *, forget: bool = False) -> None:
+        """Calls :meth:`reset_peak`, and keeps the old peak for :meth:`most_bytes`, except with ``forget``.
 
         The reset also changes the result of ``torch.cuda.max_memory_allocated()`` for user code.
         """
-        self._most = self.most_bytes()
+        self._most = 0 if forget else self.most_bytes()
         self.reset_peak()
 
     def most_bytes(self) -> int:
-        """Returns the peak in bytes as if :meth:`begin_peak` had never reset it; 0 for the CPU."""
+        """Returns the peak in bytes since the last :meth:`begin_peak` with ``forget``; 0 for the CPU."""
         return max(self._most, self.peak_bytes() or 0)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 @dataclass
 class Stats:
-    """Counters since set-up.
+    """Counters since set-up. Peaks: since the search for k has ended, if it has tried larger windows than the chosen one.
 
     A counter takes two places: a field of this class, and the line of the part that counts. Users and the callback read a
     :meth:`copy`. Numbers are metrics, too (``trainer.metrics``).
@@ -30,7 +30,7 @@ class Stats:
             without weights and without memory that operators allocate and free; 0 if nothing is streamed. On a GPU: all of
             ``peak_allocated_bytes`` that is not in ``peak_device_bytes``.
         peak_allocated_bytes: the peak of bytes that torch had allocated on the device. ``torch.cuda.max_memory_allocated()``
-            may be less, because the choice of a window or of activation modes resets it. 0 on the CPU.
+            may be less, because each run and the choice of a window reset it. 0 on the CPU.
         offloaded_activation_bytes, uploaded_activation_bytes: bytes of activations offloaded to the host, and uploaded again.
         stall_seconds: seconds that compute stalled on uploads.
         gradient_stall_seconds: seconds that compute stalled on gradient offloading.

@@ -94,6 +94,7 @@ class Engine:
     ) -> None:
         self.module, self.found, self.plan, self.device = module, found, plan, device
         self.pin, self.log = pin, log
+        device.begin_peak(forget=True)  # torch counts per process, which may have had other runs
         self.lock = threading.RLock()
         self.threads = threads or OwnThreads()
         self.closed = False
@@ -361,6 +362,14 @@ class Engine:
             stats.peak_device_bytes, stats.peak_gradient_bytes = weights + gradients, gradients
             stats.peak_optimizer_bytes = steps = self.updates.stepper.nbytes
             stats.peak_weight_bytes = weights - steps
+
+    def begin_peaks(self) -> None:
+        """Measures all peaks of device memory anew, because the plan's memory is less than before, and stays so."""
+        self.device.begin_peak(forget=True)
+        if self.held is not None:
+            self.held.peak = self.held.nbytes
+        self.device.stats.peak_device_bytes = -1  # less than now
+        self.note_memory(staying=True)
 
     def stats(self) -> Stats:
         """Returns the present counters."""
