@@ -122,7 +122,7 @@ class DeviceParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         self._of.engine.gradient_is_used(self._of.layer)
-        self.host.grad = value
+        self.host.grad = None if value is None else self._of.engine.device.on_host(value)
 
     @grad.deleter
     def grad(self) -> None:

@@ -94,6 +94,18 @@ for does in (_looks, _sets_grad, _writes_data):
     )(partial(saves, does))  # fmt: skip
 
 
+def with_sgd() -> Any:
+    module = saves(_sets_grad)
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
+    return module
+
+
+program(
+    "saved tensors: a parameter whose backward sets grad, SGD",
+    tiers(rest=["keep, k=1, simulated"]), covers="the step on the CPU found a gradient in memory of the GPU",
+)(with_sgd)  # fmt: skip
+
+
 class OwnHooks(Saves):
     def around(self, x: Tensor) -> Tensor:
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
