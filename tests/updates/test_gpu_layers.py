@@ -272,7 +272,6 @@ def test_a_parameter_is_moved_in_its_place() -> None:
     assert memory not in [each.data_ptr() for each in moved]
 
 
-@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
 def test_a_backend_to_which_torch_moves_no_existing_parameter_is_named() -> None:
     """As those of other packages (``PrivateUse1``), for which ``Module.to`` makes other parameters. The meta device is one."""
     parameter = nn.Parameter(torch.ones(3))
@@ -285,6 +284,7 @@ def test_a_backend_to_which_torch_moves_no_existing_parameter_is_named() -> None
     assert parameter.grad is gradient
 
 
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
 def test_the_parts_of_a_wrapped_parameter_are_moved() -> None:
     module = QUANTISED["int8"]()
     weight: Any = next(p for p in module.parameters() if is_traceable_wrapper_subclass(p))
