@@ -43,6 +43,7 @@ from sp_lightning.core.observe.messages import (
     say_once,
 )
 from sp_lightning.core.plan.choices import Mode
+from sp_lightning.core.plan.ledger import returning_bytes
 from sp_lightning.core.plan.plan import Plan, cap_remarks
 from sp_lightning.core.plan.window import Window, about_others
 from sp_lightning.core.torch_compat.private import tree_leaves
@@ -87,6 +88,7 @@ def untested_versions() -> list[str]:
 
 
 _CPU = torch.device("cpu")
+_RETURNING = "for layers that return from the GPU when the run ends"
 
 
 class Run:
@@ -387,6 +389,7 @@ class Run:
 
         Raises:
             RuntimeError: a step runs, the device is released already, or several devices or trials train.
+            MemoryError: the host has no memory for the layers that stay on the device.
             torch.OutOfMemoryError: at the end, the device has no memory for the slots.
         """
         self._refuse_to_lend("gpu_released()")
@@ -396,6 +399,8 @@ class Run:
         self.tuner.stop_timing()
         engine = self.engine
         plan, found, averages = engine.plan, engine.found, find_averages(self.module)
+        if leaving := returning_bytes(plan, self.trainer.optimizers, found.on_gpu):
+            check_host({"for layers that leave the GPU": leaving}, less_host_memory(), self._host_budget())
         whole = [parameter for _, aside in found.aside for parameter in aside.parameters()]
         state = tree_leaves([each.state[p] for each in self.trainer.optimizers for p in whole if p in each.state])
         state = [each for each in state if isinstance(each, Tensor) and each.device.type != "cpu"]
@@ -559,19 +564,24 @@ class Run:
         """
         state, ledger = self.steps.begin(), self.steps.ledger
         assert ledger is not None
-        self.reserve_host_memory({"for gradients": ledger.gradients, "for the optimizer's state": state})
+        self.reserve_host_memory(
+            {"for gradients": ledger.gradients, "for the optimizer's state": state}, returning=ledger.returning
+        )
 
-    def reserve_host_memory(self, needed: dict[str, int]) -> None:
+    def reserve_host_memory(self, needed: dict[str, int], *, returning: int = 0) -> None:
         """Checks that the host has the memory for training. Sets the limit of offloaded activations to the rest.
 
         Args:
             needed: bytes, by purpose.
+            returning: bytes of layers that return to the host when the run ends. Activations have left it then.
 
         Raises:
             MemoryError: the host does not have that much memory.
         """
         advice = less_host_memory(self._options.optimizer_overlap) if self.automatic else less_host_memory()
         spare = check_host(needed, advice, self._host_budget())
+        if returning:
+            check_host({**needed, _RETURNING: returning}, advice, self._host_budget())
         # Each process of the node offloads its own activations, so they divide the rest.
         self._host_room = None if spare is None else spare // self.group.size
         self.engine.activations.limit_host_memory(self._host_room)

@@ -164,6 +164,52 @@ def test_what_stays_moves_nothing_and_takes_no_host_memory() -> None:
     assert plan.nothing == "nothing is streamed: gpu_layers keeps all layers on the GPU"
 
 
+class ReleasesTheGpu(Stepped):
+    """Lends the GPU after each step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with self.trainer.strategy.gpu_released():  # type: ignore[attr-defined]
+            pass
+
+
+def bytes_of(module: Any, optimizer: Optimizer, names: tuple[str, ...]) -> int:
+    """The weights, gradients and state of layers."""
+    weights = [p for name, p in module.named_parameters() if name.startswith(names)]
+    state = [each for p in weights for name, each in optimizer.state[p].items() if name != "step"]
+    return sum(each.nbytes for each in (*weights, *(p.grad for p in weights), *state))
+
+
+@pytest.mark.parametrize("make", [Stepped, ReleasesTheGpu])
+def test_what_returns_to_the_host_is_counted_before(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, gradients and state of layers that stay came to the CPU at the end of the run without a check."""
+    checked: list[dict[str, int]] = []
+
+    def check(needed: dict[str, int], *_: Any) -> None:
+        checked.append(needed)
+
+    monkeypatch.setattr("sp_lightning.trainer.run.check_host", check)
+    strategy = superpipeline(k=1, gpu_layers=3)
+    ours = run(partial(make, FUSED), strategy, batches=BATCHES[:2], recorded="nothing")
+    back = bytes_of(ours.module, ours.trainer.optimizers[0], tuple(f"{name}." for name, *_ in strategy.plan.stay))
+    ledger = strategy.ledger
+    training = {"for gradients": ledger.gradients, "for the optimizer's state": ledger.state}
+    at_end = {**training, "for layers that return from the GPU when the run ends": back}
+    lent = [{"for layers that leave the GPU": back}] * 2 * (make is ReleasesTheGpu)
+    assert checked[1:] == [training, at_end, *lent]
+    assert ledger.returning == back
+    assert re.search(r"; .* more return from the GPU when the run ends\.$", str(ledger))
+    assert "host, at the end" in str(strategy.plan)
+    plan = strategy.plan
+    assert plan.host_bytes_at_end - plan.host_bytes == back // 2, "weights and gradients"
+
+
+def test_too_little_host_memory_for_what_returns_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sp_lightning.core.plan.host_memory.available_bytes", lambda: 2**16)
+    monkeypatch.setattr("sp_lightning.core.plan.ledger.returning_bytes", lambda *_: 2**20)
+    with pytest.raises(MemoryError, match=r"1\.0 MiB for layers that return from the GPU when the run ends"):
+        run(partial(Stepped, FUSED), superpipeline(k=1, gpu_layers=3), batches=BATCHES[:1], recorded="nothing")
+
+
 @pytest.mark.rest("takes tenths of a second")
 def test_gradients_of_layers_that_stay_are_counted_when_a_backward_begins_and_ends(
     monkeypatch: pytest.MonkeyPatch,
@@ -237,8 +283,7 @@ def test_copies_of_weights_that_stay_are_not_offloaded(make: Any, stays: Any, mo
     """Autocast's 16-bit copies went to the CPU and back, 2 bytes per weight each way in each step."""
     monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)
     offloaded = []
-    each: list[dict[str, Any]] = [stays, {}]
-    for options in each:
+    for options in (stays, dict[str, Any]()):
         strategy = superpipeline(k=1, activations="offload", **options)
         ours = run(make, strategy, batches=BATCHES[:4], precision="bf16-mixed")
         assert_same(ours, fit(make, BATCHES[:4], recorded="losses", precision="bf16-mixed"))

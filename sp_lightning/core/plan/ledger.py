@@ -32,6 +32,8 @@ class Ledger:
         staging: bytes of the memory buffers for transfers from and to the disk.
         disk_traffic: bytes read from and written to the disk per step, on average, without the first step; 0 before the second.
         weights_on_disk, gradients_on_disk: bytes of trained weights and of gradients that are on a disk.
+        returning: bytes of the layers that stay on the device, with gradients and state. They take host memory when the run
+            ends, as all of the module does on plain Lightning. Activations are not in host memory any more then.
     """
 
     parameters: int
@@ -44,10 +46,11 @@ class Ledger:
     disk_traffic: float = 0.0
     weights_on_disk: int = 0
     gradients_on_disk: int = 0
+    returning: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Peak bytes of host memory, while a checkpoint is written; without the optimizers' state if that is unknown."""
+        """Peak bytes of host memory in training, while a checkpoint is written; without optimizer state if that is unknown."""
         return self.weights + self.gradients + (self.state or 0) - self.on_disk + self.staging
 
     def __str__(self) -> str:
@@ -58,11 +61,12 @@ class Ledger:
             state = f"{human_bytes(self.state - self.on_disk)} optimizer state"
         if self.staging:
             state += f", {human_bytes(self.staging)} disk buffers"
+        back = f"; {human_bytes(self.returning)} more return from the GPU when the run ends" if self.returning else ""
         of = f" of the node's {self.ranks} devices together" if self.ranks > 1 else ""
         return (
             f"Superpipeline: CPU memory of training{of}: {human_bytes(self.nbytes)}, {self.nbytes / count:.3g} bytes per "
             f"parameter ({human_bytes(self.weights)} weights, {human_bytes(self.gradients)} gradients with those in flight, "
-            f"{state})." + self._of_disk(count)
+            f"{state}){back}." + self._of_disk(count)
         )
 
     def _of_disk(self, count: int) -> str:
@@ -110,6 +114,7 @@ def make_ledger(
         steps: the properties of the run's optimizer steps.
         on_gpu: the weights that stay on the device, whose state the host does not have.
     """
+    optimizers = list(optimizers)
     once = steps.accumulate == 1
     # Sums of gradients, over micro-batches or devices, are not narrow.
     steps = replace(steps, early=steps.early and once, narrow=steps.narrow and once and plan.alone)
@@ -121,7 +126,19 @@ def make_ledger(
         gradients=_gradient_bytes(plan, steps) + _norm_bytes(plan, steps),
         state=state,
         ranks=plan.ranks,
+        returning=returning_bytes(plan, optimizers, on_gpu),
     )
+
+
+def returning_bytes(plan: Plan, optimizers: Iterable[torch.optim.Optimizer], on_gpu: Container[torch.Tensor]) -> int:
+    """Returns the bytes of the layers that stay on the device, with their gradients and the state of their weights.
+
+    Unknown state counts as none before the first step. The arguments are those of :func:`make_ledger`.
+    """
+    if not plan.stay:
+        return 0
+    state = sum((state_bytes([each]) or 0) - (state_bytes([each], on_gpu) or 0) for each in optimizers)
+    return state + sum(weights + gradients * plan.training for _, weights, gradients in plan.stay)
 
 
 def _gradient_bytes(plan: Plan, steps: Steps) -> int:

@@ -246,6 +246,11 @@ class Plan:
         blocks = sum(layer.nbytes for layer in self.trained) + sum(masters.nbytes for masters in self.masters)
         return blocks + sum(layer.gradient_bytes for layer in self.trained) * self.training
 
+    @property
+    def host_bytes_at_end(self) -> int:
+        """The same when the run ends, with the layers :attr:`stay`, which return to the host."""
+        return self.host_bytes + sum(weights + gradients * self.training for _, weights, gradients in self.stay)
+
     def __str__(self) -> str:
         return self.table()
 
@@ -279,6 +284,7 @@ class Plan:
                 f"{what}; plain {plain}; both without activations" if plain else f"{what}, without activations",
             ),
             "host": (self.host_bytes, what),
+            **({"host, at the end": (self.host_bytes_at_end, f"{what}, with those that stay")} if self.stay else {}),
         }
         return "\n".join(
             [

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sp_lightning.capabilities.disk.state_placement import OnDisk, StatePlacement
 
 _PASSING = "buffers for the disk"
+_RETURNING = "layers back from the GPU at the end"
 _HOST_FLOPS = 1e12  # floating-point operations per second of the host, for Muon's products
 _THREADS = 8  # of updates on the host: a machine with a card of 16 GB or more has at least as many cores
 
@@ -244,7 +245,7 @@ def host_memory(
         plan: the layers.
         step: the optimizer's step; None for inference.
         offloaded: bytes of activations that each device offloads.
-        on_gpu: the weights that stay on the device, with their state.
+        on_gpu: the weights that stay on the device, with their state, until the run ends.
     """
     memory = question.host_memory
     disk = question.disk is not None
@@ -266,6 +267,9 @@ def host_memory(
         sizes = {layer.name: layer.gradient_bytes * state // max(gradients, 1) for layer in plan.trained}
         sizes = {name: size for name, size in sizes.items() if size}
     parts["activations"] = question.devices * offloaded
+    if plan.stay:  # activations have left host memory then
+        returning = plan.host_bytes_at_end - plan.host_bytes if ledger is None else ledger.returning
+        parts[_RETURNING] = max(0, returning - parts["activations"])
     if not disk:
         return HostMemory(parts, limit, kept, ledger)
     parts[movable] -= sum(sizes.values())
