@@ -49,7 +49,7 @@ def test_an_engine_whose_end_fails_is_closed_all_the_same(monkeypatch: pytest.Mo
 
     def fails(self: Engine, *, over: bool = False) -> None:
         abort(self, over=over)
-        if over and not self._closed:
+        if over and not self.closed:
             monkeypatch.undo()
             raise ValueError("at the end of the run")
 
