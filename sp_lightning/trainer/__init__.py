@@ -122,7 +122,7 @@ Checkpoints and files:
 - ``frozen_weights`` leaves frozen weights out of checkpoints, and adds them when a checkpoint is loaded.
 - ``given_values`` fills modules on the meta device from a checkpoint or a file of weights, which ``weight_files`` reads.
 
-``callback`` logs (``metrics``), and draws a batch (``plot``). ``compile`` is ``sp_lightning.compile_blocks``. ``signals``
-defers signal handlers. Only ``compat`` uses private names of Lightning, or depends on its version or on its two packages.
-This folder may import the core and the registry. It also has what the core does not use, and a run does.
+``callback`` logs (``plan_text``, ``metrics``), and draws a batch (``plot``). ``compile`` is ``sp_lightning.compile_blocks``.
+``signals`` defers signal handlers. Only ``compat`` uses private names of Lightning, or depends on its version or on its two
+packages. This folder may import the core and the registry. It also has what the core does not use, and a run does.
 """

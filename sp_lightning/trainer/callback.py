@@ -30,6 +30,7 @@ from sp_lightning.trainer.metrics import (
     over_plan,
     state_line,
 )
+from sp_lightning.trainer.plan_text import sentence
 from sp_lightning.trainer.plot import draw_timeline, supported_formats
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
@@ -136,9 +137,9 @@ class SuperpipelineCallback(Callback):
             state = state_bytes(self._strategy.optimizers)
         device = self._strategy._computing_device
         on_cpu = device is not None and device.computes_on_host
-        line = " ".join([plan.sentence(state=state, on_cpu=on_cpu), *self._strategy.remarks()])
+        line = " ".join([sentence(plan, state=state, on_cpu=on_cpu), *self._strategy.remarks()])
         say_once(log, line, self._strategy._said)
-        log.debug("\n%s", plan.table(state=state))
+        log.debug("\n%s", plan)
 
     # ------------------------------------------------------------------ training batches
 

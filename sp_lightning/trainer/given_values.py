@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from sp_lightning.core.model.without_values import WithoutValues, compute_buffers, find_without_values, give_values
-from sp_lightning.core.observe.messages import less_host_memory
+from sp_lightning.core.observe.messages import LESS_HOST_MEMORY
 from sp_lightning.trainer.host_memory import MACHINE, HostBudget, check_host
 from sp_lightning.trainer.weight_files import fill, find_prefix, open_weights
 
@@ -116,4 +116,4 @@ class GivenValues:
 
     def _check_room(self, found: list[WithoutValues]) -> None:
         """Raises a MemoryError if host memory has no room for these tensors."""
-        check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, less_host_memory(), self._budget)
+        check_host({"for the weights": sum(each.tensor.nbytes for each in found)}, LESS_HOST_MEMORY, self._budget)

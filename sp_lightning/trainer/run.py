@@ -36,15 +36,15 @@ from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.model.found import Found, OverlappingPair
 from sp_lightning.core.model.wrapped import move
 from sp_lightning.core.observe.messages import (
+    LESS_HOST_MEMORY,
     after_out_of_memory,
     in_our_words,
-    less_host_memory,
     note,
     say_once,
 )
 from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.ledger import returning_bytes
-from sp_lightning.core.plan.plan import Plan, cap_remarks
+from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.window import Window, about_others
 from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.registry import layer_stepper, make_tuner
@@ -53,6 +53,7 @@ from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.host_memory import HostBudget, check_host
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.plan_text import cap_remarks
 from sp_lightning.trainer.run_scope import current
 from sp_lightning.trainer.tuner import BaseTuner
 from sp_lightning.trainer.user_hooks import UserHooks
@@ -469,7 +470,7 @@ class Run:
         # only for the copy of one layer, and for the casts.
         largest = max(each.nbytes for each in (*layers, *plan.masters))
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
-        check_host({"for a layer's copy": largest, "for casts": casts}, less_host_memory(), self._host_budget())
+        check_host({"for a layer's copy": largest, "for casts": casts}, LESS_HOST_MEMORY, self._host_budget())
         self.placement = self._place(found, plan)
         averages = find_averages(self.module)
         move_to_device(self.module, found, averages, self._device)
@@ -546,7 +547,7 @@ class Run:
         )
         find = self._scope.finds(self.module, find)  # a trial of a SharedBase puts its weights first in each layer
         found = find(layers=layers)
-        plan = self._window.begin(found, device, lambda patterns: find(layers=patterns))
+        plan = self._window.begin(found, device)
         is_limited = self.trains and self._window.room is not None
         self._activations = registry.activations(self._options.activations, self.module, found, may_evict=is_limited)
         if found.experts and self._activations.reruns:
@@ -578,10 +579,9 @@ class Run:
         Raises:
             MemoryError: the host does not have that much memory.
         """
-        advice = less_host_memory(self._options.optimizer_overlap) if self.automatic else less_host_memory()
-        spare = check_host(needed, advice, self._host_budget())
+        spare = check_host(needed, LESS_HOST_MEMORY, self._host_budget())
         if returning:
-            check_host({**needed, _RETURNING: returning}, advice, self._host_budget())
+            check_host({**needed, _RETURNING: returning}, LESS_HOST_MEMORY, self._host_budget())
         # Each process of the node offloads its own activations, so they divide the rest.
         self._host_room = None if spare is None else spare // self.group.size
         self.engine.activations.limit_host_memory(self._host_room)
@@ -631,8 +631,7 @@ class Run:
         self.tuner.shrink()
         if self._activations.why_kept:
             say_once(self._log, self._activations.why_kept)
-        of = self._activations
-        error.add_note(after_out_of_memory(plan, self.engine.plan, automatic=of.automatic, evicts=of.evicts))
+        error.add_note(after_out_of_memory(plan))
         if (others := self.engine.device.held_by_others()) is not None:
             error.add_note(about_others(*others))
 

@@ -216,7 +216,7 @@ ROWS = [
     ),
     Row(
         WINDOW, "GPU memory in your forward or backward", BEFORE, lambda: [_prefers_large()],
-        "With SuperpipelineStrategy(k=1, k_prime=1) there would be", raises=True, make=_fails_in(4),
+        "Use less: SuperpipelineStrategy(k=1, k_prime=1, ", raises=True, make=_fails_in(4),
     ),
     Row(
         OVERLAP, "a step in the background", AFTER,

@@ -72,4 +72,4 @@ def test_the_first_window_stays(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_error_for_want_of_memory_still_says_what_to_do() -> None:
     with without("tuning"), simulated(capacity=20 * LAYER), pytest.raises(torch.OutOfMemoryError) as raised:
         fit(lambda: Module(Tower()), batches(largest=200.0), superpipeline())
-    assert "Superpipeline streamed with k=1 and k_prime=1, which is the least" in "\n".join(raised.value.__notes__)
+    assert "Superpipeline streamed with k=1 and k_prime=1: weights, gradients" in "\n".join(raised.value.__notes__)

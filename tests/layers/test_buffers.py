@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import re
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import prune
 
 from sp_lightning.core.layers.buffers import AveragesOnDevice, find_averages
 from sp_lightning.core.model.find import find_layers
@@ -78,13 +76,3 @@ def test_averages_stay_where_the_weights_are(fixed: bool, layers: Any) -> None:
     assert all(buffer.device.type == "cpu" for buffer in (*module.average.buffers(), *module.more["average"].buffers()))
     assert all(buffer.is_meta for buffer in (*module.norm.buffers(), *module.more["norm"].buffers()))
     assert module.device.type == "meta"
-
-
-def test_the_plan_names_the_bytes_of_masks_and_the_remedy() -> None:
-    module = Stack(4)
-    assert not find_layers(module).notes
-    for child in module.modules():
-        if isinstance(child, nn.Linear):
-            prune.l1_unstructured(child, "weight", 0.5)
-    (note,) = find_layers(module).notes
-    assert re.search(r"buffers of .* stay on the GPU.*prune\.remove\(module, name\)", note)

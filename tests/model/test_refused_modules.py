@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
+from sp_lightning.trainer.plan_text import sentence
 from tests.support import stacked
 from tests.support.models import Block, Module, Stack, llama, tokens, vectors
 from tests.support.runs import assert_equal, fit, loader, superpipeline, trainer_for
@@ -41,7 +42,7 @@ def test_modules_that_are_never_cut() -> None:
     strategy = superpipeline(k=1)
     ours = fit(make, vectors(), strategy)
     assert_equal(ours.state, fit(make, vectors()).state, "state")
-    assert any("ScriptModule" in note for note in strategy.plan.notes)
+    assert any("stays on the GPU whole" in note for note in strategy.plan.notes)
     assert not any("out_proj" in layer.name for layer in strategy.plan.layers)
 
 
@@ -79,14 +80,12 @@ def test_a_model_that_is_one_script_module_says_so() -> None:
     strategy = superpipeline(k=3)
     fit(lambda: Module(torch.jit.script(make())), vectors(1), strategy)
     plan = strategy.plan
-    assert plan.sentence(state=0) == (
-        "Superpipeline: nothing can be streamed: 'net' is a ScriptModule. "
+    assert sentence(plan, state=0) == (
+        "Superpipeline: nothing is streamed: all weights are on the GPU. "
         "Weights, gradients and steps take 41.6 KiB of GPU memory, plain Lightning 16.6 KiB with optimizer state, both "
         "without activations."
     )
-    assert plan.notes[0] == (
-        "'net' is a ScriptModule: it stays on the GPU whole; so do its gradients and its optimizer's state."
-    )
+    assert plan.notes[0] == "'net' stays on the GPU whole."
     assert strategy.remarks() == []
     assert "0 layers" not in str(plan)
 
@@ -101,7 +100,7 @@ def test_script_modules_are_refused_where_they_do_not_fit(blocks: int) -> None:
         front = nn.Sequential(*(nn.Linear(16, 16) for _ in range(40)))
         return Module(nn.Sequential(torch.jit.script(front) if script else front, *(Block() for _ in range(blocks))))
 
-    with pytest.raises(ValueError, match=r"need .*\. What stays on the GPU takes .*'net.0' .*in place of its Script"):
+    with pytest.raises(ValueError, match=r"need .*what stays on the GPU .*names of keep_on_gpu= out"):
         fit(lambda: module(script=True), vectors(1), superpipeline(gpu_memory="40KiB"))
     strategy = superpipeline(gpu_memory="40KiB")
     fit(lambda: module(script=False), vectors(1), strategy)

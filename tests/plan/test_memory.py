@@ -24,6 +24,7 @@ from sp_lightning.core.model.found import tensor_bytes
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.trainer.plan_text import sentence
 from tests.equality.cases import CASES as REGISTRY
 from tests.equality.cases import Case
 from tests.support.engine import streamer_of
@@ -347,20 +348,12 @@ def test_set_up_peaks_at_the_model_and_one_layer() -> None:
 
 def test_a_plan_in_one_line_is_compared_with_what_is_known() -> None:
     plan = make_plan(find_layers(Stack()), k=1, k_prime=1)
-    assert plan.sentence().endswith("of GPU memory, without activations.")
+    assert sentence(plan).endswith("of GPU memory, without activations.")
     weights, everything = human_bytes(plan.plain[0]), human_bytes(sum(plan.plain) + 8)
-    assert replace(plan, training=False).sentence().endswith(f"plain Lightning {weights}, both without activations.")
-    assert plan.sentence(state=8).endswith(
+    assert sentence(replace(plan, training=False)).endswith(f"plain Lightning {weights}, both without activations.")
+    assert sentence(plan, state=8).endswith(
         f"plain Lightning {everything} with optimizer state, both without activations."
     )
-
-
-@pytest.mark.parametrize(("k", "advice"), [(1, ": choose smaller layers"), (2, ": lower k, or choose smaller layers")])
-def test_the_advice_to_lower_k_needs_a_larger_k(k: int, advice: str) -> None:
-    layers = nn.Sequential(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
-    plan = make_plan(find_layers(layers, layers=["0"]), k=k, k_prime=1)
-    assert plan.notes[-1].endswith(f"{advice}.")
-    assert ("a lower k" in plan.sentence()) is (k > 1)
 
 
 def test_a_plan_of_inference_counts_no_gradients() -> None:

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 
 from sp_lightning.core.device.host_memory import free_garbage
-from sp_lightning.core.observe.messages import less_host_memory
 from sp_lightning.trainer import host_memory
 from sp_lightning.trainer.host_memory import available_bytes, check_host, resident_bytes
 from tests.support.models import Module, Stack, vectors
@@ -87,11 +86,6 @@ def test_where_the_system_does_not_say(tmp_path: Path) -> None:
 def test_an_eighth_of_what_is_not_needed_is_left_to_others(free: int | None, spare: int | None) -> None:
     with mock.patch("sp_lightning.trainer.host_memory.available_bytes", return_value=free):
         assert check_host({"gradients": 150, "the optimizer's state": 50}, "Use less.") == spare
-
-
-def test_what_is_chosen_already_is_no_advice() -> None:
-    assert "frees gradients in backward" in less_host_memory("off")
-    assert "frees gradients in backward" not in less_host_memory("backward")
 
 
 @pytest.mark.rest("takes tenths of a second")

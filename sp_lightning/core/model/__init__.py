@@ -3,7 +3,7 @@
 - ``find`` takes a module and the user's choices, and returns a :class:`~sp_lightning.core.model.found.Found`. It does not change
   the module and copies nothing.
 - ``blocks`` recognises repeated blocks and lists of experts. ``patterns`` resolves ``layers=`` and ``keep_on_gpu=``. ``checks``
-  raises errors for unsupported modules, and writes the notes of the plan.
+  raises errors for unsupported modules, and notes what is unusual for the plan.
 - ``rows`` is the interface for layers of which single rows are uploaded. The capability ``experts`` implements it.
 - ``wrapped`` takes tensor subclasses apart into plain tensors and rebuilds them. ``without_values`` gives values to tensors
   on the meta device.

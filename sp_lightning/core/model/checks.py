@@ -1,22 +1,18 @@
-"""Finds modules and parameters that cannot be streamed: raises errors for them, or writes notes for the plan."""
+"""Finds modules and parameters that cannot be streamed: raises errors for them, and notes them for the plan."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.prune import BasePruningMethod
 
 from sp_lightning.core.model.blocks import ensemble, has_blocks
 from sp_lightning.core.model.found import Layer, OverlappingPair, Unit, join_names, tensor_bytes
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.torch_compat.private import (
     FakeTensor,
-    forward_pre_hooks,
     is_compiled,
     is_traceable_wrapper_subclass,
 )
@@ -198,25 +194,18 @@ def _extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-# ---------------------------------------------------------------------- notes and advice
+# ---------------------------------------------------------------------- notes
 
-# A shorter list of single modules cannot be divided into two groups of at least two.
-_LEAST_TO_GROUP = 4
-# The most patterns of layers= that a line of the log names.
-_MOST_PATTERNS = 3
+# An ensemble of networks with fewer parts, and a list of fewer modules, are not worth a note.
+_LEAST = 4
 # Below this share of the parameter bytes, a note states how little is streamed.
 _MOSTLY = 0.95
-# Above this share of the parameter bytes, a note states that buffers stay on the device.
-_MANY_BUFFERS = 1 / 10
 
 
 def notes_on(
-    module: nn.Module,
-    whole: Mapping[nn.Module, str],
-    units: Sequence[Unit],
-    streaming: Iterable[Layer],
-) -> tuple[str, ...]:
-    """Returns the notes on a model for the plan.
+    module: nn.Module, whole: Mapping[nn.Module, str], units: Sequence[Unit], streaming: Iterable[Layer]
+) -> Iterator[str]:
+    """Yields the notes on a model for the plan.
 
     Args:
         module: the root.
@@ -224,142 +213,21 @@ def notes_on(
         units: all units.
         streaming: the layers and the tables.
     """
-    return (
-        *_notes_on_whole(whole), *_notes_on_units(units), *_note_on_share(module, streaming), *_note_on_buffers(module)
-    )  # fmt: skip
-
-
-def why_nothing(
-    whole: Mapping[nn.Module, str],
-    streaming: Collection[Layer],
-    others: Collection[nn.Parameter],
-    *,
-    all_stay: bool = False,
-) -> str:
-    """Returns the reason why nothing is streamed, as a clause; empty if something is streamed.
-
-    Args:
-        whole: the modules that are moved whole, with their names.
-        streaming: the layers and the tables.
-        others: the parameters outside of the modules in ``whole``.
-        all_stay: True if there are layers, and ``gpu_layers=`` chose all of them.
-    """
-    if streaming:
-        return ""
-    if all_stay:
-        return "nothing is streamed: gpu_layers keeps all layers on the GPU"
-    if not whole:
-        return f"nothing is streamed: {'all weights are resident' if others else 'there are no weights'}"
-    reasons = [_why_whole(module, name) for module, name in list(whole.items())[:2]]
-    if len(whole) > len(reasons):
-        reasons.append("…")
-    rest = ", and the other weights are resident" if others else ""
-    return f"nothing can be streamed: {' and '.join(reasons)}{rest}"
-
-
-def _notes_on_whole(whole: Mapping[nn.Module, str]) -> list[str]:
-    """Returns a note on each module that is moved whole."""
-    notes = []
-    for module, name in whole.items():
-        trained = any(p.requires_grad for p in module.parameters())
-        also = "; so do its gradients and its optimizer's state" if trained else ""
-        notes.append(f"{_why_whole(module, name)}: it stays on the GPU whole{also}.")
-    return notes
-
-
-def _why_whole(module: nn.Module, name: str) -> str:
-    """Returns the reason why a module is moved whole, as a clause."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return f"{name!r} is a ScriptModule"
-    return f"{name!r} has parameters of a class that cannot be streamed"
-
-
-def _notes_on_units(units: Sequence[Unit]) -> list[str]:
-    """Returns notes on compiled blocks, experts and wrapped parameters."""
-    modules = [(unit.name, unit.module) for unit in units if unit.module is not None]
-    compiled = [name for name, module in modules if is_compiled(module) and has_blocks(module)]
-    notes = [
-        f"{name!r} is compiled as a whole and is uploaded as one layer. Compile its layers instead."
-        for name in compiled
-    ]
-    experts = sum(unit.expert and not unit.rows for unit in units)
-    if experts:
-        notes.append(f"{experts} experts are layers of their own: each is uploaded only if tokens are routed to it.")
+    yield from (f"{name!r} stays on the GPU whole." for name in whole.values())
+    for unit in units:
+        if unit.module is not None and is_compiled(unit.module) and has_blocks(unit.module):
+            yield f"{unit.name!r} is compiled as a whole, and is one layer. Compile its layers instead."
+    if experts := sum(unit.expert and not unit.rows for unit in units):
+        yield f"{experts} experts are layers of their own."
     kinds = {type(p).__name__ for unit in units for _, p in unit.parameters if is_traceable_wrapper_subclass(p)}
-    return notes + [f"parameters of class {kind} are uploaded as packed bytes." for kind in sorted(kinds)]
-
-
-def _note_on_share(module: nn.Module, streaming: Iterable[Layer]) -> list[str]:
-    """Returns a note if a considerable part of the weights is not streamed."""
-    total = sum(map(tensor_bytes, module.parameters()))
-    streamed = sum(layer.nbytes for layer in streaming)
-    if not total or streamed >= _MOSTLY * total:
-        return []
-    return [f"only {streamed / total:.0%} of the parameter bytes are streamed; the rest is resident."]
-
-
-def _note_on_buffers(module: nn.Module) -> list[str]:
-    """Returns a note if buffers have a considerable share of the model's bytes."""
-    sizes = {name: tensor_bytes(buffer) for name, buffer in module.named_buffers()}
-    total = sum(sizes.values())
-    if not total or total <= _MANY_BUFFERS * sum(map(tensor_bytes, module.parameters())):
-        return []
-    name = max(sizes, key=lambda name: sizes[name])
-    hooks = (hook for child in module.modules() for hook in forward_pre_hooks(child).values())
-    remedy = ""
-    if any(isinstance(hook, BasePruningMethod) for hook in hooks):
-        remedy = (
-            " Masks of torch.nn.utils.prune are among them. Before prediction, make the pruning permanent: "
-            "torch.nn.utils.prune.remove(module, name)."
-        )
-    return [f"{len(sizes)} buffers of {total / 2**20:.1f} MiB stay on the GPU, the largest is {name!r}.{remedy}"]
-
-
-def advice_to_group(streamed: Sequence[Unit], above: Mapping[nn.Module, str]) -> str:
-    """Returns advice to group layers if all layers are modules without children; otherwise an empty text.
-
-    With such layers, autograd saves most activations between the layers, where they cannot be offloaded or recomputed.
-
-    Args:
-        streamed: the units that are layers.
-        above: the modules above these units in the tree, with their names.
-    """
-    bare = {unit.module for unit in streamed}
-    if len(bare) < _LEAST_TO_GROUP or any(each is None or next(each.children(), None) is not None for each in bare):
-        return ""
-    said = f"all {len(bare)} layers are bare modules, between which most of what backward needs is saved. "
-    counts = {each: len(bare.intersection(each.children())) for each in above if type(each) is nn.Sequential}
-    longest = max(counts, key=counts.__getitem__, default=None)
-    if longest is None or counts[longest] < _LEAST_TO_GROUP:
-        return f"{said}Group every few of them, with what is computed between them, in a module: such modules become the layers."
-    name, length = above[longest], len([*longest.children()])
-    # About √n groups of √n layers: then the inputs of all groups, and the activations of one group, together take least memory.
-    step = -(-length // max(2, math.isqrt(counts[longest])))
-    path = join_names("model", name)
-    return (
-        f"{said}Group them: {path} = nn.Sequential(*({path}[i : i + {step}] for i in range(0, {length}, {step}))), and name "
-        f'the groups: SuperpipelineStrategy(layers=["{join_names(name, "*")}"], activations="recompute").'
-    )
-
-
-def note_on_largest(root: nn.Module, streamed: Sequence[Unit]) -> str:
-    """Returns a sentence that names a layer with more than half of all weights; empty if there is none, or few layers.
-
-    Args:
-        root: the root.
-        streamed: the units that are layers.
-    """
-    if len(streamed) < _LEAST_TO_GROUP:
-        return ""
-    largest = max(streamed, key=lambda unit: unit.nbytes)
-    share = largest.nbytes / sum(map(tensor_bytes, root.parameters()))
-    if share <= 1 / 2:
-        return ""
-    return f"Layer {largest.name!r} has {share:.0%} of the weights, and k cannot be less than one layer."
+    yield from (f"parameters of class {kind} are uploaded as packed bytes." for kind in sorted(kinds))
+    total, streamed = sum(map(tensor_bytes, module.parameters())), sum(layer.nbytes for layer in streaming)
+    if streamed < _MOSTLY * total:
+        yield f"only {streamed / total:.0%} of the parameter bytes are streamed."
 
 
 def advice_to_divide(root: nn.Module, streamed: Sequence[Unit], name_of: Mapping[nn.Module, str]) -> str:
-    """Returns advice for an ensemble whose networks are one layer each, because each is small; otherwise an empty text.
+    """Returns a sentence on an ensemble whose networks are one layer each, because each is small; otherwise an empty text.
 
     Args:
         root: the root.
@@ -367,23 +235,20 @@ def advice_to_divide(root: nn.Module, streamed: Sequence[Unit], name_of: Mapping
         name_of: the names of all modules.
     """
     networks = ensemble(root, {unit.module for unit in streamed if not unit.chosen})
-    patterns = {_parts_of(each) for each in networks or ()}
-    if networks is None or len(patterns) != 1 or not (names := patterns.pop()):
+    if networks is None or len([each for each in networks[0].modules() if [*each.parameters(recurse=False)]]) < _LEAST:
         return ""
-    name = name_of[networks]
-    names = tuple(join_names(name, f"*.{each}") for each in names)
-    layers_option = json.dumps(names[0] if len(names) == 1 else names)
+    return f"Each of the {len(networks)} networks in {name_of[networks]!r} is one layer: layers= can name smaller ones."
+
+
+def advice_to_group(streamed: Sequence[Unit]) -> str:
+    """Returns a sentence if all layers are modules without children; otherwise an empty text.
+
+    With such layers, autograd saves most activations between the layers, where they cannot be offloaded or recomputed.
+    """
+    bare = {unit.module for unit in streamed}
+    if len(bare) < _LEAST or any(each is None or next(each.children(), None) is not None for each in bare):
+        return ""
     return (
-        f"Each of the {len(networks)} networks in {name!r} is one layer. If each has the same input (an ensemble), "
-        f"smaller layers take less GPU memory: SuperpipelineStrategy(layers={layers_option})."
+        f"all {len(bare)} layers are bare modules, between which most of what backward needs is saved. Group some of them in a "
+        "module (nn.Sequential), and name the groups in layers=."
     )
-
-
-def _parts_of(network: nn.Module) -> tuple[str, ...]:
-    """Returns patterns for the modules with own weights in a network; none if they are few, or if there are many patterns."""
-    parts = [name for name, child in network.named_modules() if any(True for _ in child.parameters(recurse=False))]
-    patterns = {".".join("*" if part.isdecimal() else part for part in name.split(".")) for name in parts}
-    if all("." not in name for name in parts):
-        patterns = {"*"}
-    few = len(parts) < _LEAST_TO_GROUP or "" in parts
-    return () if few or len(patterns) > _MOST_PATTERNS else tuple(sorted(patterns))

@@ -29,12 +29,10 @@ from sp_lightning.core.model.checks import (
     advice_to_divide,
     advice_to_group,
     modules_moved_whole,
-    note_on_largest,
     notes_on,
     overlapping_pairs,
     refuse_inference_weights,
     tunes_products,
-    why_nothing,
 )
 from sp_lightning.core.model.found import (
     Found,
@@ -112,11 +110,7 @@ def find_layers(
     on_gpu = {p for unit in stay for _, p in unit.parameters if p not in kept}
     places = {p: where for p, where in places.items() if p not in on_gpu}
     found, tables = (tuple(_layer(unit, kept, lowered, places) for unit in each) for each in (streamed, looked_up))
-    advice = (
-        finder.advice(module, streamed),
-        advice_to_divide(module, streamed, names),
-        note_on_largest(module, streamed),
-    )
+    stays = "gpu_layers keeps all layers" if stay else "all weights are"
     return Found(
         layers=found,
         residents=_residents(units, _small(units), kept),
@@ -131,10 +125,10 @@ def find_layers(
         experts=frozenset(index for index, unit in enumerate(streamed) if unit.expert),
         units={unit.name: unit.module for unit in units if unit.module is not None and not unit.within},
         overlapping=overlapping,
-        advice=tuple(filter(None, advice)),
-        grouping_advice=advice_to_group(streamed, {child: names[child] for child in walk.above}),
+        advice=tuple(filter(None, (finder.advice(module, streamed), advice_to_divide(module, streamed, names)))),
+        grouping_advice=advice_to_group(streamed),
         buffer_bytes=sum(map(tensor_bytes, buffers_in(module))),
-        nothing=why_nothing(whole, (*found, *tables), places, all_stay=bool(stay)),
+        nothing="" if found or tables else f"nothing is streamed: {stays} on the GPU",
     )
 
 

@@ -129,7 +129,7 @@ class Found:
         buffer_bytes: bytes of all buffers. They stay on the device.
         nothing: the reason why nothing is streamed; empty if something is streamed.
         advice: sentences for the log on changes of the module, or of ``layers=``, with which less is uploaded or held.
-        grouping_advice: advice which modules to group, and how, if all layers are modules without children; otherwise empty.
+        grouping_advice: advice to group modules, if all layers are modules without children; otherwise empty.
     """
 
     layers: tuple[Layer, ...]

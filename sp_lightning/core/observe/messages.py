@@ -59,6 +59,11 @@ ON_THE_HOST = (
     "weights."
 )
 
+LESS_HOST_MEMORY = (
+    'Use less: Trainer(precision="bf16-true") (small updates are lost), an optimizer with less state, frozen layers, adapters, '
+    'or SuperpipelineStrategy(optimizer_overlap="backward").'
+)
+
 _GPU = {
     "too old": "torch {torch} needs a driver for CUDA {cuda}. Update the driver (nvidia-smi names it), or install a torch "
     "for an older CUDA: https://pytorch.org/get-started/previous-versions.",
@@ -119,52 +124,14 @@ def not_whole(mixed: str, file: str | None) -> str:
     return f"These weights are not those of any whole step, and are not saved: {mixed}. {remedy}"
 
 
-def less_host_memory(overlap: str = "backward") -> str:
-    """Returns the advice for too little host memory.
-
-    Args:
-        overlap: the option ``optimizer_overlap``. The advice suggests ``"backward"``, if the option has another value.
-    """
-    advice = (
-        'Use less: Trainer(precision="bf16-true") (small updates are lost), an optimizer with less state, frozen layers, or '
-        "adapters (superpipeline plan --lora 16 estimates them)."
-    )
-    if overlap == "backward":
-        return advice
-    early = (
-        'SuperpipelineStrategy(optimizer_overlap="backward") frees gradients in backward, if no code reads them later.'
-    )
-    return f"{advice} {early}"
-
-
-def after_out_of_memory(plan: Plan, smaller: Plan, *, automatic: bool, evicts: bool) -> str:
-    """Returns the advice after the device has run out of memory.
-
-    Args:
-        plan: the plan of the step.
-        smaller: the plan after the window was shrunk; ``plan`` itself if it could not be shrunk.
-        automatic: True with ``activations="auto"``.
-        evicts: True if activations are offloaded when memory is full.
-    """
-    found = f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}"
-    recompute = (
-        ' Activations take less with SuperpipelineStrategy(activations="recompute"), or with the checkpointing of the model '
-        "itself (model.gradient_checkpointing_enable() in transformers)." * evicts
-    )
-    if plan.stay:
-        take = f"The {len(plan.stay)} layers that stay take {human_bytes(plan.stay_bytes)}"
-        recompute += f" {take}: use fewer, SuperpipelineStrategy(gpu_layers={len(plan.stay) // 2})."
-    if smaller is not plan:
-        less = human_bytes(plan.peak_device_bytes - smaller.peak_device_bytes)
-        window = f"k={smaller.k}, k_prime={smaller.k_prime}"
-        return f"{found}. With SuperpipelineStrategy({window}) there would be {less} more.{recompute}"
-    if plan.k > 1 or plan.k_prime > 1:
-        less = f'SuperpipelineStrategy(k={max(1, plan.k // 2)}, k_prime=1), or k="auto"'
-        return f"{found}. Use less: {less}.{recompute}"
+def after_out_of_memory(plan: Plan) -> str:
+    """Returns the advice after the device has run out of memory in a step of a plan."""
+    window = "" if plan.k == plan.k_prime == 1 else "k=1, k_prime=1, "
     return (
-        f"{found}, which is the least: weights and gradients take {human_bytes(plan.peak_device_bytes)}, the rest are "
-        "activations. Use a smaller batch" + ("." if automatic else ', or SuperpipelineStrategy(activations="auto").')
-    ) + recompute
+        f"Superpipeline streamed with k={plan.k} and k_prime={plan.k_prime}: weights, gradients and steps take "
+        f"{human_bytes(plan.peak_device_bytes)}, the rest are activations. Use less: "
+        f'SuperpipelineStrategy({window}activations="recompute"), fewer gpu_layers, or a smaller batch.'
+    )
 
 
 def say_once(log: logging.Logger, line: str, said: set[str] | None = None) -> None:

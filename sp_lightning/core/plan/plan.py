@@ -14,7 +14,7 @@ and for the rank's own part of the sum.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +22,8 @@ import torch
 
 from sp_lightning.core.device.layout import ALIGNMENT, Span, aligned, lay_out, total_bytes
 from sp_lightning.core.model.found import Found, Layer
-from sp_lightning.core.plan.choices import Count, Share
 from sp_lightning.core.plan.rings import Ring, choose_rings_apart
-from sp_lightning.core.plan.units import in_gib, in_one_unit
+from sp_lightning.core.plan.units import in_gib
 from sp_lightning.core.plan.update_policy import UpdatePolicy
 from sp_lightning.core.torch_compat.private import gradient_hooks
 
@@ -252,101 +251,29 @@ class Plan:
         return self.host_bytes + sum(weights + gradients * self.training for _, weights, gradients in self.stay)
 
     def __str__(self) -> str:
-        return self.table()
-
-    def table(self, *, state: int | None = None) -> str:
-        """Returns the plan as text: a line for each layer, without the middle ones if there are many, and the totals.
-
-        Args:
-            state: bytes of the optimizer's state. If it is None (unknown), the text lacks the memory use of plain training.
-        """
-        width = max([len(layer.name) for layer in self.layers] + [24])
-        shown = [f"  {layer.name:<{width}} {in_gib(layer.nbytes):>10}" for layer in self.layers]
-        if len(shown) > _LONGEST:
+        layers = [(layer.name, in_gib(layer.nbytes)) for layer in self.layers]
+        if len(layers) > _LONGEST:
             half = _LONGEST // 2
-            shown[half:-half] = [f"  … {len(shown) - 2 * half} more"]
-        slots = " + ".join(f"{r.slots} × {in_gib(r.nbytes)}" for r in self.rings if r.slots) or "none"
-        what = "weights and gradients" if self.training else "weights"
-        plain = self._plain(state)
-        stay = self.staying[0]
-        moved_whole = f"of them {in_gib(stay)} of buffers and of weights outside of slots" if stay else ""
-        steps = self.update_bytes - self.staying_bytes
-        stays = "optimizer state and steps of weights that stay; their weights and gradients are in the lines above"
+            layers[half:-half] = [(f"… {len(layers) - 2 * half} more", "")]
         totals = {
-            "slots": (self.slot_bytes, slots),
-            **({"stay on the GPU": (sum(each[1] for each in self.stay), _names(self.stay))} if self.stay else {}),
-            "resident": (self.resident_bytes, moved_whole),
-            **({"gradients in flight": (self.gradient_bytes, "")} if self.training else {}),
-            **({"steps on the GPU": (steps, "")} if self.training and self.steps_on_device else {}),
-            **({"steps where they stay": (self.staying_bytes, stays)} if self.staying_bytes else {}),
-            "peak on the GPU": (
-                self.peak_device_bytes,
-                f"{what}; plain {plain}; both without activations" if plain else f"{what}, without activations",
-            ),
-            "host": (self.host_bytes, what),
-            **({"host, at the end": (self.host_bytes_at_end, f"{what}, with those that stay")} if self.stay else {}),
-        }
-        return "\n".join(
-            [
-                self._heading(),
-                *shown,
-                *(f"  {name:<{width}} {in_gib(n):>10}   {more}".rstrip() for name, (n, more) in totals.items()),
-                *([] if self.updates is None else [f"  updates: {self.updates}"]),
-                *(f"  note: {note}" for note in self.notes),
-            ]
-        )
+            "slots": self.slot_bytes, "stay on the GPU": sum(weights for _, weights, _ in self.stay),
+            "resident": self.resident_bytes, "gradients in flight": self.gradient_bytes,
+            "steps on the GPU": self.update_bytes, "peak on the GPU": self.peak_device_bytes, "host": self.host_bytes,
+            "host, at the end": self.host_bytes_at_end if self.stay else 0,
+        }  # fmt: skip
+        lines = [*layers, *((name, in_gib(nbytes)) for name, nbytes in totals.items() if nbytes)]
+        width = max(len(name) for name, _ in [*lines, ("", "")])
+        rows = [f"  {name:<{width}} {size:>10}".rstrip() for name, size in lines]
+        updates = [] if self.updates is None else [f"  updates: {self.updates}"]
+        return "\n".join([self.heading, *rows, *updates, *(f"  note: {note}" for note in self.notes)])
 
-    def _lower(self, verb: str) -> str:
-        """Returns the beginning of an advice for less memory: ``"lower k, or "``; empty if k is 1 already."""
-        return f"{verb} k, or " if self.k > 1 else ""
-
-    def sentence(self, *, state: int | None = None, on_cpu: bool = False) -> str:
-        """Returns the plan in one line: layers, window, and device memory compared to plain Lightning, without activations.
-
-        The arguments are those of :meth:`table`. ``on_cpu``: True if the model computes on the CPU, so that the memory is what a
-        GPU would need.
-        """
-        peak, what = self.peak_device_bytes, "weights"
-        if self.training:
-            what = "weights, gradients and steps" if self.update_bytes else "weights and gradients"
-            if self.stay:
-                what += f" (with the optimizer state of {len(self.stay)} more layers, which stay)"
-        plain, note = self._plain_bytes(state)
-        whose = "a GPU's" if on_cpu else "GPU"
-        ours, *theirs = in_one_unit(peak, *plain)
-        saves = f"take {ours} of {whose} memory"
-        saves += f", plain Lightning {theirs[0]}{note}, both without activations" if theirs else ", without activations"
-        if self.nothing:
-            return f"{self._heading()}. {what.capitalize()} {saves}."
-        everything = self.host_bytes + self.staying[0] + self.staying[1] * self.training  # as if nothing were streamed
-        if not self.stay and peak >= everything:
-            saves += f"; {self._lower('a lower')}smaller layers{',' * (self.k > 1)} would take less"
-        return f"{self._heading()}: {what} {saves}."
-
-    def _heading(self) -> str:
-        """Returns the beginning of :meth:`table` and :meth:`sentence`."""
+    @property
+    def heading(self) -> str:
+        """The plan in a few words."""
         if self.nothing:
             return f"Superpipeline: {self.nothing}"
         plural = "" if len(self.layers) == 1 else "s"
         return f"Superpipeline: {len(self.layers)} layer{plural}, k = {self.k}, k' = {self.k_prime}"
-
-    def _plain(self, state: int | None) -> str:
-        """Returns the device memory of plain Lightning as text; empty if it is unknown."""
-        nbytes, note = self._plain_bytes(state)
-        return f"{in_gib(nbytes[0])}{note}" if nbytes else ""
-
-    def _plain_bytes(self, state: int | None) -> tuple[list[int], str]:
-        """Returns the device memory of plain Lightning, in a list that is empty if it is unknown, and what it includes."""
-        weights, gradients = self.plain
-        if not self.training:
-            return [weights], ""
-        return ([], "") if state is None else ([weights + gradients + state], " with optimizer state")
-
-
-def _names(stay: Sequence[tuple[str, int, int]]) -> str:
-    """Returns the names of the layers that stay on the device: all of a few, else the first and the last one."""
-    names = [name for name, _, _ in stay]
-    return ", ".join(names if len(names) <= 4 else [names[0], names[1], "…", names[-1]])
 
 
 def make_plan(
@@ -382,8 +309,9 @@ def make_plan(
         **{**contents, **placed},
     )  # fmt: skip
     if plan.host_bytes and not plan.stay and plan.peak_device_bytes >= plan.host_bytes + sum(plan.staying):
-        remedy = "nothing is streamed." if plan.nothing else f"{plan._lower('lower')}choose smaller layers."
-        saves_nothing = f"this takes no less GPU memory than all weights and gradients: {remedy}"
+        saves_nothing = (
+            "this takes no less GPU memory than all weights and gradients: lower k, or name smaller layers (layers=)."
+        )
         return replace(plan, notes=(*plan.notes, saves_nothing))
     return plan
 
@@ -400,27 +328,10 @@ def plan_contents(found: Found) -> dict[str, Any]:
         "masters": [_planned(layer) for layer in found.masters],
         "tables": [_planned(layer) for layer in found.tables],
         "residents": _planned(found.residents),
-        "order": _order(found), "notes": (*found.notes, *_wire_notes(found)), "experts": found.experts,
+        "order": _order(found), "notes": found.notes, "experts": found.experts,
         "plain": found.plain_bytes, "staying": found.staying, "stay": found.stay_bytes,
         "nothing": found.nothing,
     }  # fmt: skip
-
-
-def cap_remarks(k: Count, k_prime: Count, plan: Plan, gpu_layers: Share = 0) -> list[str]:
-    """Returns sentences for the user whose k, k' or gpu_layers is above the number of layers, or of other layers."""
-    count, remarks = len(plan.layers), list[str]()
-    if plan.nothing:
-        return remarks
-    if k != "auto" and k > count:
-        remarks.append(f"k={k} is capped at {count}, the number of layers: all are on the GPU at once.")
-    if isinstance(gpu_layers, int) and gpu_layers > len(plan.stay) > 0:
-        remarks.append(f"gpu_layers={gpu_layers} is capped at {len(plan.stay)}, the number of layers.")
-    rest = count - plan.k
-    if k_prime != "auto" and k_prime > max(rest, 1):
-        remarks.append(
-            f"k_prime={k_prime} is more than the {rest} layers beyond k={plan.k}: each layer has its own slot."
-        )
-    return remarks
 
 
 def schedule(plan: Plan, *, training: bool) -> Iterator[int]:
@@ -460,15 +371,3 @@ def _planned(layer: Layer, *, autocast: torch.dtype | None = None, masters: int 
     narrow = sum(cast.nbytes for cast, p in lowered if p.requires_grad and not gradient_hooks(p))
     nbytes = total_bytes(casts or spans)
     return PlannedLayer(layer.name, nbytes, gradients, -1, spans, casts, masters, narrow, layer.rows)
-
-
-def _wire_notes(found: Found) -> tuple[str, ...]:
-    """Returns a note for the user on the share of bytes that are uploaded as casts; empty if there are none."""
-    lowered = sum(masters.nbytes for masters in found.masters)
-    if not lowered:
-        return ()
-    share = lowered / sum(layer.nbytes for layer in found.layers)
-    dtype = str(found.autocast).removeprefix("torch.")
-    return (
-        f"{share:.0%} of the layers' bytes are uploaded as {dtype}, as autocast would cast them; float32 stays on the CPU.",
-    )

@@ -6,8 +6,6 @@ measure the memory that batches use beside weights. After that :class:`Window` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,7 @@ from sp_lightning.core.device.device import Device
 from sp_lightning.core.model.found import Found
 from sp_lightning.core.plan.choices import Count
 from sp_lightning.core.plan.plan import Plan, make_plan
-from sp_lightning.core.plan.units import as_option, enough_bytes, human_bytes
+from sp_lightning.core.plan.units import as_option, human_bytes
 
 FREE_THE_GPU = "List them: nvidia-smi. End them, or choose another GPU: CUDA_VISIBLE_DEVICES=1."
 """The next step if other programs fill a GPU."""
@@ -87,13 +85,12 @@ class Window:
         """True if k is chosen, and a budget limits the choice."""
         return self.k == "auto" and self.room is not None and not self._found.nothing
 
-    def begin(self, found: Found, device: Device, find: Callable[[Sequence[str]], Found] | None = None) -> Plan:
+    def begin(self, found: Found, device: Device) -> Plan:
         """Returns the plan for the first batches: the smallest window. Sets the budget by the device's free memory.
 
         Args:
             found: the model's layers.
             device: the device, before anything is allocated on it.
-            find: finds the layers that other patterns name, for the advice in an error message.
 
         Raises:
             ValueError: the plan does not fit the budget, or the budget is a share and the device has no memory of its own.
@@ -112,7 +109,7 @@ class Window:
             )
         plan = self.plan(_WITHOUT_LIMIT if self.room is None else 1)
         if self.room is not None and self._is_too_large(plan):
-            raise ValueError(self._too_large(plan, self.room, device, find))
+            raise ValueError(self._too_large(plan, self.room, device))
         return plan
 
     def expect_gradients(self, expected: bool) -> None:
@@ -180,64 +177,29 @@ class Window:
     def _is_too_large(self, plan: Plan) -> bool:
         return self.room is not None and plan.peak_device_bytes > self.room
 
-    def _too_large(self, plan: Plan, room: int, device: Device, find: Callable[[Sequence[str]], Found] | None) -> str:
+    def _too_large(self, plan: Plan, room: int, device: Device) -> str:
         """Returns the error message for a plan that does not fit: needed memory, free memory and a remedy."""
-        smallest = self._make(self._found, k=1, k_prime=1)
-        staying = plan.resident_bytes + (plan.residents.gradient_bytes + plan.staying[1]) * self._training
-        staying += plan.staying_bytes
-        if plan.stay and plan.peak_device_bytes - plan.stay_bytes <= room:
-            remedy = (
-                f"The {len(plan.stay)} layers that stay take {_bytes(plan.stay_bytes)} of that: lower gpu_layers, or give it as "
-                "much memory."
-            )
-        elif not plan.layers or staying > room:
-            whole = ", ".join(f"{name!r} ({type(module).__name__})" for name, module in self._found.aside[:3])
-            remedy = (
-                f"What stays on the GPU takes {_bytes(staying)} of that{f', with {whole}' if whole else ''}. Leave names "
-                "out of keep_on_gpu=, give a module in place of its ScriptModule, so that their weights are streamed, or give "
-                "it as much memory."
-            )
-        elif plan.steps_on_device and plan.peak_device_bytes - plan.update_bytes <= room:
-            remedy = (
-                f"The two slots in which layers are stepped take {_bytes(plan.update_bytes - plan.staying_bytes)} of that: leave "
-                'optimizer_on="gpu" out, or give it as much memory.'
-            )
-        elif smallest.peak_device_bytes <= room:
-            remedy = "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
-        else:
-            remedy = self._smaller_layers(plan, smallest, room, find)
+        least = self._make(self._found, k=1, k_prime=1).peak_device_bytes
         free = f"{_bytes(room)} are free on {device.device}"
-        available = (
-            free if self.budget is None else f"with gpu_memory={as_option(self.budget)} there are {_bytes(room)}"
+        given = free if self.budget is None else f"with gpu_memory={as_option(self.budget)} there are {_bytes(room)}"
+        parts = {
+            "slots": plan.slot_bytes, "what stays on the GPU": plan.resident_bytes, "gradients": plan.gradient_bytes,
+            "steps": plan.update_bytes,
+        }  # fmt: skip
+        takes = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
+        largest = max(plan.layers, key=lambda layer: layer.nbytes, default=None)
+        divide = "" if largest is None else f"divide the largest layer, {largest.name!r}, with layers=, "
+        remedy = (
+            "Use less: SuperpipelineStrategy(k=1, k_prime=1)."
+            if least <= room
+            else f'Lower gpu_layers, {divide}leave optimizer_on="gpu" or names of keep_on_gpu= out, or give it as much memory.'
         )
-        if (others := device.held_by_others()) is not None:
-            remedy += f" {about_others(*others)}"
-        what = "Weights and gradients need" if self._training else "Weights need"
+        others = device.held_by_others()
         return (
-            f"{what} {_bytes(plan.peak_device_bytes)} with k={plan.k} and k_prime={plan.k_prime}, and {available}. The least is "
-            f"{human_bytes(smallest.peak_device_bytes)}, with k=1 and k_prime=1. {remedy}"
+            f"{'Weights and gradients need' if self._training else 'Weights need'} {_bytes(plan.peak_device_bytes)} with "
+            f"k={plan.k} and k_prime={plan.k_prime} ({takes}), and {given}. The least is {human_bytes(least)}, with k=1 and "
+            f"k_prime=1. {remedy}{'' if others is None else f' {about_others(*others)}'}"
         )
-
-    def _smaller_layers(
-        self, plan: Plan, smallest: Plan, room: int, find: Callable[[Sequence[str]], Found] | None
-    ) -> str:
-        """Returns a remedy that fits: splitting the largest layer and the layers like it, with a larger limit if necessary."""
-        largest = max(plan.layers, key=lambda layer: layer.nbytes)
-        said = f"The largest layer, {largest.name!r}, takes {_bytes(largest.nbytes)}. "
-        alike = ".".join("*" if part.isdecimal() else part for part in largest.name.split("."))
-        with suppress(ValueError):  # the pattern matches no module, or the modules that it matches overlap
-            cut = self._make(find([f"{alike}.*"]), k=1, k_prime=1).peak_device_bytes if find is not None else None
-            if cut is not None and cut < smallest.peak_device_bytes:
-                if cut > room and self.budget is None:
-                    said += f"Even its parts (layers=) need {human_bytes(cut)}. "
-                    return f'{said}Use precision="bf16-true", or a GPU with as much memory.'
-                more = "" if cut <= room else f', gpu_memory="{enough_bytes(cut)}"'
-                return (
-                    f'{said}Cut it into smaller ones: SuperpipelineStrategy(layers=["{alike}.*"]{more}), whose least is '
-                    f"{human_bytes(cut)} without activations."
-                )
-        remedy = 'Use precision="bf16-true" (small updates are lost), or give it as much memory.'
-        return f"{said}There are no smaller layers in it. {remedy}"
 
 
 def _bytes(nbytes: int) -> str:

@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from sp_lightning.core.device.accelerator import device_for
-from sp_lightning.core.plan.plan import cap_remarks
 from sp_lightning.core.plan.units import in_one_unit
 from sp_lightning.tools.comparison.check import is_refusal
 from sp_lightning.tools.comparison.runs import RunResult, RunVariant, root_device, run, undisturbed
 from sp_lightning.tools.comparison.subject import Factory, NotRunError, Subject
 from sp_lightning.tools.machine import machine_of, today
+from sp_lightning.trainer.plan_text import cap_remarks
 from sp_lightning.trainer.plot import DialPoint
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 

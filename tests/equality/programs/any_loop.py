@@ -510,7 +510,7 @@ for name, said, code in (
     ("a checkpoint around the root", "RuntimeError: .*around a streamed module", within(_wrapped)),
     ("computed weights of the root", r"RuntimeError: .*is a computed tensor .* Write functional_call into the forward",
      within(computed)),
-    ("too little memory for a forward", r"OutOfMemoryError.*Use less: sp_lightning.stream\(model, optimizer, k=1, k_prime=1\)",
+    ("too little memory for a forward", r"OutOfMemoryError.*Use less: sp_lightning.stream\(model, optimizer, k=1, k_prime=1, ",
      within(lacks_memory, k=2)),
     ("too little memory for gradients", r"ValueError: .*Weights and gradients need.*call the module under torch.no_grad\(\)",
      gradients_do_not_fit),
