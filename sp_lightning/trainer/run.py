@@ -401,7 +401,7 @@ class Run:
         engine = self.engine
         plan, found, averages = engine.plan, engine.found, find_averages(self.module)
         if leaving := returning_bytes(plan, self.trainer.optimizers, found.on_gpu):
-            check_host({"for layers that leave the GPU": leaving}, less_host_memory(), self._host_budget())
+            check_host({"for layers that leave the GPU": leaving}, LESS_HOST_MEMORY, self._host_budget())
         whole = [parameter for _, aside in found.aside for parameter in aside.parameters()]
         state = tree_leaves([each.state[p] for each in self.trainer.optimizers for p in whole if p in each.state])
         state = [each for each in state if isinstance(each, Tensor) and each.device.type != "cpu"]
