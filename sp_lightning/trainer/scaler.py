@@ -6,7 +6,7 @@ The optimizer's step widens it. See ``layers.narrow_gradient``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,12 +27,7 @@ class HostGradScaler(torch.amp.GradScaler):
     number of infinities. So the CPU kernel may read them before they have arrived. Here these numbers are on the CPU already,
     copied by calls that block. Narrow gradients stay narrow: this class searches them for infinities and NaN, and the update
     divides them by the scale. Everything else is torch's code, including checkpoints.
-
-    Attributes:
-        agree: takes what this process has found, and returns what any process has found; None on one device.
     """
-
-    agree: Callable[[Found], Found] | None = None
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler) -> HostGradScaler:
@@ -64,8 +59,7 @@ class HostGradScaler(torch.amp.GradScaler):
                 is_recorded = change(parameter, unscale)  # the update will multiply the gradient by this factor
                 if not is_recorded and parameter.grad is not None:
                     unscale(parameter.grad)  # another thread has read the gradient meanwhile, which has widened it
-        found = {device: number.cpu() for device, number in found.items()}
-        return found if self.agree is None else self.agree(found)
+        return {device: number.cpu() for device, number in found.items()}
 
     def _get_scale_async(self) -> Tensor | None:
         # torch's method of this name, whose result ``step`` gives to a fused optimizer as ``grad_scale``.

@@ -19,7 +19,7 @@ from sp_lightning.experimental.ranks.rank_order import rank_order_hook
 from tests.equality.cases import CASES
 from tests.support.on_disk import without_room
 from tests.support.ranks import Number, devices, in_ranks, total
-from tests.support.runs import ELSEWHERE, Outcome, assert_equal, fit, fused
+from tests.support.runs import Outcome, assert_equal, fit, fused
 from tests.support.simdevice import simulated
 from tests.support.ways import scaled
 
@@ -258,23 +258,9 @@ def compare(
     ours = in_ranks(ranks, train_ours, name, ranks, strategy, options, fuse, on_devices)
     for rank, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
         assert theirs["losses"] or theirs["optimizers"], "the reference run did nothing"
-        assert_equal(mine, divided(theirs, mine, rank), f"rank {rank}")
-    node = [each["gradients"] for each in ours[: devices(ranks)["devices"]]]
-    for everywhere in zip(*node, strict=True):
-        for name in everywhere[0]:
-            owners = [each[name] for each in everywhere if not isinstance(each[name], str)]
-            assert len(owners) == 1 or owners == [None] * len(node), f"{name} has {len(owners)} owners"
+        assert_equal(mine, divided(theirs, rank), f"rank {rank}")
 
 
-def divided(theirs: dict[str, Any], mine: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Returns what a rank of ``ddp`` has seen, as a rank sees it that has the gradients of its layers only.
-
-    Rank 0 alone has the gathered state of optimizers.
-    """
-    gradients = [
-        {name: ELSEWHERE if isinstance(own.get(name), str) else value for name, value in each.items()}
-        if isinstance(own, dict) else each
-        for own, each in zip(mine["gradients"], theirs["gradients"], strict=True)
-    ]  # fmt: skip
-    optimizers = [{**each, "state": {}} for each in theirs["optimizers"]] if rank else theirs["optimizers"]
-    return {**theirs, "gradients": gradients, "optimizers": optimizers}
+def divided(theirs: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Returns what a rank of ``ddp`` has seen, as a rank sees it. Rank 0 alone has the gathered state of optimizers."""
+    return {**theirs, "optimizers": [{**each, "state": {}} for each in theirs["optimizers"]]} if rank else theirs

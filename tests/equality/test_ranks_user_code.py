@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -129,6 +130,49 @@ class Rewrites(Callback):
         for parameter in pl_module.parameters():
             self.held.append(parameter.grad)
             parameter.grad = parameter.grad * 0.7 if self._replace else parameter.grad.mul_(0.7)
+
+
+class LogsNorms(Net):
+    """Also holds the gradients of earlier steps."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(norms := grad_norm(self.layers, norm_type=2))
+        self.held = [*getattr(self, "held", []), *map(torch.tensor, norms.values()), self.layers[2][0].weight.grad]
+
+
+class SkipsInfinite(Net):
+    """Leaves out the second step, and what it knows of it."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = super().training_step(batch, index)
+        return loss * float("nan") if index == 1 and rank() == 1 else loss
+
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                self.zero_grad()
+                break
+
+
+class ClipsByTorch(Net):
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        self.held = [*getattr(self, "held", []), nn.utils.clip_grad_norm_(self.parameters(), 0.01)]
+        self.held += [parameter.grad for parameter in self.parameters()]
+
+
+class ReadsAlone(Callback):
+    """One rank alone reads gradients, before and after they are clipped, and keeps some."""
+
+    def __init__(self, who: int) -> None:
+        self.who = who
+        self.held: list[Any] = []
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if rank() == self.who:
+            self.held += [parameter.grad for parameter in pl_module.parameters()]
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.on_after_backward(trainer, pl_module)
 
 
 class Alone(Callback):
@@ -365,6 +409,19 @@ class ShrinksAll(Callback):
 SGD = torch.optim.SGD
 CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
     "an optimizer replaces data": (Net, Replaces, list, {}),
+    "gradients are written between two backwards": (Twice, SGD, list, {}),
+    "gradients are written": (Net, SGD, lambda: [Rewrites(False)], {}),
+    "gradients are written and clipped": (Net, SGD, lambda: [Rewrites(False)], {"gradient_clip_val": 0.01}),
+    "gradients are replaced": (NeverZeroed, SGD, lambda: [Rewrites(True)], {}),
+    "norms of gradients are logged": (LogsNorms, SGD, list, {}),
+    "norms of gradients are logged, clipped, 16-mixed": (
+        LogsNorms, SGD, list, {"precision": "16-mixed", "gradient_clip_val": 0.01},
+    ),
+    "norms of gradients are logged between accumulated batches": (LogsNorms, SGD, list, {"accumulate_grad_batches": 2}),
+    "a step without finite gradients is left out": (SkipsInfinite, SGD, list, {}),
+    "gradients are clipped by torch's function": (ClipsByTorch, SGD, list, {}),
+    "rank 0 alone reads gradients": (Net, SGD, lambda: [ReadsAlone(0)], {}),
+    "rank 1 alone reads gradients": (Net, SGD, lambda: [ReadsAlone(1)], {"gradient_clip_val": 0.01}),
     "a hook after the step writes weights": (Manual, shrinking, list, {}),
     "data is exchanged before the step": (Net, SGD, lambda: [Exchanges()], {}),
     "rank 0 alone writes weights for a batch": (Net, SGD, lambda: [Alone(0)], {}),
@@ -411,7 +468,7 @@ def train(name: str, plain: bool) -> Any:
 def test_every_rank_sees_what_it_sees_under_ddp(name: str) -> None:
     ours, plain = in_ranks(2, train, name, False), in_ranks(2, train, name, True)
     for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
-        assert_equal(mine, (divided(theirs[0], mine[0], number), *theirs[1:]), f"rank {number}")
+        assert_equal(mine, (divided(theirs[0], number), *theirs[1:]), f"rank {number}")
 
 
 class Freezes(Callback):
@@ -454,15 +511,39 @@ class Slower(Callback):
             trainer.optimizers[0].param_groups[0]["lr"] = 0.05
 
 
+class Scales(Callback):
+    """Some ranks write a gradient, each its own."""
+
+    def __init__(self, *ranks: int, by: float | None = 0.5, to_set: bool = False) -> None:
+        self.ranks, self.by, self.to_set = ranks, by, to_set
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        weight = pl_module.layers[1][0].weight
+        if rank() in self.ranks and self.by is None:
+            weight.grad = None
+        elif rank() in self.ranks and self.to_set:
+            weight.grad = torch.ones_like(weight)
+        elif rank() in self.ranks:
+            weight.grad.data.mul_(self.by + rank())  # which no version shows
+
+
+class ReadsLate(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        assert all(parameter.grad is not None for parameter in pl_module.parameters())
+
+
 MOMENTUM = functools.partial(SGD, momentum=0.9)
-GRADIENT = "that process alone has the gradient"
 CLOSURE = "calls its closure after it may have written weights"
+GRADIENTS = "writes to gradients of rank 1 are not those of rank 0: layers.1.0.weight is"
 REFUSED: dict[str, tuple[Any, Any, list[Any], str]] = {
+    "each rank writes gradients of its own": (Net, SGD, [Scales(0, 1)], GRADIENTS),
+    "rank 0 alone writes a gradient": (Net, SGD, [Scales(0)], GRADIENTS),
+    "rank 1 alone writes a gradient": (Net, SGD, [Scales(1)], GRADIENTS),
+    "rank 1 alone sets a gradient": (Net, SGD, [Scales(1, to_set=True)], GRADIENTS),
+    "rank 1 alone resets a gradient": (NeverZeroed, SGD, [Scales(1, by=None)], GRADIENTS),
+    "a gradient is read after the step": (Net, SGD, [ReadsLate()], "after backward, until the optimizer steps"),
     "ranks freeze different layers": (Net, SGD, [Freezes()], "trained parameters of rank 1 are not those of rank 0"),
     "state is looked at on another rank": (Net, MOMENTUM, [LooksAtState()], "steps its layer and has its state"),
-    "gradients are written between two backwards": (Twice, SGD, [], GRADIENT),
-    "gradients are written": (Net, SGD, [Rewrites(False)], GRADIENT),
-    "gradients are replaced": (NeverZeroed, SGD, [Rewrites(True)], GRADIENT),
     "LBFGS": (Returned, lbfgs, [], CLOSURE),
     "a closure that is called twice": (Returned, Ascends, [], CLOSURE),
     "settings that are computed from gradients": (Net, Estimates, [], "computes values of its groups from gradients"),

@@ -52,17 +52,8 @@ class Recorder(LossRecorder):
         self.gradients.append({name: _gradient(p) for name, p in pl_module.named_parameters()})
 
 
-ELSEWHERE = "on another device"
-"""In place of a gradient that another of several devices has."""
-
-
 def _gradient(parameter: torch.nn.Parameter) -> Any:
-    try:
-        gradient = parameter.grad
-    except RuntimeError as error:
-        if "that process alone has the gradient" not in str(error):
-            raise
-        return ELSEWHERE
+    gradient = parameter.grad
     return None if gradient is None else gradient.detach().to_dense().clone()
 
 

@@ -73,6 +73,7 @@ class Wait(enum.Enum):
     DRAIN_AFTER_REDUCE = "a sum of gradients is downloaded only after the kernels that computed it"
     STEP_AFTER_ARRIVAL = "a process writes weights only after all processes have reached the optimizer's step"
     READ_AFTER_OWNER = "a process reads a layer only after the step of the layer's owner"
+    READ_AFTER_PUBLISH = "a process reads another one's gradient only after that process has shared it"
     READ_AFTER_FILL = "weights are read only after the first process of the node has filled their memory"
     REUSE_AFTER_DRAIN = "a gradient's device memory is reused only after its download"
     APPLY_AFTER_DRAIN = "the host reads a gradient only after its download"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from functools import cache
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -29,21 +28,21 @@ _SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_g
 class _HasNoGradient(ParameterRole):
     """A host parameter whose gradient exists on plain Lightning, but not here."""
 
-    rank = 3
+    rank = 4
     why: ClassVar[str]
     """The end of the error's sentence, with a remedy."""
 
+    def grad_for_users(self) -> Tensor | None:
+        """Called when user code reads the attribute."""
+        raise RuntimeError(f"param.grad was read of a parameter of shape {tuple(self.shape)}{self.why}")
+
     @property
     def grad(self) -> Tensor | None:
-        """None for the engine, for updates and for torch's ``zero_grad``.
-
-        Raises:
-            RuntimeError: user code reads the attribute.
-        """
+        """None for the engine, for updates and for torch's ``zero_grad``; for user code that of :meth:`grad_for_users`."""
         if subclasses_are_asked() and _is_users(sys._getframe(1)):
-            raise RuntimeError(f"param.grad was read of a parameter of shape {tuple(self.shape)}{self.why}")
-        if resets_gradients(_reader(sys._getframe(1))):
-            leave(self, _HasGradientElsewhere)
+            return self.grad_for_users()
+        if resets_gradients(reader(sys._getframe(1))):
+            leave(self, HasGradientElsewhere)
         return None
 
     @grad.setter
@@ -66,29 +65,20 @@ class _HasFreedGradient(_HasNoGradient):
     )
 
 
-class _HasGradientElsewhere(_HasNoGradient):
-    """A host parameter whose gradient another process has. There is a subclass for each of these processes."""
+class HasGradientElsewhere(_HasNoGradient):
+    """A host parameter whose gradient another process has. ``ranks`` has a subclass, which reads a copy for user code."""
 
 
-@cache
-def _elsewhere(owner: str) -> type[_HasGradientElsewhere]:
-    why = (
-        f" whose layer {owner} steps: with several devices, that process alone has the gradient. Read it there, or clip by "
-        "Trainer(gradient_clip_val=) or self.clip_gradients."
-    )
-    return type("_HasGradientElsewhere", (_HasGradientElsewhere,), {"why": why})
-
-
-def set_elsewhere(parameter: nn.Parameter, owner: str) -> None:
-    """Makes reading ``param.grad`` an error that names the process with the gradient, until ``param.grad`` is set."""
+def set_elsewhere(parameter: nn.Parameter, role: type[HasGradientElsewhere]) -> None:
+    """Gives a parameter the role, until ``param.grad`` is set."""
     with torch.DisableTorchFunctionSubclass():  # the owner may be updating the layer in this backward
         parameter.grad = None
-    take(parameter, _elsewhere(owner))
+    take(parameter, role)
 
 
 def has_gradient(parameter: Tensor) -> bool:
     """Returns True if a parameter has a gradient, here or in another process."""
-    return parameter.grad is not None or isinstance(parameter, _HasGradientElsewhere)
+    return parameter.grad is not None or isinstance(parameter, HasGradientElsewhere)
 
 
 def resets_gradients(frame: FrameType) -> bool:
@@ -98,12 +88,16 @@ def resets_gradients(frame: FrameType) -> bool:
 
 def _is_users(frame: FrameType) -> bool:
     """Returns True if ``frame``, which reads a gradient, is user code, and not torch that resets or moves gradients."""
-    frame = _reader(frame)
-    of_torch = frame.f_code in _SET_TO_NONE or moves_modules(frame.f_code)
-    return not of_torch and not frame.f_globals.get("__name__", "").startswith("sp_lightning.")
+    frame = reader(frame)
+    return not (frame.f_code in _SET_TO_NONE or moves_modules(frame.f_code) or is_engines(frame))
 
 
-def _reader(frame: FrameType) -> FrameType:
+def is_engines(frame: FrameType) -> bool:
+    """Returns True if ``frame`` is code of this package."""
+    return bool(frame.f_globals.get("__name__", "").startswith("sp_lightning."))
+
+
+def reader(frame: FrameType) -> FrameType:
     """Returns the frame that reads a gradient: the property `grad` of another role of the parameter may have called this one."""
     while frame.f_code.co_name == "grad" and frame.f_back is not None:
         frame = frame.f_back

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.layers.freed_gradient import resets_gradients
+from sp_lightning.core.layers.freed_gradient import reader, resets_gradients
 from sp_lightning.core.layers.roles import ParameterRole, leave, take
 from sp_lightning.core.torch_compat.metadata import METADATA
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
@@ -86,7 +86,7 @@ class NarrowGradient(Tensor):
 class _HasNarrowGradient(ParameterRole):
     """The role of a host parameter whose gradient is narrow. It ends when user code reads or sets ``grad``."""
 
-    rank = 2
+    rank = 3
 
     @property
     def grad(self) -> Tensor | None:
@@ -96,7 +96,7 @@ class _HasNarrowGradient(ParameterRole):
         ``zero_grad``, which only resets the gradient.
         """
         found: Tensor | None = _tensor_grad.__get__(self)  # waits for a running update of the parameter
-        if subclasses_are_asked() and not resets_gradients(sys._getframe(1)):
+        if subclasses_are_asked() and not resets_gradients(reader(sys._getframe(1))):
             _widen(found)
             leave(self, _HasNarrowGradient)
         return found

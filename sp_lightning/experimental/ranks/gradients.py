@@ -26,6 +26,7 @@ from sp_lightning.core.layers.layer import Kind, StreamedLayer
 from sp_lightning.core.store.block_memory import Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.experimental.ranks.collectives import Collectives
+from sp_lightning.experimental.ranks.gradient_copies import HasCopiedGradient
 from sp_lightning.experimental.ranks.owners import RankOwners
 
 Place = tuple[StreamedLayer, int]
@@ -188,11 +189,17 @@ class SummedGradients(Gradients):
         if self._begun:
             return
         trained = [place for owner in self._families for place in self._trained(owner)]
+        copies = self._owners.copies
+        written = copies.written()
+        copies.forget()
         self._ranks.compare(
             "backward",
-            {("trained parameters", layer.planned.spans[index].name): "trained" for layer, index in trained},
-            "Set requires_grad of the same parameters on all ranks. If requires_grad is chosen at random, use the same seed.",
+            {("trained parameters", layer.planned.spans[index].name): "trained" for layer, index in trained}
+            | written,
+            "Set requires_grad of the same parameters on all ranks, and write the same values to gradients. If requires_grad is "
+            "chosen at random, use the same seed.",
         )
+        copies.close()
         self._begun = True
         self._wanted = wanted
         if wanted is not None:
@@ -349,10 +356,11 @@ class SummedGradients(Gradients):
             layer, index = place
             parameter = layer.block.parameters[index]
             if not self._owners.owns(layer):
-                set_elsewhere(parameter, self._owners.owner_of(layer))
+                set_elsewhere(parameter, HasCopiedGradient)
             elif place in self._uncertain:
                 self.device.access(self._uncertain[place], None, write=True)
                 accumulate(parameter, self._uncertain[place], None, own=True)
+        self._owners.copies.open()
         owners = list(indices)
         self._order = [owners[index] for index in words[len(places) :].tolist()]
 

@@ -24,6 +24,7 @@ from sp_lightning.core.updates.background import TORN_IN_BACKWARD
 from sp_lightning.core.updates.fused import OF_EACH
 from sp_lightning.experimental.ranks.agreement import settings
 from sp_lightning.experimental.ranks.block_memory import SharedBlockMemory, merge, written_in_common
+from sp_lightning.experimental.ranks.gradient_copies import GradientCopies
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine
@@ -47,6 +48,7 @@ class RankOwners(Owners):
 
     Attributes:
         ranks: as the argument.
+        copies: copies of gradients, which user code of other ranks reads.
     """
 
     several = True
@@ -61,6 +63,7 @@ class RankOwners(Owners):
         self._counted = False  # True if `number` counts a step that has not begun yet
         self._whole: list[Divided] = []  # of steps of all layers at once that run, the innermost last
         self._common = ExitStack()
+        self.copies = GradientCopies(ranks, self, layers)
 
     @property
     def number(self) -> int:
@@ -142,12 +145,16 @@ class RankOwners(Owners):
         self._prepare()
         found = {layer.name: memory_of(layer).digest(layer.planned.spans) for layer in self._layers}
         written = {("writes to weights", name): digest for name, digest in found.items() if digest}
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        written |= self.copies.written(stepped)
+        self.copies.forget(stepped)
         self.ranks.compare(
             what(),
             {("owners", layer.name): self.rank_of(layer) for layer in self._families} | written | settings(optimizer),
             ALIKE,
             Wait.STEP_AFTER_ARRIVAL,
         )
+        self.copies.close(stepped)
         self._merge()
         self.count()
         self._counted = False
@@ -235,6 +242,19 @@ class RankOwners(Owners):
         return changed
 
     # ------------------------------------------------------------------ clipping
+
+    @contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """A context in which the engine changes gradients, before the step: unscales or clips them. Collective.
+
+        Raises:
+            ValueError: ranks have written different values to gradients.
+        """
+        opened = self.copies.opened
+        self.ranks.compare(what, self.copies.written(), ALIKE)
+        self.copies.close(reopens=True)
+        yield
+        self.copies.reopen(opened)
 
     def norms(self, parameters: Sequence[nn.Parameter], own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
         table = torch.zeros(2, len(parameters), dtype=torch.float64)

@@ -36,15 +36,19 @@ class SharedMemory:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.nbytes = nbytes
         self._descriptor = os.dup(descriptor)
-        mapping = mmap.mmap(descriptor, nbytes)
+        self._mapping = mmap.mmap(descriptor, nbytes)
         with suppress(OSError):
-            mapping.madvise(mmap.MADV_DONTFORK)  # forked workers of a DataLoader do not write the memory
-        self.common = _tensor(mapping)
+            self._mapping.madvise(mmap.MADV_DONTFORK)  # forked workers of a DataLoader do not write the memory
+        self.common = _tensor(self._mapping)
         self.own = OwnView(self._descriptor, self.common)
 
     def view_anew(self, begin: int, end: int) -> OwnView:
         """Returns a new private view of a part of the memory, which shows the shared values. ``begin`` is a multiple of pages."""
         return OwnView(self._descriptor, self.common[begin:end], begin)
+
+    def free(self, begin: int, end: int) -> None:
+        """Gives whole pages back to the system, and makes their values zero, also in views whose pages were not written."""
+        self._mapping.madvise(mmap.MADV_REMOVE, begin, end - begin)
 
     def __del__(self) -> None:
         with suppress(OSError, AttributeError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -70,13 +70,20 @@ class RankSteps(OwnedSteps):
             if not isinstance(attributes_of(optimizer)["state"], DividedState):
                 optimizer.state = DividedState(self._ranks, optimizer, self._owner_of, self._made)
         if isinstance(scaler, HostGradScaler):
-            self._attached.enter_context(in_place_of(scaler, {"agree": self._agree}))
+            unscale = scaler._unscale_grads_
+
+            def unscale_grads(*args: Any) -> Found:
+                with self._owners.changing("unscaling of gradients"):
+                    return self._agree(unscale(*args))
+
+            self._attached.enter_context(in_place_of(scaler, {"_unscale_grads_": unscale_grads}))
         clip = plugin.clip_gradients
 
-        def clip_gradients(*args: Any, **kwargs: Any) -> None:
+        def clip_gradients(optimizer: Any, clip_val: Any = 0.0, *args: Any, **kwargs: Any) -> None:
             methods = {"clip_grad_by_norm": self._by_norm, "clip_grad_by_value": self._by_value}
-            with in_place_of(plugin, {name: methods[name] for name in CLIPPING if name not in vars(plugin)}):
-                clip(*args, **kwargs)
+            put = in_place_of(plugin, {name: methods[name] for name in CLIPPING if name not in vars(plugin)})
+            with put, self._owners.changing("clipping of gradients") if clip_val > 0 else nullcontext():
+                clip(optimizer, clip_val, *args, **kwargs)
 
         self._attached.enter_context(in_place_of(plugin, {"clip_gradients": clip_gradients}))
 
@@ -99,7 +106,6 @@ class RankSteps(OwnedSteps):
     def _agree(self, found: Found) -> Found:
         """Returns whether any rank has found a gradient that is not finite; empty if no rank has gradients."""
         largest = torch.tensor([max((float(each) for each in found.values()), default=-1.0)])
-        self._ranks.barrier("unscaling of gradients")
         self._ranks.largest(largest, "unscaling of gradients")
         return {} if largest < 0 else {torch.device("cpu"): largest[0]}
 
