@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,8 +15,6 @@ from torch.optim import Optimizer
 
 from sp_lightning.any_loop.stream import StreamedLoop, steps, strategy_with, stream
 from sp_lightning.core.device.closing import close_all
-from sp_lightning.core.torch_compat.around_calls import release, surround
-from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.patched import replace_method
 from sp_lightning.trainer.option_checks import checked_budget
 from sp_lightning.trainer.options import AUTOCAST, prepare_precision
@@ -33,7 +32,7 @@ class FabricStrategy(SingleDeviceStrategy):
         model, optimizer = fabric.setup(model, optimizer)
 
     ``Fabric(strategy="superpipeline")`` is the same without options. Results are bitwise those of the same code without this
-    strategy on one device, under the conditions of :func:`sp_lightning.stream`, which streams each module from its first call.
+    strategy on one device, under the conditions of :func:`sp_lightning.stream`, which streams each module when it is set up.
     Fabric does all else on the CPU, between two steps: it clips, scales, saves and loads. Checkpoints are those of one device.
 
     Modules stay on the CPU: ``fabric.init_module()`` makes them there, and ``fabric.setup`` and ``fabric.to_device`` leave them
@@ -58,16 +57,15 @@ class FabricStrategy(SingleDeviceStrategy):
         strategy_with(options, "FabricStrategy()")  # an error now, not at the first call
         self._options = {"only_steps_write": only_steps_write, **options}
         self._devices: list[torch.device] = []
-        self._modules: dict[nn.Module, StreamedLoop | None] = {}  # None before the module's first call
+        self._streams: dict[nn.Module, StreamedLoop] = {}
         self._steppers: list[Optimizer] = []
         self._replaced = ExitStack()
-        self._first_call = partial(self._streams_and_calls)  # kept here, because `surround` keeps a weak reference
         super().__init__()
 
     @property
     def streams(self) -> list[StreamedLoop]:
-        """The streams of the modules that were called, with their plans, counters and ``gpu_released()``."""
-        return [each for each in self._modules.values() if each is not None]
+        """The streams of the modules that were set up, with their plans, counters and ``gpu_released()``."""
+        return list(self._streams.values())
 
     @property
     def gpu_memory(self) -> int | float | str | None:
@@ -130,55 +128,49 @@ class FabricStrategy(SingleDeviceStrategy):
 
     # ------------------------------------------------------------------ streams
 
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any) -> Any:
+        """Streams the module with its optimizers."""
+        self._steppers += optimizers  # before the stream begins, so that its engine is built once
+        return super().setup_module_and_optimizers(module, optimizers, *scheduler)
+
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Streams the module from its first call. By then, its optimizers may be set up, too, and its weights loaded."""
-        if module not in self._modules:
-            self._await_call(module)
-            if getattr(module, "automatic_optimization", True):  # otherwise these methods step optimizers themselves
-                for name in filter(partial(_is_own, module), _STEPS):
-                    self._replaced.enter_context(replace_method(module, name, self._method))
+        """Streams the module. Its weights have other memory from now on, as on plain Fabric, which moves it to the GPU now."""
+        if module in self._streams:
+            return module
+        optimizers = [each for each in self._steppers if steps(each, module)]
+        autocast = AUTOCAST.get(self.precision.precision)
+        streamed = stream(module, optimizers, autocast=autocast, device=self.root_device, **self._options)
+        self._streams[module] = streamed
+        if getattr(module, "automatic_optimization", True):  # otherwise these methods step optimizers themselves
+            for name in filter(partial(_is_own, module), _STEPS):
+                self._replaced.enter_context(replace_method(module, name, partial(_call, streamed)))
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Adds an optimizer. Streams of its weights end, and begin again with this optimizer at the next call."""
-        self._steppers.append(optimizer)
-        for module, streamed in self._modules.items():
-            if streamed is not None and steps(optimizer, module):
-                streamed.close()
-                self._await_call(module)
+        """Adds an optimizer to the streams whose weights it steps. Warns if there are none."""
+        if optimizer not in self._steppers:
+            self._steppers.append(optimizer)
+            for module, streamed in self._streams.items():
+                if steps(optimizer, module):
+                    streamed.add(optimizer)
+        if not any(steps(optimizer, module) for module in self._streams):
+            warnings.warn(
+                f"{type(optimizer).__name__} steps weights of no module that this Fabric has set up, so they are not streamed. "
+                "Expected one Fabric for module and optimizer, and the module first: model, optimizer = fabric.setup(model, "
+                "optimizer). Ignore this for an optimizer that steps copies of the weights.",
+                stacklevel=4,
+            )
         return optimizer
 
     def teardown(self) -> None:
         """Ends all streams. The modules are then ordinary modules on the CPU."""
-        modules, self._modules = self._modules, {}
-        for module in modules:
-            release(module, self._first_call)
-        streams = [each.close for each in modules.values() if each is not None]
-        close_all(*streams, self._replaced.close, self._steppers.clear, super().teardown)
+        streams, self._streams = self.streams, {}
+        close_all(*(each.close for each in streams), self._replaced.close, self._steppers.clear, super().teardown)
 
-    def _await_call(self, module: nn.Module) -> None:
-        self._modules[module] = None
-        surround(module, self._first_call)
 
-    @never_compiled
-    def _streams_and_calls(self, _: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self._streamed(module)
-        return module(*args, **kwargs)
-
-    def _method(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Runs a method of :data:`_STEPS` as a call of the module: it may call parts of the module."""
-        return self._streamed(module).call(partial(own, *args, **kwargs))
-
-    def _streamed(self, module: nn.Module) -> StreamedLoop:
-        """Returns the module's stream. It begins now if this is the first call."""
-        streamed = self._modules[module]
-        if streamed is None:
-            optimizers = [each for each in self._steppers if steps(each, module)]
-            autocast = AUTOCAST.get(self.precision.precision)
-            streamed = stream(module, optimizers, autocast=autocast, device=self.root_device, **self._options)
-            self._modules[module] = streamed
-            release(module, self._first_call)
-        return streamed
+def _call(streamed: StreamedLoop, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Runs a method of :data:`_STEPS` as a call of the module: it may call parts of the module."""
+    return streamed.call(partial(own, *args, **kwargs))
 
 
 def _is_own(module: nn.Module, name: str) -> bool:

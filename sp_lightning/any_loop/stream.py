@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,9 @@ from sp_lightning.any_loop.words import LOG, in_loop, reword
 from sp_lightning.core.device.accelerator import present_device
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.device.stats import Stats
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.model.checks import refuse_computed_weights
+from sp_lightning.core.observe.messages import say_once
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled
@@ -223,6 +226,8 @@ class StreamedLoop(WatchesEngine):
         self.weights = set(map(id, self._module.parameters()))
         self._inside = False  # True while a call of the root runs
         self._graphs: list[weakref.ref[_Awaited]] = []  # of the running step's outputs
+        self._described: Engine | None = None  # the engine whose plan was logged last
+        self._logged = set[str]()  # the lines that describe a plan
         self._replaced = ExitStack()
         _open.append(self)
         watch(self)
@@ -231,7 +236,7 @@ class StreamedLoop(WatchesEngine):
             if run.trains:
                 run.training_begins()
             for each in self._loop.optimizers:
-                self._replaced.enter_context(replace_method(each, "step", self._step))
+                self._replace_step(each)
             if hasattr(self._module, "generate"):
                 self._replaced.enter_context(replace_method(self._module, "generate", self._generate))
             for patch in _scaler_patches:
@@ -270,6 +275,26 @@ class StreamedLoop(WatchesEngine):
             run.close,
             *([partial(move_to_device, self._module, found, (), torch.device("cpu"))] if found is not None else []),
         )
+
+    @in_loop()
+    def add(self, optimizer: Optimizer) -> None:
+        """Adds an optimizer of the module's weights, between two steps. Graphs of earlier forwards cannot run backward any more.
+
+        Raises:
+            ValueError, MemoryError: the model does not fit with gradients. The stream goes on without the optimizer.
+        """
+        self._loop.optimizers.append(optimizer)
+        try:
+            self._run.expect_gradients()
+        except BaseException:
+            self._loop.optimizers.pop()
+            raise
+        finally:
+            self._surround()
+        self._replace_step(optimizer)
+
+    def _replace_step(self, optimizer: Optimizer) -> None:
+        self._replaced.enter_context(replace_method(optimizer, "step", self._step))
 
     @property
     def plan(self) -> Plan:
@@ -377,6 +402,11 @@ class StreamedLoop(WatchesEngine):
         phase = "train" if training else "predict"
         if not run.steps.running:  # otherwise `_step` has called it, before the closure
             self._batch_starts(phase, (forward.args, forward.keywords))
+        if LOG.isEnabledFor(logging.INFO) and self._described is not self._engine:
+            self._described = self._engine
+            line, table = run.describe()
+            say_once(LOG, line, self._logged)
+            LOG.debug("\n%s", table)
         # A forward that returns None may have made a graph, too. None would tell `Run.step` that no backward follows.
         (output,) = run.step(phase, lambda: (forward(),), ends_with_backward=training)
         return self._await(output) if training else output

@@ -17,7 +17,6 @@ from torch import Tensor
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.device.timeline import Interval, Timeline
 from sp_lightning.core.observe.messages import say_once
-from sp_lightning.core.plan.ledger import state_bytes
 from sp_lightning.trainer.compat import accumulates, logged_step
 from sp_lightning.trainer.host_memory import host_memory
 from sp_lightning.trainer.loops import LoopStrategy
@@ -30,7 +29,6 @@ from sp_lightning.trainer.metrics import (
     over_plan,
     state_line,
 )
-from sp_lightning.trainer.plan_text import sentence
 from sp_lightning.trainer.plot import draw_timeline, supported_formats
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
 
@@ -114,7 +112,7 @@ class SuperpipelineCallback(Callback):
             self._file.open("ab").close()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin(training=True)
+        self._begin()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
@@ -125,21 +123,15 @@ class SuperpipelineCallback(Callback):
 
     on_predict_start = on_test_start
 
-    def _begin(self, *, training: bool = False) -> None:
+    def _begin(self) -> None:
         """Logs the plan and starts the clock of the run. No-op for validation within training, whose run has begun already."""
         if self._running or not self._active:
             return
         self._running = True
         self._start = perf_counter()
-        plan, log = self._strategy.plan, self._strategy.log
-        state = self._strategy.ledger.state if training else None
-        if training and plan.stay:  # plain Lightning's state is on the GPU, too, which the ledger does not count
-            state = state_bytes(self._strategy.optimizers)
-        device = self._strategy._computing_device
-        on_cpu = device is not None and device.computes_on_host
-        line = " ".join([sentence(plan, state=state, on_cpu=on_cpu), *self._strategy.remarks()])
-        say_once(log, line, self._strategy._said)
-        log.debug("\n%s", plan)
+        line, table = self._strategy._describe()
+        say_once(self._strategy.log, line, self._strategy._said)
+        self._strategy.log.debug("\n%s", table)
 
     # ------------------------------------------------------------------ training batches
 

@@ -180,6 +180,11 @@ class ReadableStrategy(HostStrategy):
         """Returns sentences for the user about this run, which are logged with the plan."""
         return self._remarks if self._run is None else self._run.remarks()
 
+    def _describe(self) -> tuple[str, str]:
+        """Returns the plan of the present run in one line, with the remarks, and as a table."""
+        assert self._run is not None
+        return self._run.describe()
+
     def _step_advice(self, seconds: float) -> str:
         """Returns options with which optimizer steps could be faster, in sentences, after a run of some seconds; may be empty."""
         return "" if self._run is None else self._run.steps.advice(seconds)

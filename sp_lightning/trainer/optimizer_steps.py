@@ -131,7 +131,8 @@ class OptimizerSteps:
         return real_optimizers(self._trainer) if self._run.trains else []
 
     def begin(self) -> int:
-        """Decides how layers are updated, and where the optimizers' state is stored. Called once, at the end of set-up.
+        """Decides how layers are updated, and where the optimizers' state is stored. Called at the end of set-up, and after
+        a loop has got optimizers.
 
         If state is stored on the disk, existing state is moved there.
 

@@ -32,6 +32,7 @@ from sp_lightning.core.layers.buffers import find_averages
 from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.layers.roles import ParameterRole
 from sp_lightning.core.model.checks import refuse_cuda_graphs
+from sp_lightning.core.model.elsewhere import Tie, ties_elsewhere
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.model.found import Found, OverlappingPair
 from sp_lightning.core.model.wrapped import move
@@ -43,9 +44,10 @@ from sp_lightning.core.observe.messages import (
     say_once,
 )
 from sp_lightning.core.plan.choices import Mode
-from sp_lightning.core.plan.ledger import returning_bytes
+from sp_lightning.core.plan.ledger import returning_bytes, state_bytes
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.window import Window, about_others
+from sp_lightning.core.store.block import open_blocks
 from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.trainer.compat import last_checkpoint, note_device, skips_backward
@@ -53,7 +55,7 @@ from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.host_memory import HostBudget, check_host
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.plan_text import cap_remarks
+from sp_lightning.trainer.plan_text import cap_remarks, sentence
 from sp_lightning.trainer.run_scope import current
 from sp_lightning.trainer.tuner import BaseTuner
 from sp_lightning.trainer.user_hooks import UserHooks
@@ -157,18 +159,20 @@ class Run:
             steps_on_device=options.optimizer_on == "gpu",
         )
         self._threads = OwnThreads()
-        self._overlapping: list[OverlappingPair] = []  # pairs of frozen weights that share memory, and must stay frozen
+        self._overlapping: list[OverlappingPair | Tie] = []  # frozen weights that share memory, and must stay frozen
         self._host_room: int | None = None  # bytes of host memory for activations; None for no limit
         self._activations = ActivationPlan()
         self._must_send_buffers = trains  # see step_begins()
         self._lent = False  # True in the context :meth:`gpu_released`
         self._stay: set[nn.Parameter] = set()  # the parameters of layers that `gpu_layers=` chose
+        self._has_moved = False  # True when an engine of this run has moved the weights
         _refuse_in_step(module)
         self.streamer: Engine | None = None
         self.tuner: BaseTuner
         self.hooks = UserHooks(trainer)
         self.steps = OptimizerSteps(self, options, log)
         try:
+            self._refuse_ties()
             self._build()
             self.steps.open()
         except BaseException:  # the caller does not get the object, so it cannot close it
@@ -269,6 +273,18 @@ class Run:
         remarks += cap_remarks(self._options.k, self._options.k_prime, self.engine.plan, self._options.gpu_layers)
         return [*self.engine.found.advice, *remarks, *self.steps.remarks(), *untested_versions()]
 
+    def describe(self) -> tuple[str, str]:
+        """Returns the plan in one line, with the remarks, and as a table. Both are logged when steps begin."""
+        plan, ledger = self.engine.plan, self.steps.ledger
+        state = None if ledger is None else ledger.state
+        if (
+            state is not None and plan.stay
+        ):  # plain Lightning's state is on the GPU, too, which the ledger does not count
+            state = state_bytes(self.trainer.optimizers)
+        plan = replace(plan, updates=self.steps.policy)
+        line = sentence(plan, state=state, on_cpu=self.engine.device.computes_on_host)
+        return " ".join([line, *self.remarks()]), str(plan)
+
     # ------------------------------------------------------------------ the engine
 
     @property
@@ -302,6 +318,7 @@ class Run:
             )
             self.group.barrier("an exchange of parameters or modules, of their dtypes, or a compilation")
             self.finish_updates()
+            self._refuse_ties()
             self._end_engine()
             self._build()
         streamer = self.engine
@@ -337,23 +354,24 @@ class Run:
         self._build_again(undo=partial(setattr, self._window, "budget", before))
 
     def expect_gradients(self) -> None:
-        """Plans gradients from now on. Called between two steps of a run whose weights train, although it has no optimizers.
+        """Plans gradients from now on, and decides how the present optimizers step. Called between two steps.
 
-        Code that this package does not see may step the weights: an optimizer of float32 copies, or a loop by hand.
+        The run has got its first optimizers, or more. Or it has none, and its weights train: code that this package does not see
+        may step them (an optimizer of float32 copies, a loop by hand).
 
         Raises:
-            ValueError: the model does not fit with gradients. The run goes on without them.
-            MemoryError: host memory does not suffice for gradients. The run goes on without them.
+            ValueError: the model does not fit with gradients. The run goes on as before.
+            MemoryError: host memory does not suffice for gradients. The run goes on as before.
         """
         if self._lent:  # a later call plans them
             return
         self.finish_updates()
-        self.trains = True
+        before, self.trains = self.trains, True
         self._window.expect_gradients(True)
 
         def undo() -> None:
-            self.trains = False
-            self._window.expect_gradients(False)
+            self.trains = before
+            self._window.expect_gradients(before)
 
         self._build_again(self.training_begins, undo=undo)
 
@@ -364,6 +382,11 @@ class Run:
             begins: called when the engine is built.
             undo: restores the settings. Called after an error; the engine is then built with the former settings.
         """
+        try:
+            self._refuse_ties()  # before the present engine ends
+        except BaseException:
+            undo()
+            raise
         try:
             self._end_engine()
             self._build()
@@ -475,20 +498,22 @@ class Run:
         averages = find_averages(self.module)
         move_to_device(self.module, found, averages, self._device)
         self._stay = {parameter for layer in found.stay for _, parameter in layer.parameters}
-        self._move_staying(self._device)
-        self.streamer = Engine(
-            self.module,
-            found,
-            plan,
-            device,
-            pin=self._options.pin_memory,
-            placement=self.placement,
-            make_activations=self._activations.make,
-            averages=averages,
-            threads=self._threads,
-            make_stepper=self._make_stepper,
-            log=self._log,
-        )
+        with self._following():
+            self._move_staying(self._device)
+            self.streamer = Engine(
+                self.module,
+                found,
+                plan,
+                device,
+                pin=self._options.pin_memory,
+                placement=self.placement,
+                make_activations=self._activations.make,
+                averages=averages,
+                threads=self._threads,
+                make_stepper=self._make_stepper,
+                log=self._log,
+            )
+        self._has_moved = True
         self.streamer.activations.limit_host_memory(self._host_room)
         self._overlapping += found.overlapping
         self.tuner = make_tuner(
@@ -500,16 +525,46 @@ class Run:
             alone=not self._scope.shares_base,
         )
 
+    def _ties(self) -> list[Tie]:
+        """Returns the weights that share memory with parameters and buffers of other modules."""
+        if self.shares_base:  # trials share frozen weights by design
+            return []
+        return ties_elsewhere(self.module, {id(parameter) for block in open_blocks() for parameter in block.parameters})
+
+    def _refuse_ties(self) -> None:
+        """Checks that the next engine parts no weight from a weight of another module. Called before it moves the weights.
+
+        If an engine of this run has moved the weights before, user code has tied the others since then: :meth:`_following`.
+
+        Raises:
+            ValueError: a trained weight was tied before, or only a part of it was, or another run streams the other module.
+        """
+        parted = [tie for tie in self._ties() if not (self._has_moved and tie.can_follow)]
+        for tie in parted:
+            tie.refuse_trained()
+        self._overlapping += parted
+
+    @contextmanager
+    def _following(self) -> Generator[None, None, None]:
+        """A context in which weights get other memory, and the weights of other modules that are tied to them get it, too."""
+        ties = [tie for tie in self._ties() if tie.can_follow] if self._has_moved else []
+        yield
+        for tie in ties:
+            tie.follow()
+
     def _move_staying(self, device: torch.device) -> None:
         """Moves the layers that ``gpu_layers=`` chose to a device, with their optimizer state.
 
         Optimizers exist already if the engine is built again, and in a loop of the user. State has the places that
         ``Optimizer.load_state_dict`` gives it.
         """
+        if not self._stay:
+            return
         to = partial(Tensor.to, device=device)
-        for parameter in self._stay:
-            move(parameter, to)
-        for optimizer in self.trainer.optimizers if self._stay else ():
+        with self._following():
+            for parameter in self._stay:
+                move(parameter, to)
+        for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
                 steps_too = group.get("fused") or group.get("capturable") or device == _CPU
                 for p in self._stay.intersection(group["params"]):
@@ -557,7 +612,7 @@ class Run:
         return found, plan
 
     def training_begins(self) -> None:
-        """Decides how optimizers step, and reserves host memory. Called once, before the first batch.
+        """Decides how optimizers step, and reserves host memory. Called before the first batch, and after a loop got optimizers.
 
         Raises:
             ValueError: an option names a place or a mode that is not possible.

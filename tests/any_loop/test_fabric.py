@@ -53,9 +53,8 @@ def test_the_name_and_the_end() -> None:
     fabric = fabric_with("superpipeline")
     net = fabric.setup(Stack(3))
     strategy: Any = fabric.strategy
-    assert strategy.streams == []
-    net(X)
     assert strategy.streams[0].plan.layers
+    net(X)
     strategy.teardown()
     assert (strategy.streams, {type(each) for each in net.parameters()}) == ([], {nn.Parameter})
     net(X)
@@ -91,10 +90,35 @@ def test_modules_stay_on_the_host() -> None:
         assert torch.ones(1).device.type == "meta"
 
 
-def test_a_module_that_does_not_fit_is_not_called_without_a_stream() -> None:
-    fabric = fabric_with(FabricStrategy(k=1, gpu_memory="1KiB"))
-    net = fabric.setup(Stack(2))
+def test_a_module_that_does_not_fit_is_not_set_up() -> None:
+    strategy: Any = FabricStrategy(k=1, gpu_memory="1KiB")
+    fabric = fabric_with(strategy)
     for _ in range(2):
         with pytest.raises(ValueError, match="gpu_memory"):
-            net(X)
-    fabric.strategy.teardown()
+            fabric.setup(Stack(2))
+    assert strategy.streams == []
+
+
+def test_gradients_that_do_not_fit_leave_the_stream_as_it_was() -> None:
+    """The optimizer arrives after the module was set up."""
+    strategy: Any = FabricStrategy(k=1, k_prime=1)
+    fabric_with(strategy).setup(Stack(3))
+    least = strategy.streams[0].plan.peak_device_bytes
+    strategy.teardown()
+    strategy = FabricStrategy(k=1, k_prime=1, gpu_memory=least)
+    fabric = fabric_with(strategy)
+    net = fabric.setup_module(Stack(3))
+    with pytest.raises(ValueError, match="Weights and gradients need"):
+        fabric.setup_optimizers(torch.optim.SGD(net.parameters()))
+    with torch.no_grad():
+        assert net(X).shape == (4, 16)
+    strategy.teardown()
+
+
+def test_an_optimizer_of_weights_that_are_not_streamed() -> None:
+    """sheeprl sets its agent up with another Fabric: nothing was streamed, and nothing said so."""
+    fabric = fabric_with(FabricStrategy(k=1))
+    net = fabric_with("auto").setup_module(Stack(2))
+    with pytest.warns(UserWarning, match="SGD steps weights of no module that this Fabric has set up") as caught:
+        fabric.setup_optimizers(torch.optim.SGD(net.parameters()))
+    assert [each.filename for each in caught] == [__file__]

@@ -172,3 +172,48 @@ def test_a_pickle_of_the_module_has_nothing_of_the_stream(tmp_path: Path, monkey
     assert vars(kind)["generate"] is before
     done = subprocess.run([sys.executable, "-c", LOADS], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", str(hash(tuple(expected.flatten().tolist())))]
+
+
+# ---------------------------------------------------------------------- weights of other modules, and the log
+
+
+@pytest.mark.parametrize("options", [{}, {"gpu_layers": 1.0}])
+def test_a_weight_that_is_tied_follows_when_the_gpu_is_lent(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that stay on the GPU move to the CPU and back. On the CPU, ``to`` would not move them."""
+    net, optimizer = a_stream()
+    other = Stack(2)
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: to(self, *args, **kwargs).clone())
+    with stream(net, optimizer, k=1, **options) as streamed:
+        other.blocks[0].inner.weight.data = net.blocks[0].inner.weight.data
+        before = net.blocks[0].inner.weight.data_ptr()
+        with streamed.gpu_released():
+            pass
+        assert (net.blocks[0].inner.weight.data_ptr() == before) == (not options)
+        assert net.blocks[0].inner.weight.data_ptr() == other.blocks[0].inner.weight.data_ptr()
+
+
+def test_a_tie_that_cannot_be_kept_leaves_the_engine() -> None:
+    net, optimizer = a_stream()
+    other = Stack(2)
+    with stream(net, optimizer, k=1) as streamed:
+        other.stem.weight.data = net.stem.weight.data[:2]
+        with pytest.raises(ValueError, match=r"'stem\.weight' shares its memory with 'weight' of a Linear"):
+            streamed.gpu_memory = "1GiB"
+        net(X).sum().backward()
+        assert streamed.gpu_memory is None
+
+
+def test_a_stream_logs_its_plan_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "lightning.pytorch")
+    net, optimizer = a_stream()
+    with stream(net, optimizer, k=1):
+        assert caplog.messages == []
+        for _ in range(3):
+            net(X).sum().backward()
+            optimizer.step()
+    (line,) = caplog.messages
+    assert line.startswith("Superpipeline: 4 layers, k = 1, k' = 1: weights and gradients take ")
+    assert "the plain loop" in line

@@ -415,7 +415,10 @@ CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
     "gradients are replaced": (NeverZeroed, SGD, lambda: [Rewrites(True)], {}),
     "norms of gradients are logged": (LogsNorms, SGD, list, {}),
     "norms of gradients are logged, clipped, 16-mixed": (
-        LogsNorms, SGD, list, {"precision": "16-mixed", "gradient_clip_val": 0.01},
+        LogsNorms,
+        SGD,
+        list,
+        {"precision": "16-mixed", "gradient_clip_val": 0.01},
     ),
     "norms of gradients are logged between accumulated batches": (LogsNorms, SGD, list, {"accumulate_grad_batches": 2}),
     "a step without finite gradients is left out": (SkipsInfinite, SGD, list, {}),

@@ -109,3 +109,19 @@ def assert_streams(make: Callable[[], Any], batches: Any, loop: Loop, **options:
     """Asserts that a loop with a stream has the bits of the same loop without one."""
     ours = trained(make, batches, loop, partial(stream, **options))
     assert_equal(ours, trained(make, batches, loop, lambda *_: nullcontext()), "loop")
+
+
+def tie(player: Any, agent: Any) -> None:
+    """As sheeprl's agents do."""
+    for own, other in zip(player.parameters(), agent.parameters(), strict=True):
+        own.data = other.data
+
+
+def acts(agent: Any, player: Any, optimizer: Any, x: Tensor, backward: Any = Tensor.backward) -> Tensor:
+    """Calls the player, on the CPU, and then trains the agent."""
+    with torch.no_grad():
+        found: Tensor = player(x)
+    backward(agent(x).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    return found

@@ -14,7 +14,8 @@ from sp_lightning.core.device.device import Wait
 from sp_lightning.core.layers.layer import AllRows, Kind, StreamedLayer
 from sp_lightning.core.layers.ring import BlockSource, Staged
 from sp_lightning.core.layers.writes import keep_saved
-from sp_lightning.core.store.block import HostBlock
+from sp_lightning.core.model.elsewhere import tied_streams
+from sp_lightning.core.store.block import HostBlock, open_blocks
 from sp_lightning.core.store.block_memory import BlockMemory
 
 if TYPE_CHECKING:
@@ -133,16 +134,21 @@ class HostSource(BlockSource):
             layer.owner.casts.invalidate()  # the masters have new values in the same memory
 
     def _refuse_tied(self, block: HostBlock, displaced: Sequence[int]) -> None:
-        """Raises a RuntimeError if a displaced parameter has the memory of another parameter, in any layer.
+        """Raises a RuntimeError if a displaced parameter has the memory of another parameter, in any layer of any run.
 
         On plain Lightning both would be one weight from then on. Copying the values into the block would make them two.
         """
         with torch.DisableTorchFunctionSubclass():  # must not wait for updates: they do not change addresses
             given = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
-        for other in self.engine.layers:
-            for span, address in zip(other.block.planned.spans, other.block.addresses, strict=True):
+        own = {id(parameter) for layer in self.engine.layers for parameter in layer.block.parameters}
+        for other in open_blocks():
+            for parameter, span, address in zip(other.parameters, other.planned.spans, other.addresses, strict=True):
                 # Parameters without elements have the address 0.
-                if address and (name := given.get(address)) not in (None, span.name):
+                if not address or (name := given.get(address)) is None:
+                    continue
+                if id(parameter) not in own:
+                    raise RuntimeError(tied_streams(name, repr(span.name)))
+                if name != span.name:
                     raise RuntimeError(tied(name, span.name))
 
 

@@ -188,6 +188,11 @@ def overlapping_pairs(module: nn.Module, whole: Mapping[nn.Module, str]) -> tupl
     return tuple(pairs)
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Returns True if the bytes from the first to the last element of two tensors overlap."""
+    return one.data_ptr() < other.data_ptr() + _extent(other) and other.data_ptr() < one.data_ptr() + _extent(one)
+
+
 def _extent(tensor: Tensor) -> int:
     """Returns the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

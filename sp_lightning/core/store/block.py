@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,8 @@ from sp_lightning.core.store.block_memory import Allocate, GradientMemory, Stagi
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.private import move_storage, storage_of
 
+_open = WeakSet[Any]()
+"""The blocks of all runs of the process that have not ended."""
 _moved: list[tuple[StorageWeakRef, Tensor]] = []
 """Storages that were moved out of a block, with the memory of the block: a NumPy array may still view that memory."""
 
@@ -81,6 +85,7 @@ class HostBlock:
         for index in range(len(self.parameters)):
             self._absorb(index, self.memory.initial)
         self.absorbed_at = self.addresses
+        _open.add(self)
 
     @property
     def weights(self) -> Tensor:
@@ -224,7 +229,8 @@ class HostBlock:
             move_storage(storage)
 
     def unpin(self) -> None:
-        """Releases the page locks. Parameters and gradients stay."""
+        """Releases the page locks, because the run ends. Parameters and gradients stay."""
+        _open.discard(self)
         self.memory.unpin()
         self.gradients.unpin()
 
@@ -248,6 +254,11 @@ class HostBlock:
             target = view(lend(self.place(index)), self._own_spans[index])
             self.parameters[index].data = target
         self._storages[index] = StorageWeakRef(target.untyped_storage())
+
+
+def open_blocks() -> list[HostBlock]:
+    """Returns the blocks of all runs of the process that have not ended."""
+    return list(_open)
 
 
 def refuse_other_form(block: HostBlock, index: int, when: str) -> None:

@@ -66,7 +66,9 @@ class GradientCopies:
         global _present
         self._ranks, self._owners = ranks, owners
         self._places = [(layer, index) for layer in layers for index in range(len(layer.block.parameters))]
-        self._numbers = {id(layer.block.parameters[index]): number for number, (layer, index) in enumerate(self._places)}
+        self._numbers = {
+            id(layer.block.parameters[index]): number for number, (layer, index) in enumerate(self._places)
+        }
         # Each gradient has pages of its own, which take memory from its publication until it is closed.
         self._begins = [end := whole_pages(16 * len(self._places))]
         for number in range(len(self._places)):
@@ -126,7 +128,9 @@ class GradientCopies:
                 if not self._owns(number):
                     if isinstance(parameter, HasGradientElsewhere):
                         self._open[number] = parameter
-                elif stored(parameter) is None or layer.owner.update is not None:  # an update in backward frees gradients
+                elif (
+                    stored(parameter) is None or layer.owner.update is not None
+                ):  # an update in backward frees gradients
                     gone.append(number)
                 else:
                     self._open[number] = parameter

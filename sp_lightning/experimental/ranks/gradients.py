@@ -194,8 +194,7 @@ class SummedGradients(Gradients):
         copies.forget()
         self._ranks.compare(
             "backward",
-            {("trained parameters", layer.planned.spans[index].name): "trained" for layer, index in trained}
-            | written,
+            {("trained parameters", layer.planned.spans[index].name): "trained" for layer, index in trained} | written,
             "Set requires_grad of the same parameters on all ranks, and write the same values to gradients. If requires_grad is "
             "chosen at random, use the same seed.",
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import count
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,7 @@ from sp_lightning.core.engine.step import Step
 from tests.equality.cases import CASES
 from tests.equality.rows import Streamed, loop, mistake, tiers
 from tests.support import loops
-from tests.support.loops import trained
+from tests.support.loops import acts, tie, trained
 from tests.support.models import Module, Stack, fused_adamw, llama, tokens, vectors
 from tests.support.simdevice import simulated
 
@@ -409,6 +410,99 @@ order("computed weights in a forward", tiers("keep, k=1"), net=Shifted)(
     backward_of_two
 )  # the remedy of the error below
 
+# ---------------------------------------------------------------------- weights of another module, in the same memory
+
+
+class ByHand:
+    """Steps weights as a loop without optimizers does."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for weight in self.net.parameters():
+                weight.sub_(0.1 * weight.grad)
+
+    def zero_grad(self) -> None:
+        self.net.zero_grad()
+
+
+def played(streamed: Streamed, before: Callable[..., Any], begun: Callable[..., Any], *, given: bool = True) -> Any:
+    """Trains an agent. Before the stream begins, ``before`` gets agent and player, and after that ``begun``, and the stream."""
+    agent, player = Stack(3), Stack(3)
+    kept = [before(agent, player)]
+    optimizer = fused_adamw(agent) if given else ByHand(agent)
+    with streamed(agent, *([optimizer] if given else [])) as ours:
+        kept.append(begun(agent, player, ours))
+        found = [acts(agent, player, optimizer, x) for x in vectors(4)]
+    return [found, dict(agent.state_dict()), kept[1]]
+
+
+def tied_and_built_again(agent: Any, player: Any, ours: Any) -> None:
+    tie(player, agent)
+    player.stem.weight.data = agent.stem.weight.data
+    if ours is not None:
+        ours.gpu_memory = "1GiB"
+
+
+def tied_and_exchanged(agent: Any, player: Any, _: Any) -> None:
+    tie(player, agent)
+    agent.head.bias = nn.Parameter(agent.head.bias.detach() * 0.9)
+
+
+def nothing(*_: Any) -> None: ...
+
+
+TIES = tiers("keep, k=1", rest=["forward, accumulated, clipped, two epochs", *LATE])
+for name, begun, given, covers in (
+    ("after the stream began", lambda agent, player, _: tie(player, agent), True, "they follow each step"),
+    ("and the engine is built again", tied_and_built_again, True, "they follow to the new memory"),
+    ("and gradients are planned", lambda agent, player, _: tie(player, agent), False, "the engine is built again for them"),
+    ("and a parameter is exchanged", tied_and_exchanged, True, "the engine is built again, in a layout of its own"),
+):  # fmt: skip
+    loop(f"loop: weights tied to another module {name}", TIES, covers=covers)(
+        partial(played, before=nothing, begun=begun, given=given)
+    )
+
+
+def given_a_vector(agent: Any, _: Any) -> Tensor:
+    vector = nn.utils.parameters_to_vector(agent.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, agent.parameters())
+    return vector
+
+
+def mapped(agent: Any, _: Any) -> Any:
+    with TemporaryDirectory() as folder:
+        torch.save(agent.state_dict(), f"{folder}/agent.pt")
+        state = torch.load(f"{folder}/agent.pt", mmap=True)
+        agent.load_state_dict(state, assign=True)
+    return state
+
+
+def frozen(agent: Any, player: Any) -> None:
+    agent.blocks.requires_grad_(False)
+    player.requires_grad_(False)
+    tie(player.blocks, agent.blocks)
+
+
+def of_the_dead(agent: Any, _: Any) -> None:
+    dead = Stack(3)
+    vars(dead)["itself"] = dead
+    tie(agent, dead)
+
+
+for name, before in (
+    ("a vector that all weights are views of", given_a_vector),
+    ("a mapped file", mapped),
+    ("a held state_dict()", lambda agent, _: agent.state_dict()),
+    ("a frozen module", frozen),
+    ("a module that only a cycle holds", of_the_dead),
+):  # fmt: skip
+    loop(f"loop: memory that a weight shares with {name}", tiers("keep, k=1"), covers="no tie to be kept")(
+        partial(played, before=before, begun=nothing)
+    )
+
 # ---------------------------------------------------------------------- what does not go, and what is said
 
 NET, X = partial(Stack, 2), vectors(1)[0]
@@ -455,6 +549,37 @@ def in_two_processes() -> None:
         stream(NET())
 
 
+def tied_before(part: slice = slice(None)) -> None:
+    net, player = NET(), NET().requires_grad_(False)
+    player.head.weight = nn.Parameter(net.head.weight.data[part], requires_grad=False)
+    stream(net)
+
+
+def tied_buffer() -> None:
+    net, other = NET(), NET()
+    other.register_buffer("kept", net.head.weight.data)
+    stream(net)
+
+
+def tied_streams(*, first: bool) -> None:
+    net, player = NET(), NET()
+    with stream(net, k=1):
+        if first:
+            tie(player, net)
+        with stream(player, k=1), torch.no_grad():
+            tie(player, net)
+            player(X)
+
+
+def thawed() -> None:
+    net, player = NET().requires_grad_(False), NET().requires_grad_(False)
+    tie(player, net)
+    with stream(net, k=1):
+        net(X)
+        net.head.requires_grad_(True)
+        net(X)
+
+
 def lacks_memory(net: Any, _: Any) -> None:
     with mock.patch.object(net.head, "forward", side_effect=torch.OutOfMemoryError):
         net(X)
@@ -486,6 +611,16 @@ for name, said, code in (
     ("a weight of two streams", r"ValueError: 'weight' is streamed already.*stream\.close",
      within(lambda net, _: stream(net.head))),
     ("a second stream within a step", "ValueError: 'stem.weight' is streamed already", within(in_a_step)),
+    ("weights tied before", r"ValueError: Parameter 'head.weight' shares its memory with 'weight' of a Linear.*after sp_light",
+     tied_before),
+    ("a part of a weight tied before", "ValueError: Parameter 'head.weight' shares its memory with 'weight' of a Linear",
+     partial(tied_before, slice(2))),
+    ("a buffer tied before", "ValueError: Parameter 'head.weight' shares its memory with 'kept' of a Stack", tied_buffer),
+    ("frozen weights tied before, one thawed", "ValueError: Parameter 'head.weight' shares its memory", thawed),
+    ("two streams of tied modules", r"ValueError: Parameter 'stem.weight' was given the memory.*Stream only one of them",
+     partial(tied_streams, first=True)),
+    ("modules tied in their streams", r"RuntimeError: Parameter 'stem.weight' was given the memory.*Stream only one of them",
+     partial(tied_streams, first=False)),
     ("an optimizer that the stream was not given",
      r"RuntimeError: SGD steps weights of a stream, and was not given.*close this stream.*\[all optimizers\]",
      within(of_another)),

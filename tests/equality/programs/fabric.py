@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning import FabricStrategy
 from tests.equality.rows import loop, mistake, tiers
+from tests.support.loops import acts, tie
 from tests.support.models import Stack, fused_adamw, vectors
 
 STAY = "50% stay, these stepped on the device, off, 32-true, simulated"
@@ -169,6 +171,31 @@ def _(fabric: Fabric) -> Any:
     return [found, dict(lit.state_dict())]
 
 
+def played(fabric: Fabric, *, apart: bool) -> Any:
+    """As sheeprl's agents: another Fabric sets up a copy, which acts between two steps, with the weights of the agent."""
+    agent: Any = Stack(3)
+    player: Any = Fabric(accelerator="cpu", devices=1).setup_module(copy.deepcopy(agent))
+    optimizer: Any = torch.optim.AdamW(agent.parameters(), lr=1e-2)
+    if apart:
+        agent = fabric.setup_module(agent)
+        tie(player, agent)
+        optimizer = fabric.setup_optimizers(optimizer)
+    else:
+        agent, optimizer = fabric.setup(agent, optimizer)
+        tie(player, agent)
+    state = agent.state_dict()
+    found = [acts(agent, player, optimizer, x, fabric.backward) for x in batches(fabric)]
+    return [found, state, dict(agent.state_dict())]
+
+
+for apart in (False, True):
+    variants = tiers("keep, k=1", rest=["keep, k=1, simulated"])
+    covers = "the module has its memory from set-up on, and so has a state_dict() of that time"
+    loop(f"fabric: weights tied to another module after set-up, {apart=}", variants, fabric=dict, covers=covers)(
+        partial(played, apart=apart)
+    )
+
+
 # ---------------------------------------------------------------------- what does not go, and what is said
 
 
@@ -184,6 +211,19 @@ def not_set_up() -> None:
     try:
         fabric.backward(net(vectors(1)[0]).sum())
         optimizer.step()
+    finally:
+        fabric.strategy.teardown()
+
+
+def tied(*, before: bool) -> None:
+    fabric, net, player = Fabric(accelerator="cpu", devices=1, strategy=FabricStrategy(k=1)), Stack(2), Stack(2)
+    try:
+        if before:
+            tie(player, net)
+        for each in (net, player):
+            fabric.setup_module(each)
+        tie(player, net)
+        player(vectors(1)[0])
     finally:
         fabric.strategy.teardown()
 
@@ -207,6 +247,10 @@ for name, said, code in (
     ("autocast", "TypeError: .*no option 'autocast'", lambda: FabricStrategy(autocast=torch.bfloat16)),
     ("an optimizer that was not set up", r"RuntimeError: .*was not given to it.*fabric\.setup\(model, optimizer, other\)",
      not_set_up),
+    ("weights tied before set-up", r"ValueError: Parameter 'stem.weight' shares its memory.*after.*fabric\.setup",
+     partial(tied, before=True)),
+    ("two modules tied after set-up", r"ValueError: Parameter 'stem.weight' was given the memory.*Stream only one",
+     partial(tied, before=False)),
     ("a precision that replaces layers", "ValueError: superpipeline cannot work with BitsandbytesPrecision", replaces_layers),
 ):  # fmt: skip
     mistake(f"fabric: {name}", said)(code)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.equality.rows import program, tiers
+from tests.support.loops import tie
 from tests.support.models import Block, Module, Stack, vectors
 from tests.support.moments import At, net_of, rebind
 from tests.support.nets import Does
@@ -232,6 +233,28 @@ views(
     "parameters over one memory that are thawed", tiers("keep, k=1"), max_epochs=2, repairable=False,
     refused={"keep, k=1": r"ValueError: .*'net.1.*' are two Parameter objects over the same memory"},
 )(partial(At, Permuted, on_train_epoch_start=lambda m: m.net[1].back.requires_grad_(m.current_epoch == 1)))  # fmt: skip
+
+
+class Tied(At):
+    """A net outside of the module has its weights, and acts before each batch."""
+
+    def __init__(self, moment: str) -> None:
+        def tie_it(m: Any) -> None:
+            m.kept[:] = [net_of()]
+            tie(m.kept[0], m.net)
+
+        super().__init__(**{moment: tie_it, "on_train_batch_start": self.act})
+
+    def act(self, _: Any) -> None:
+        with torch.no_grad():
+            self.seen.append(self.kept[0](vectors(1)[0]))
+
+
+views("a net outside of the module, tied at set-up", tiers("users, k=1", rest=["keep, k=1, simulated"]),
+      covers="the memory has moved, so the tie holds")(partial(Tied, "on_fit_start"))  # fmt: skip
+views("a net outside of the module, tied before", tiers("users, k=1"), repairable=False,
+      refused={"users, k=1": r"ValueError: .*'net.0.first.weight' shares its memory with 'weight' of a Linear.*on_fit_start"},
+)(partial(Tied, "init"))  # fmt: skip
 
 
 class Rebinds(Module):
