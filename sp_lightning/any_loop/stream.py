@@ -30,7 +30,7 @@ from sp_lightning.core.torch_compat.patched import Patch, WatchesEngine, replace
 from sp_lightning.core.torch_compat.private import checkpoint_hook, tree_leaves
 from sp_lightning.trainer.group import ALONE
 from sp_lightning.trainer.option_checks import checked_budget
-from sp_lightning.trainer.run import Run, move_to_device
+from sp_lightning.trainer.run import Run
 from sp_lightning.trainer.scaler import HostGradScaler
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
@@ -273,7 +273,7 @@ class StreamedLoop(WatchesEngine):
             *([run.finish_updates] if found is not None and sys.exception() is None else []),
             self._replaced.close,
             run.close,
-            *([partial(move_to_device, self._module, found, (), torch.device("cpu"))] if found is not None else []),
+            *([partial(run.to_host, found)] if found is not None else []),
         )
 
     @in_loop()

@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from torch import nn
 
 T = TypeVar("T")
 
@@ -152,16 +149,7 @@ def last_checkpoint(trainer: Any) -> str | None:
     return max(filter(None, found), key=written, default=None)
 
 
-# ---------------------------------------------------------------------- modules, optimizers, files
-
-
-def note_device(module: nn.Module, device: torch.device) -> None:
-    """Sets ``module.device``, an attribute of Lightning's modules. No-op for other modules.
-
-    ``device`` has no setter. ``module.to(device)`` sets it, but also copies the parameters.
-    """
-    if is_a(module, _DeviceDtypeModuleMixin):
-        module._device = device
+# ---------------------------------------------------------------------- optimizers, files
 
 
 def is_no_optimizer(optimizer: object) -> bool:

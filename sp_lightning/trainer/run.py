@@ -8,7 +8,7 @@ methods, and :class:`~sp_lightning.any_loop.stream.UserLoop` stands in for the t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,9 +48,10 @@ from sp_lightning.core.plan.ledger import returning_bytes, state_bytes
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.window import Window, about_others
 from sp_lightning.core.store.block import open_blocks
+from sp_lightning.core.torch_compat.moved import move_module
 from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.registry import layer_stepper, make_tuner
-from sp_lightning.trainer.compat import last_checkpoint, note_device, skips_backward
+from sp_lightning.trainer.compat import last_checkpoint, skips_backward
 from sp_lightning.trainer.group import Group
 from sp_lightning.trainer.host_memory import HostBudget, check_host
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
@@ -308,7 +309,7 @@ class Run:
         """
         self.steps.open()  # other code may have removed hooks on optimizers
         if any(p.device.type != self._device.type for p in self._stay):  # another run of the module has ended
-            self._move_staying(self._device)
+            self.to_device(self.engine.found)
         for pair in self._overlapping:
             pair.refuse_trained()
         changed = self.engine.changed()
@@ -422,24 +423,19 @@ class Run:
             self._complete_writes()
         self.tuner.stop_timing()
         engine = self.engine
-        plan, found, averages = engine.plan, engine.found, find_averages(self.module)
+        plan, found = engine.plan, engine.found
         if leaving := returning_bytes(plan, self.trainer.optimizers, found.on_gpu):
             check_host({"for layers that leave the GPU": leaving}, LESS_HOST_MEMORY, self._host_budget())
-        whole = [parameter for _, aside in found.aside for parameter in aside.parameters()]
-        state = tree_leaves([each.state[p] for each in self.trainer.optimizers for p in whole if p in each.state])
-        state = [each for each in state if isinstance(each, Tensor) and each.device.type != "cpu"]
         self._lent = True
         try:
             engine.leave_device()
-            move_to_device(self.module, found, (), _CPU, state)
-            self._move_staying(_CPU)
+            self.to_host(found)
             engine.device.release_unused()
             yield engine.weight_bytes - found.staying[0]
         finally:
             self._lent = False
             if self.streamer is engine:  # otherwise the run has ended
-                move_to_device(self.module, found, averages, self._device, state)
-                self._move_staying(self._device)
+                self.to_device(found)
                 try:
                     engine.resize(plan)
                 except torch.OutOfMemoryError as error:
@@ -495,11 +491,9 @@ class Run:
         casts = sum(cast.nbytes for layer in layers for cast in layer.casts)
         check_host({"for a layer's copy": largest, "for casts": casts}, LESS_HOST_MEMORY, self._host_budget())
         self.placement = self._place(found, plan)
-        averages = find_averages(self.module)
-        move_to_device(self.module, found, averages, self._device)
         self._stay = {parameter for layer in found.stay for _, parameter in layer.parameters}
         with self._following():
-            self._move_staying(self._device)
+            self.to_device(found)
             self.streamer = Engine(
                 self.module,
                 found,
@@ -508,7 +502,7 @@ class Run:
                 pin=self._options.pin_memory,
                 placement=self.placement,
                 make_activations=self._activations.make,
-                averages=averages,
+                averages=find_averages(self.module),
                 threads=self._threads,
                 make_stepper=self._make_stepper,
                 log=self._log,
@@ -552,30 +546,49 @@ class Run:
         for tie in ties:
             tie.follow()
 
-    def _move_staying(self, device: torch.device) -> None:
-        """Moves the layers that ``gpu_layers=`` chose to a device, with their optimizer state.
+    def to_device(self, found: Found) -> None:
+        """Moves everything that is not streamed to the device, as ``module.to(device)`` does: see :func:`move_module`.
 
-        Optimizers exist already if the engine is built again, and in a loop of the user. State has the places that
-        ``Optimizer.load_state_dict`` gives it.
+        These are buffers and metrics, modules that cannot be streamed, layers that ``gpu_layers=`` chose, and, in training,
+        their optimizer state. Averages of weights stay on the host.
         """
-        if not self._stay:
-            return
-        to = partial(Tensor.to, device=device)
-        with self._following():
-            for parameter in self._stay:
-                move(parameter, to)
-        for optimizer in self.trainer.optimizers:
+        self._move(found, self._device, find_averages(self.module))
+        if self.steps.policy is not None:  # before, the trainer has the optimizers of its last run
+            self._move_state(found.on_gpu, self._device)
+
+    def to_host(self, found: Found) -> None:
+        """Moves to the host what :meth:`to_device` has moved."""
+        self._move(found, _CPU, ())
+        self._move_state(found.on_gpu, _CPU)
+
+    def _move(self, found: Found, device: torch.device, averages: Sequence[nn.Module]) -> None:
+        whole = {parameter for _, aside in found.aside for parameter in aside.parameters()}
+        move_module(self.module, device, set(self.module.parameters()) - whole, averages)
+        self._move_staying(device)
+
+    def _move_staying(self, device: torch.device) -> None:
+        """Moves the layers that ``gpu_layers=`` chose."""
+        if self._stay:
+            with self._following():
+                for parameter in self._stay:
+                    move(parameter, partial(Tensor.to, device=device))
+
+    def _move_state(self, parameters: Collection[nn.Parameter], device: torch.device) -> None:
+        """Moves the optimizer state of parameters, to the places that ``Optimizer.load_state_dict`` gives it."""
+        for optimizer in self.trainer.optimizers if parameters else ():
             for group in optimizer.param_groups:
                 steps_too = group.get("fused") or group.get("capturable") or device == _CPU
-                for p in self._stay.intersection(group["params"]):
-                    for name, value in dict(optimizer.state.get(p, {})).items():
+                for p in set(parameters).intersection(group["params"]):
+                    state = optimizer.state.get(p, {})
+                    for name, value in state.items() if isinstance(state, Mapping) else [("", state)]:
                         for each in tree_leaves(value) if name != "step" or steps_too else ():
                             if isinstance(each, Tensor):
-                                move(each, to)
+                                move(each, partial(Tensor.to, device=device))
 
     def _return_staying(self) -> None:
-        """Returns layers that stay on the device to the CPU for good."""
+        """Returns layers that stay on the device to the CPU for good, with their optimizer state."""
         self._move_staying(_CPU)
+        self._move_state(self._stay, _CPU)
         self._stay = set()
 
     def _place(self, found: Found, plan: Plan) -> Placement:
@@ -618,6 +631,7 @@ class Run:
             ValueError: an option names a place or a mode that is not possible.
             MemoryError: host memory does not suffice for gradients and optimizer state.
         """
+        self._move_state(self.engine.found.on_gpu, self._device)  # user code may have made optimizers before the run
         state, ledger = self.steps.begin(), self.steps.ledger
         assert ledger is not None
         self.reserve_host_memory(
@@ -782,36 +796,3 @@ def _refuse_in_step(module: pl.LightningModule) -> None:
     for parameter in module.parameters():  # each use between two steps of another run makes the class an ordinary one
         if issubclass(type(parameter), ParameterRole):
             _ = parameter.data
-
-
-def move_to_device(
-    module: nn.Module,
-    found: Found,
-    averages: Sequence[nn.Module],
-    device: torch.device,
-    state: Sequence[Tensor] = (),
-) -> None:
-    """Moves everything except the layers' parameters to the device: buffers, metrics, and modules that cannot be streamed.
-
-    Args:
-        module: the root.
-        found: its layers; ``found.aside`` are the modules that cannot be streamed, which are moved with their parameters.
-        averages: modules whose buffers stay on the host, with the modules in them: averages of weights.
-        device: the device.
-        state: the optimizer state of the modules that cannot be streamed, which is moved as well.
-    """
-    for _, aside in found.aside:
-        aside.to(device)
-    for each in state:
-        each.data = each.data.to(device)
-    without_parameters = {child for child in module.modules() if not any(True for _ in child.parameters())}
-    on_host = {inner for average in averages for inner in average.modules()}
-    for child in module.modules():
-        note_device(child, device)
-        if child in on_host:
-            continue
-        if child in without_parameters and not on_host.intersection(child.modules()):
-            child.to(device)  # not only buffers: a metric's states are not buffers
-        for name, buffer in child._buffers.items():
-            if buffer is not None and buffer.device != device:
-                child._buffers[name] = buffer.to(device)

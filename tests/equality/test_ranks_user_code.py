@@ -406,6 +406,14 @@ class ShrinksAll(Callback):
         self._handle.remove()
 
 
+class ByDefaultElsewhere(Net):
+    """New tensors are on another device while a batch is trained; "meta" stands for a GPU."""
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        with torch.device("meta"):
+            super().optimizer_step(*args, **options)
+
+
 SGD = torch.optim.SGD
 CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
     "an optimizer replaces data": (Net, Replaces, list, {}),
@@ -442,6 +450,8 @@ CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
     "data is exchanged and put back in a step": (Exchanged, SGD, list, {}),
     "a teacher of other weights": (Teaches, SGD, list, {}),
     "each rank writes weights of its own under 16-mixed": (Overflows, SGD, list, {"precision": "16-mixed"}),
+    "a default device, and clipping": (ByDefaultElsewhere, SGD, list, {"gradient_clip_val": 0.01}),
+    "a default device under 16-mixed": (ByDefaultElsewhere, SGD, list, {"precision": "16-mixed"}),
     "each rank writes weights of its own and clips": (Noisy, SGD, list, {"gradient_clip_val": 0.01}),
     "a step inside a closure": (Inside, SGD, list, {}),
     "rank 0 writes and puts back before an optimizer of users": (Net, Replaces, lambda: [Samples()], {}),

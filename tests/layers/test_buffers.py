@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.core.layers.buffers import AveragesOnDevice, find_averages
-from sp_lightning.core.model.find import find_layers
-from sp_lightning.trainer.run import move_to_device
+from sp_lightning.core.torch_compat.moved import move_module
 from tests.equality.programs.buffers import Average
 from tests.support.models import Module, Stack
 
@@ -63,16 +62,14 @@ def test_no_buffer_is_sent_where_the_device_has_no_memory_for_all(monkeypatch: p
     assert all(buffer is host[name] for name, buffer in dict.items(average._buffers))
 
 
-@pytest.mark.parametrize("layers", [None, ["net"]])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_averages_stay_where_the_weights_are(fixed: bool, layers: Any) -> None:
+def test_averages_stay_where_the_weights_are(fixed: bool) -> None:
     module = Module(Stack())
     module.net.stem.requires_grad_(not fixed)
     module.average = Average(module.net)
     module.norm = nn.BatchNorm1d(16, affine=False)
     module.more = nn.ModuleDict({"average": Average(module.net), "norm": nn.BatchNorm1d(16, affine=False)})
-    found = find_layers(module, layers=layers)
-    move_to_device(module, found, find_averages(module), torch.device("meta"))
+    move_module(module, torch.device("meta"), module.parameters(), find_averages(module))
     assert all(buffer.device.type == "cpu" for buffer in (*module.average.buffers(), *module.more["average"].buffers()))
     assert all(buffer.is_meta for buffer in (*module.norm.buffers(), *module.more["norm"].buffers()))
     assert module.device.type == "meta"

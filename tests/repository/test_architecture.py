@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils._device import _device_constructors
 
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
@@ -91,8 +92,6 @@ def test_the_import_check_can_fail() -> None:
 
 LIGHTNINGS = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
 COMPAT = "trainer.compat"
-OF_TORCH = {("core.torch_compat.private", "_device")}
-"""Private names of torch that Lightning has, too: here that of ``torch.amp.GradScaler``."""
 INHERITED = frozenset(
     name
     for base in (SingleDeviceStrategy(), Callback(), TorchCheckpointIO())
@@ -121,9 +120,7 @@ def privates_of_lightning(file: str, source: str) -> list[str]:
         if module.split(".")[0] in LIGHTNINGS and any(part.startswith("_") for part in module.split("."))
     ]
     return imported + [
-        name
-        for name, on_self in private_attributes(source)
-        if name in (INHERITED if on_self else COVERED) and (file, name) not in OF_TORCH
+        name for name, on_self in private_attributes(source) if name in (INHERITED if on_self else COVERED)
     ]
 
 
@@ -165,6 +162,37 @@ def test_one_file_touches_the_accelerator() -> None:
     assert found == {"core.device.accelerator"}
 
 
+FACTORIES = {each.__name__ for each in _device_constructors()}
+"""The functions whose results are on the default device (``torch.set_default_device``), if their calls name none."""
+
+
+def on_the_default_device(source: str) -> list[str]:
+    """Where a source makes tensors without a device. The user's default device is active in hooks and steps."""
+    nodes = list(ast.walk(ast.parse(source)))
+    named = {
+        id(node.func) for node in nodes if isinstance(node, ast.Call) and "device" in {k.arg for k in node.keywords}
+    }
+    return [
+        ast.unparse(node)
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+        and _chain(node)[0] == "torch"
+        and node.attr in FACTORIES
+        and id(node) not in named
+    ]
+
+
+@pytest.mark.long("takes a second or more")
+def test_every_tensor_has_a_device_by_name() -> None:
+    assert {file: found for file, source in FILES.items() if (found := on_the_default_device(source))} == {}
+
+
+def test_the_check_of_devices_can_fail() -> None:
+    assert on_the_default_device("torch.empty(3, dtype=torch.uint8)") == ["torch.empty"]
+    assert on_the_default_device("make = partial(torch.zeros, 3)") == ["torch.zeros"]
+    assert on_the_default_device('torch.tensor([1], device="cpu") + torch.zeros_like(x)') == []
+
+
 PUBLIC_ENOUGH = {
     "_version": "torch's notes on autograd describe it, and there is no other name for it",
     "_parameters": "the table in which a module has its parameters; setattr would register anew and run user code",
@@ -176,8 +204,8 @@ PUBLIC_ENOUGH = {
 PRIVATES: dict[str, set[str]] = {
     # Overridden: methods have to have their names. test_torch_private.py calls them.
     "any_loop.transformers_trainer": {"_apply"},  # what `Module.to` calls, which cannot leave children out
+    "core.torch_compat.moved": {"_apply"},  # of children, as torch's own method calls it
     "trainer.scaler": {"_get_scale_async", "_unscale_grads_"},
-    "trainer.compat": {"_device"},  # of Lightning's modules, by the name that torch's GradScaler uses, too
 }
 """Privates of torch that one file may use beside ``torch_compat.private``."""
 

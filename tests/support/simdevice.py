@@ -15,8 +15,9 @@ It shows missing waits that a synchronous CPU hides. It shows them in each run, 
 - **Unpinning** host memory is a write by the host or its background. :func:`simulated` raises such races at its end.
 - **Watch.** A dispatch mode that sees every operator. An operator that uses a slot is an access by compute, and one that uses the
   host store an access by the host, whether the engine declares it or not. An operator that uses both raises :class:`Mixed`.
-- **Layers that stay** (``gpu_layers``) are moved to other memory, which counts as the device's. torch's clipping and unscaling
-  divide gradients by place.
+- **What is moved** when a run begins (buffers, metrics, layers that stay, optimizer state) gets other memory, which counts as the
+  device's, and again other memory when it comes back. Tensors that a module or an optimizer had before the run count as the
+  host's until they are moved. torch's clipping and unscaling divide gradients by place.
 - **Kernels of the CPU** take addresses. One of device memory raises :class:`Mixed`.
 - **Versions.** Under a dispatch mode, torch's ``foreach`` operators do not count their writes. The watch counts them.
 - **Queued kernels** of an optimizer's step refer to its parameters until the host waits for them, as those of some backends do.
@@ -31,9 +32,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -41,6 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,9 +50,12 @@ from sp_lightning.core.device.background_thread import Pieces
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.model.wrapped import move
 from sp_lightning.core.store.block import HostBlock
-from sp_lightning.trainer.run import move_to_device
+from sp_lightning.core.torch_compat.moved import move_module
+from sp_lightning.trainer.run import Run
 
 HOST = "host"
+DEVICE = torch.device("cpu", 0)
+"""The name of the device in a run: on the CPU, torch ignores the number, but keeps it in the name."""
 Agent = Stream | str
 Clock = dict[Agent, int]
 
@@ -68,7 +73,7 @@ class Race(AssertionError):
 
 
 class Mixed(AssertionError):
-    """An operator uses memory of the host store and of the device. On a real device that is an error."""
+    """An operator uses memory of the host and of the device. On a real device that is an error."""
 
 
 @dataclass
@@ -152,7 +157,8 @@ class SimDevice(Device):
         clocks: the clock of each agent.
         device_ranges: the ranges of device memory: slots and buffers.
         host_ranges: the ranges of the host store.
-        derived: memory that operators on the device have made, by its storage.
+        derived: memory that operators on the device have made, or that was moved there, by its storage.
+        left: memory outside of the host store that is the host's, by its storage.
         queued: parameters of kernels of a step that may not have run yet, which refer to them.
     """
 
@@ -174,6 +180,7 @@ class SimDevice(Device):
         self.host_ranges: list[tuple[int, int, StorageWeakRef]] = []
         self.derived: dict[int, Memory] = {}
         self.queued: list[nn.Parameter] = []
+        self.left: dict[int, StorageWeakRef] = {}
         self._engine = threading.local()
         self._lock = threading.RLock()  # for clocks and queues: several threads may compute
         self._regions: list[Region] = []
@@ -321,7 +328,7 @@ class SimDevice(Device):
 
         def again() -> Tensor | None:
             found = torch.UntypedStorage._new_with_weak_ptr(alive.cdata)
-            return None if found is None else torch.empty(0, dtype=dtype).set_(found, *place)
+            return None if found is None else torch.empty(0, dtype=dtype, device="cpu").set_(found, *place)
 
         return again
 
@@ -330,7 +337,9 @@ class SimDevice(Device):
             return tensor
         self.access(tensor, Stream.COMPUTE, write=False)
         with self.engine():
-            return tensor.clone()
+            copied = tensor.clone()
+        self.note_left([copied])
+        return copied
 
     def compute_stream(self) -> int:
         return list(Stream).index(self.stream)
@@ -426,20 +435,17 @@ class SimDevice(Device):
         known = self.derived.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.alive.expired()
 
-    def take_buffers(self, module: nn.Module, stay: Sequence[nn.Module]) -> None:
-        """Treats a module's buffers as device memory from now on.
+    def note_left(self, tensors: Iterable[Tensor]) -> None:
+        """Treats memory as the host's, except what is on the device."""
+        for each in tensors:
+            if _is_plain(each) and not self.has(each):
+                storage = each.untyped_storage()
+                self.left[storage._cdata] = StorageWeakRef(storage)
 
-        Args:
-            module: the root.
-            stay: modules whose buffers stay on the host: averages of weights.
-        """
-        on_host = {inner for average in stay for inner in average.modules()}
-        for child in module.modules():
-            if child in on_host:
-                continue
-            for buffer in child._buffers.values():
-                if buffer is not None and buffer.layout is torch.strided and buffer.ndim and buffer.numel():
-                    self.note_allocated(buffer.untyped_storage(), self.derived)
+    def is_left(self, tensor: Tensor) -> bool:
+        """Returns True if a tensor's memory is the host's, outside of the host store."""
+        known = self.left.get(tensor.untyped_storage()._cdata) if _is_plain(tensor) else None
+        return known is not None and not known.expired()
 
     # ------------------------------------------------------------------ streams
 
@@ -570,6 +576,59 @@ def _range(memory: Tensor) -> tuple[int, int]:
     return start, start + (extent * memory.element_size() if memory.numel() else 0)
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Returns True for a tensor with elements in memory of its own. One without dimensions may be on any device."""
+    with torch.DisableTorchFunctionSubclass():
+        return tensor.layout is torch.strided and tensor.ndim > 0 and tensor.numel() > 0 and tensor.device.type == "cpu"
+
+
+def tensors_of(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yields the tensors in attributes of modules, in their containers, in modules that they hide, and in optimizers' states."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, nn.Module):
+        inner = [each for name, each in vars(value).items() if name not in ("_trainer", "_fabric")]
+    elif isinstance(value, torch.optim.Optimizer):
+        inner = value.state.values()
+    elif isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, (list, tuple, set)):
+        inner = value
+    for each in inner:
+        yield from tensors_of(each, seen)
+
+
+class Moves(TorchFunctionMode):
+    """Gives what is moved other memory, as between two devices: here both are the CPU.
+
+    Args:
+        device: the device.
+        there: True for a move to the device, False for one to the host.
+    """
+
+    def __init__(self, device: SimDevice, there: bool) -> None:
+        super().__init__()
+        self._device = device
+        self._there = there
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        moved = func(*args, **(kwargs or {}))
+        if func not in (Tensor.to, Tensor.cpu) or not _is_plain(args[0]) or self._device.has(args[0]) == self._there:
+            return moved
+        with self._device.engine(), torch.DisableTorchFunctionSubclass():
+            copied = moved.clone()
+        if self._there:
+            self._device.note_allocated(copied.untyped_storage(), self._device.derived)
+        else:
+            self._device.note_left([copied])
+        return copied
+
+
 _READ_NOTHING = {torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default}
 """Operators that use only the shape of a tensor."""
 _ALLOCATE = {f"aten::{each}" for each in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
@@ -635,10 +694,11 @@ class Watch(TorchDispatchMode):
         device = [each for each in tensors if self._on_device(each)]
         host = [each for each in tensors if not inside and _within(each, self._device.host_ranges) and each.ndim]
         derived = [each for each in tensors if self._is_derived(each)]
-        if host and (device or derived):
-            raise Mixed(
-                f"{func} takes memory of the host store {_shapes(host)} and of the device {_shapes(device + derived)}"
-            )
+        left = [each for each in tensors if not inside and self._device.is_left(each)]
+        for what, mixed in (("the host store", host), ("the host", left)):
+            if mixed and (device or derived):
+                shapes = _shapes(mixed), _shapes(device + derived)
+                raise Mixed(f"{func} takes memory of {what} {shapes[0]} and of the device {shapes[1]}")
         declared = zip(func._schema.arguments, args, strict=False)
         written = {id(each) for argument, given in declared if _is_written(argument) for each in tree_leaves(given)}
         for each in device if not inside else ():
@@ -646,17 +706,14 @@ class Watch(TorchDispatchMode):
         for each in host:
             self._device.access(each, None, write=id(each) in written)
         result = func(*args, **kwargs)
+        given = {id(each) for each in tensors}  # an operator that writes in place returns its argument
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor) and id(each) not in given]
         if device or derived:
-            given = {id(each) for each in tensors}  # an operator that writes in place returns its argument
-            for each in tree_leaves(result):
-                if (
-                    isinstance(each, Tensor)
-                    and id(each) not in given
-                    and each.layout is torch.strided
-                    and each.ndim
-                    and not self._on_device(each)
-                ):
+            for each in made:
+                if each.layout is torch.strided and each.ndim and not self._on_device(each):
                     self._see(each.untyped_storage())
+        elif host or left:
+            self._device.note_left(made)
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:
@@ -729,12 +786,13 @@ def simulated(
         Race: at the end, if memory was unpinned too early.
     """
     made: list[SimDevice] = []
+    init, begins, cpu = Run.__init__, Run.training_begins, nn.Module.cpu
     write, absorb, unscale = HostBlock.write, HostBlock._absorb, torch._amp_foreach_non_finite_check_and_unscale_
 
     def make(device: torch.device) -> SimDevice:
         if shared and made:
             return made[0]
-        made.append(SimDevice(device, omit, capacity))
+        made.append(SimDevice(torch.device("cpu"), omit, capacity))
         if watch:
             mode = Watch(made[-1], unrepeatable)
             mode.__enter__()
@@ -749,22 +807,29 @@ def simulated(
         with self._device.engine():  # type: ignore[attr-defined]
             absorb(self, index, into)
 
-    def move_others(module: Any, found: Any, averages: Any, device: torch.device, *state: Any) -> None:
-        move_to_device(module, found, averages, device, *state)
-        made[-1].take_buffers(module, averages)
+    def begin(self: Run, module: Any, options: Any, device: torch.device, *args: Any) -> None:
+        """Begins a run. The device gets another name than the host, from which moves tell their direction."""
+        init(self, module, options, DEVICE, *args)
 
-    def move_staying(tensor: Any, _: Any) -> None:
-        """Moves memory that stays on the device: there if it is not there yet, otherwise back. Both devices are the CPU."""
-        there = made[-1].made_by_compute(tensor)
+    def move_others(module: nn.Module, device: torch.device, staying: Any, without_buffers: Any) -> None:
+        there, to = device == DEVICE, made[-1]
+        streamed = {*map(id, staying), *map(id, without_buffers)}
+        to.note_left(tensors_of(module, streamed) if there else ())
+        with to.engine(), Moves(to, there):
+            move_module(module, torch.device("cpu"), staying, without_buffers)
 
-        def to(each: Tensor) -> Tensor:
-            copied = each.clone()
-            if not there and each.ndim:
-                made[-1].note_allocated(copied.untyped_storage(), made[-1].derived)
-            return copied
+    def move_one(tensor: Any, to: Any) -> None:
+        with made[-1].engine(), Moves(made[-1], to.keywords["device"] == DEVICE):
+            move(tensor, partial(Tensor.to, device="cpu"))
 
-        with made[-1].engine():
-            move(tensor, to)
+    def to_cpu(self: nn.Module) -> nn.Module:
+        with Moves(made[-1], False) if made else nullcontext():
+            return cpu(self)
+
+    def training_begins(self: Run) -> None:
+        for optimizer in self.trainer.optimizers:
+            made[-1].note_left(tensors_of(optimizer, set()))
+        begins(self)
 
     def unscale_by_place(gradients: Any, *numbers: Tensor) -> None:
         """Unscales gradients of both places apart, as torch does for devices."""
@@ -786,8 +851,11 @@ def simulated(
     modes: list[Watch] = []
     with (
         mock.patch("sp_lightning.trainer.run.device_for", make),
-        mock.patch("sp_lightning.trainer.run.move_to_device", move_others),
-        mock.patch("sp_lightning.trainer.run.move", move_staying),
+        mock.patch.object(Run, "__init__", begin),
+        mock.patch.object(Run, "training_begins", training_begins),
+        mock.patch("sp_lightning.trainer.run.move_module", move_others),
+        mock.patch("sp_lightning.trainer.run.move", move_one),
+        mock.patch.object(nn.Module, "cpu", to_cpu),
         mock.patch("torch._amp_foreach_non_finite_check_and_unscale_", unscale_by_place),
         mock.patch("torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype", group_by_place),
         mock.patch.object(HostBlock, "write", engine_write),

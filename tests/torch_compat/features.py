@@ -63,6 +63,7 @@ FEATURES = {
         "tree_unflatten": 'activations="recompute"',
         "float32_precisions": "trials that share a base: settings that none may change",
         "attention_order": "trials that share a base: settings that none may change",
+        "MODULE_APPLY": "every run: metrics, and overridden Module.to and _apply",
         "moves_modules": "modules that are moved while gradients are freed, or on another device",
         "exchange_memory": "modules on the meta device (load_weights_from=)",
         "overlaps_itself": 'activations="recompute": tensors that a forward writes',

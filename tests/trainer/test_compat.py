@@ -118,15 +118,6 @@ def test_look_at_loaders(method: str) -> None:
     assert (given in seen.values()) == (method != "validate")
 
 
-def test_note_device() -> None:
-    module, other = Small(), nn.Linear(1, 1)
-    compat.note_device(module, torch.device("meta"))
-    assert module.device.type == "meta"
-    assert {each.device.type for each in module.parameters()} == {"cpu"}
-    compat.note_device(other, torch.device("meta"))
-    assert "_device" not in vars(other)
-
-
 @pytest.mark.filterwarnings("ignore:.*will run with no optimizer:UserWarning")
 def test_is_no_optimizer() -> None:
     class Untrained(Small):

@@ -307,7 +307,7 @@ def differences(first: SavedRun, second: SavedRun, unwritten: Set[int] = frozens
         if bool(one.place) != bool(other.place):  # a weight's cast in the slot, and autocast's own cast
             one, other = (_on_the_host(each.with_sums()) for each in (one, other))
         if (one.kind, one.place) != (other.kind, other.place) or len(one.sums) != len(other.sums):
-            return [torch.ones(1, dtype=torch.uint8)]
+            return [torch.ones(1, dtype=torch.uint8, device="cpu")]
         for before, now in zip(one.sums, other.sums, strict=True):
             pairs.setdefault(now.device, {})[id(before), id(now)] = before, now
     with unseen(), torch.no_grad():

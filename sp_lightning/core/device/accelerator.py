@@ -76,7 +76,7 @@ class Accelerator(Device):
         if pin and self.device.type != "cuda":
             # torch raises RuntimeError if no more memory can be page-locked (size or permission).
             with no_inference_mode(), contextlib.suppress(RuntimeError):
-                return torch.empty(whole_pages(nbytes), dtype=torch.uint8, pin_memory=True)
+                return torch.empty(whole_pages(nbytes), dtype=torch.uint8, device="cpu", pin_memory=True)
         return super().host_empty(nbytes)
 
     def pin(self, memory: Tensor) -> bool:

@@ -164,7 +164,7 @@ def _references(tensor: Tensor) -> int:
     return sys.getrefcount(storage)
 
 
-_UNHELD = _references(torch.empty(0))
+_UNHELD = _references(torch.empty(0, device="cpu"))
 """The reference count of a storage object in :func:`shared` if no other code refers to the object."""
 
 
@@ -192,5 +192,5 @@ def references(container: Any, key: Any) -> int:
     return sys.getrefcount(container[key])
 
 
-ALONE = references([torch.empty(0)], 0)
+ALONE = references([torch.empty(0, device="cpu")], 0)
 """Measured, because versions of Python differ in the references that a call takes."""

@@ -113,7 +113,11 @@ def _read(pagemap: int, begin: int, end: int) -> Iterator[Page]:
 def _entries(pagemap: int, begin: int, pages: int) -> Tensor:
     """Returns the entries of pages, 64 bits each. There may be fewer entries than pages, if Linux does not report all pages."""
     found = os.pread(pagemap, 8 * pages, begin // PAGE * 8)
-    return torch.frombuffer(bytearray(found), dtype=torch.int64) if found else torch.empty(0, dtype=torch.int64)
+    return (
+        torch.frombuffer(bytearray(found), dtype=torch.int64)
+        if found
+        else torch.empty(0, dtype=torch.int64, device="cpu")
+    )
 
 
 def _are_written(entries: Tensor) -> Tensor:

@@ -225,7 +225,7 @@ class Norms:
     """
 
     def __init__(self) -> None:
-        self._wide = torch.empty(0)
+        self._wide = torch.empty(0, device="cpu")
         self._lock = threading.Lock()
 
     def of(self, gradient: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ computes
 - with the host's memory otherwise: for example reads and writes in ``torch.no_grad``. ``.grad`` is always the host parameter's,
   because gradients are on the host between backward and the optimizer's step.
 
-``.data`` and ``.detach()`` give out the device's memory. User code may write it between two uses of the layer, and views of a
-slot are compared before each fetch.
+``.data`` and ``.detach()`` give out the device's memory, and ``.device`` says so: what user code makes there can be combined with
+it. User code may write the memory between two uses of the layer, and views of a slot are compared before each fetch.
 
 Between two steps without backward, host parameters may keep this role (:meth:`ParameterSwap.watch_between`). Hooks run there, and
 may write weights through ``.data``, which changes no version counter. So a layer is uploaded again if an operation could have
@@ -51,7 +51,7 @@ from sp_lightning.core.layers.roles import (
 )
 from sp_lightning.core.model.found import Place
 from sp_lightning.core.model.wrapped import OffloadedWrapper, parts
-from sp_lightning.core.torch_compat.metadata import METADATA
+from sp_lightning.core.torch_compat.metadata import METADATA, PLACE
 from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.private import compiled_call, is_view, tree_leaves, tree_map_only
 
@@ -368,6 +368,9 @@ class _HostParameterInStep(ParameterRole):
         if not role.swap.threads.own:
             return _call_in_other_thread(role, func, args, kwargs)
         if func in OF_THE_PARAMETER:
+            if func in PLACE and role.gives_device_memory():
+                with Untouched():
+                    return func(of[id(args[0])])
             if func == _GET_DATA:
                 role.used = True
                 device = of[id(args[0])]
@@ -546,7 +549,7 @@ def _computes_on_device(
         return True
     if others and not device.computes_on_host:  # all other arguments are on the host
         return False
-    return torch.is_grad_enabled() or role.in_use(hosts)
+    return torch.is_grad_enabled() or role.gives_device_memory()
 
 
 _OF_GRAPHS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}

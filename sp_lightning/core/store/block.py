@@ -157,6 +157,7 @@ class HostBlock:
                 if torch.equal(before, now):
                     return False
             else:
+                # Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
                 written = torch.empty(target.nbytes, dtype=torch.uint8, device="cpu")
                 downloaded = view(written, self._own_spans[index]).copy_(value)
                 if torch.equal(written, self.weight_bytes(index)):

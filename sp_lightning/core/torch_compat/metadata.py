@@ -30,6 +30,11 @@ def _metadata() -> frozenset[Any]:
     return frozenset(found)
 
 
+PLACE = frozenset(
+    [getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_xpu")] + [Tensor.get_device]
+)
+"""The functions that tell on which device a tensor is."""
+
 METADATA = _metadata()
 """The functions that read a tensor's metadata and never its memory, as ``__torch_function__`` receives them."""
 

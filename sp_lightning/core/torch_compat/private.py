@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import unwrap
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
@@ -612,9 +613,13 @@ def take_for_parameter(tensor: Tensor) -> None:
     vars(tensor)["_is_param"] = True
 
 
+MODULE_APPLY = (nn.Module, "_apply")
+"""The method that ``to`` calls for each module, and that modules override. The public methods move all parameters."""
+
+
 def moves_modules(code: Any) -> bool:
     """Returns True if code is torch's that moves a module's parameters, and their gradients with them."""
-    return code is nn.Module._apply.__code__
+    return code is unwrap(nn.Module._apply).__code__
 
 
 scaler_device: Callable[[torch.amp.GradScaler], str] = attrgetter("_device")

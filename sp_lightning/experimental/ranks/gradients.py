@@ -349,7 +349,7 @@ class SummedGradients(Gradients):
             # In the order of completion. Experts are last, because each rank routes tokens to different experts.
             complete = dict.fromkeys([*self._completed, *self._order])
             order = [indices[owner] for owner in sorted(complete, key=lambda owner: owner.expert)]
-        words = torch.tensor([*(place in self._came for place in places), *order], dtype=torch.int32)
+        words = torch.tensor([*(place in self._came for place in places), *order], dtype=torch.int32, device="cpu")
         self._ranks.largest(words, "the end of backward")
         for place in [place for place, there in zip(places, words.tolist(), strict=False) if there]:
             layer, index = place

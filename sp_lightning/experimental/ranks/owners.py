@@ -257,7 +257,7 @@ class RankOwners(Owners):
         self.copies.reopen(opened)
 
     def norms(self, parameters: Sequence[nn.Parameter], own: Mapping[nn.Parameter, Tensor]) -> list[Tensor]:
-        table = torch.zeros(2, len(parameters), dtype=torch.float64)
+        table = torch.zeros(2, len(parameters), dtype=torch.float64, device="cpu")
         for index, parameter in enumerate(parameters):
             if parameter in own:
                 table[0, index], table[1, index] = torch.linalg.vector_norm(own[parameter]).double(), 1

@@ -105,7 +105,7 @@ class RankSteps(OwnedSteps):
 
     def _agree(self, found: Found) -> Found:
         """Returns whether any rank has found a gradient that is not finite; empty if no rank has gradients."""
-        largest = torch.tensor([max((float(each) for each in found.values()), default=-1.0)])
+        largest = torch.tensor([max((float(each) for each in found.values()), default=-1.0)], device="cpu")
         self._ranks.largest(largest, "unscaling of gradients")
         return {} if largest < 0 else {torch.device("cpu"): largest[0]}
 

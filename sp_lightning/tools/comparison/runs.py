@@ -321,7 +321,7 @@ def _keep_state(record: Record, trainer: pl.Trainer, module: pl.LightningModule,
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": torch.tensor(random.getstate()[1])}
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": torch.tensor(random.getstate()[1], device="cpu")}
     state["numpy"] = np.random.get_state()
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state(device)

@@ -65,12 +65,14 @@ class Small(pl.LightningModule):
     val_dataloader = train_dataloader
 
     def _batch(self, random: torch.Generator) -> dict[str, Tensor]:
-        batch: dict[str, Tensor] = {"labels": torch.randint(10, (_ROWS,), generator=random)}
+        batch: dict[str, Tensor] = {"labels": torch.randint(10, (_ROWS,), generator=random, device="cpu")}
         if self._images:
-            batch["pixel_values"] = torch.randn(_ROWS, 3, _IMAGE["image_size"], _IMAGE["image_size"], generator=random)
+            batch["pixel_values"] = torch.randn(
+                _ROWS, 3, _IMAGE["image_size"], _IMAGE["image_size"], generator=random, device="cpu"
+            )
         if self._tokens:
             image_token = _TEXT["vocab_size"] - 1
-            ids = torch.randint(image_token, (_ROWS, self._tokens), generator=random)
+            ids = torch.randint(image_token, (_ROWS, self._tokens), generator=random, device="cpu")
             if self._images:
                 ids[:, :_PATCHES] = image_token
             batch |= {"input_ids": ids, "labels": ids.where(ids != image_token, -100)}

@@ -548,7 +548,7 @@ class _Repetition(torch.autograd.Function):
         """Returns a tensor for each result of the block."""
         ctx.repeats, ctx.block, ctx.module = repeats, block, module
         ctx.given = [(each.shape, each.dtype) for each in given]
-        made = [torch.empty(each.shape, dtype=each.dtype) for each in block.tensors]
+        made = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in block.tensors]
         ctx.mark_non_differentiable(*(m for m, each in zip(made, block.tensors, strict=True) if not each.requires_grad))
         return tuple(made)
 
@@ -557,7 +557,7 @@ class _Repetition(torch.autograd.Function):
         """Returns a tensor for the gradient of each given tensor."""
         ctx.repeats.begin_backward(ctx.block, ctx.module)
         with ctx.repeats.uncounted():
-            return (None, None, None, *(torch.empty(shape, dtype=dtype) for shape, dtype in ctx.given))
+            return (None, None, None, *(torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in ctx.given))
 
 
 def _kind(module: nn.Module) -> tuple[Any, ...]:

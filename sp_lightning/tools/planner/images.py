@@ -53,7 +53,7 @@ def image_arguments(config: Any, taken: Collection[str], batch: int, size: int) 
     usual = usual_size(config)
     arguments: dict[str, Tensor] = {}
     if usual is not None and not _processors(config):
-        return {"pixel_values": torch.zeros(batch, _CHANNELS, size, size)}
+        return {"pixel_values": torch.zeros(batch, _CHANNELS, size, size, device="cpu")}
     for name, value in _processed(config, size).items():
         if name not in taken:
             continue
@@ -65,11 +65,11 @@ def image_arguments(config: Any, taken: Collection[str], batch: int, size: int) 
         elif usual is not None and value.dim() >= _CHANNELS and "mask" in name:
             shape[-2:] = 2 * [usual]
         if value.is_floating_point():
-            arguments[name] = torch.zeros(shape)
+            arguments[name] = torch.zeros(shape, device="cpu")
         elif shape[1:] == [*value.shape[1:]]:
-            arguments[name] = torch.tensor(batch * value.tolist(), dtype=value.dtype)
+            arguments[name] = torch.tensor(batch * value.tolist(), dtype=value.dtype, device="cpu")
         else:  # a mask of pixels whose size is not that of the processor's output: every pixel is valid
-            arguments[name] = torch.ones(shape, dtype=value.dtype)
+            arguments[name] = torch.ones(shape, dtype=value.dtype, device="cpu")
     if not takes_images(config, arguments):
         raise ValueError(f"it is not known which images a model of type {config.model_type!r} takes")
     return arguments
@@ -123,8 +123,10 @@ def _processed(config: Any, size: int) -> dict[str, Tensor]:
             try:
                 kind: Any = getattr(transformers, name)
                 known = {key: value for key, value in sizes.items() if value and hasattr(kind, key)}
-                processed = kind(**known)([torch.zeros(_CHANNELS, size, size, dtype=torch.uint8)], return_tensors="pt")
-                return {key: torch.as_tensor(value) for key, value in processed.items()}
+                processed = kind(**known)(
+                    [torch.zeros(_CHANNELS, size, size, dtype=torch.uint8, device="cpu")], return_tensors="pt"
+                )
+                return {key: torch.as_tensor(value, device="cpu") for key, value in processed.items()}
             # The library of the processor may be missing, or the processor may not take this size.
             except Exception as error:
                 failed = f"{name}: {type(error).__name__}: {error}"

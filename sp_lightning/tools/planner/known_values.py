@@ -109,7 +109,7 @@ class _KnownValues(TorchDispatchMode):
 
     def _without_memory(self, value: Tensor) -> Tensor:
         """Returns a new tensor of the dry run, and records its values."""
-        tensor = torch.empty(value.shape, dtype=value.dtype)
+        tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         self._values[tensor] = value
         return tensor
 

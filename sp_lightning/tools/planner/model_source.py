@@ -189,10 +189,10 @@ def _examples(module: nn.Module, asked: Question) -> Batches:
         given = getattr(module, "example_input_array", None)
         return {} if given is None else {"its example_input_array": partial(_arguments, given)}
     items = f"a batch of {' × '.join(map(str, shape))}"
-    whole = torch.zeros(*shape, dtype=torch.long)
+    whole = torch.zeros(*shape, dtype=torch.long, device="cpu")
     batches: Batches = {}
     if asked.input is not None:
-        batches[items] = partial(_arguments, torch.zeros(*shape))
+        batches[items] = partial(_arguments, torch.zeros(*shape, device="cpu"))
     if not asked.predict and "labels" in inspect.signature(module.forward).parameters:
         batches[f"{items} integers, which are also the labels"] = lambda: ((whole,), {"labels": whole})
     batches[f"{items} integers"] = partial(_arguments, whole)
@@ -223,7 +223,7 @@ def _load_torchvision(asked: Question) -> ModelSource:
     usual = int(getattr(module, "image_size", None) or getattr(trained, "crop_size", [224])[0])
 
     def arguments(size: int) -> Arguments:
-        return (torch.zeros(asked.batch_size, 3, size, size),), {}
+        return (torch.zeros(asked.batch_size, 3, size, size, device="cpu"),), {}
 
     size = asked.image or usual
     return ModelSource(module, {_images(asked.batch_size, size): partial(arguments, size)})
@@ -389,7 +389,7 @@ class _Inputs:
             )
         image_id = getattr(self._config, "image_token_id", None) or getattr(self._config, "image_token_index", None)
         ids[:, :count] = image_id or 0
-        which = (torch.arange(self._tokens) < count).repeat(self._batch, 1)
+        which = (torch.arange(self._tokens, device="cpu") < count).repeat(self._batch, 1)
         others = {name: which.long() for name in _WHICH_ARE_IMAGES if name in self._taken and images}
         if "qformer_input_ids" in self._taken:
             others["qformer_input_ids"] = ids[:, : self._config.qformer_config.max_position_embeddings]
@@ -427,8 +427,8 @@ class _Inputs:
         return lambda: self._module(**prompts) and None, lambda: self._module(**last) and None
 
     def _ids(self, *shape: int) -> Tensor:
-        return torch.zeros(self._batch, *shape, dtype=torch.long)
+        return torch.zeros(self._batch, *shape, dtype=torch.long, device="cpu")
 
     def _numbers(self, *shape: int) -> Tensor:
         """Returns floating-point inputs in torch's default dtype, which is the model's dtype in an estimate."""
-        return torch.zeros(self._batch, *shape)
+        return torch.zeros(self._batch, *shape, device="cpu")

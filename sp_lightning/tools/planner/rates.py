@@ -118,8 +118,8 @@ def adamw_seconds(count: int, seconds: float, *, fused: bool | None, dtype: torc
         fused: as torch's ``AdamW(fused=…)``.
         dtype: the dtype of weights, gradients and state.
     """
-    weight = nn.Parameter(torch.randn(count).to(dtype))
-    weight.grad = torch.randn(count).to(dtype)
+    weight = nn.Parameter(torch.randn(count, device="cpu").to(dtype))
+    weight.grad = torch.randn(count, device="cpu").to(dtype)
     step = torch.optim.AdamW([weight], fused=fused).step
     return median_seconds(step, seconds, Device(torch.device("cpu"))) / count
 

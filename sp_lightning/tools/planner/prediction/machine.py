@@ -50,7 +50,7 @@ def _beyond_plain(weights: int, *, training: bool) -> float:
     plain, streamed = _stack(weights), _stack(weights)
     found = find_layers(streamed, layers=[str(layer) for layer in range(_LAYERS)])
     streamer = Engine(streamed, found, make_plan(found, k=2, k_prime=1), Device(torch.device("cpu")), pin=False)
-    x = torch.ones(1, _WIDTH)
+    x = torch.ones(1, _WIDTH, device="cpu")
     steps = [partial(_step, *each, training=training) for each in ((plain, x, None), (streamed, x, streamer))]
     try:
         seconds = [[_seconds(step) for step in steps] for _ in range(_ROUNDS)]
