@@ -64,9 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def refuse_without_reason(items: list[pytest.Item]) -> None:
-    """Refuse a test that leaves the first tier without a word why."""
+    """Refuse a test that leaves the first tier, or the simulated device (``gpu``), without a word why."""
     for item in items:
-        for mark in (mark for tier in ("rest", "long", "hours") for mark in item.iter_markers(tier)):
+        for mark in (mark for name in ("rest", "long", "hours", "gpu") for mark in item.iter_markers(name)):
+            if mark.name == "gpu" and not mark.args:
+                continue  # it runs on the simulated device
             if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and len(mark.args[0].split()) > 1):
                 raise pytest.UsageError(f'{item.nodeid}: say why, as in @pytest.mark.{mark.name}("a run of minutes")')
 

@@ -17,7 +17,7 @@ from tests.support.elsewhere import backward_elsewhere
 from tests.support.poison import poisoned
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, loader, superpipeline
 from tests.support.tiers import first, some
-from tests.support.zoo import DIFFUSION, SECTIONS, ZOO, Entry
+from tests.support.zoo import DIFFUSION, NOT_REPEATED, SECTIONS, ZOO, Entry
 
 PRECISIONS: dict[str, dict[str, int]] = {"32-true": {"k": 1, "k_prime": 1}, "bf16-mixed": {"k": 2, "k_prime": 1}}
 PAGE = Path(__file__).parents[1] / "MODELS.md"
@@ -46,12 +46,6 @@ def check(entry: Entry, precision: str, around: Callable[[], AbstractContextMana
     assert_same(ours, plain)
     assert_equal(ours.extra, plain.extra, "extra")
     return ours
-
-
-# On some CPUs plain Lightning gives other losses each time, NaN among them: there is nothing to compare with.
-NOT_REPEATED = {
-    ("r3d", "bf16-mixed"): "torch 2.15's conv3d in bfloat16 on the CPU reads memory that nobody has written"
-}
 
 
 @pytest.mark.long("takes a second or more")

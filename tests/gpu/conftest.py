@@ -25,18 +25,18 @@ THREADS = int(os.environ.get("GPU_TEST_THREADS", "8"))
 # A folder with the names of tests that need not run again (passed), to which results are written. Workers read the first only.
 FOLDER = os.environ.get("GPU_TEST_FOLDER")
 LATE = "The time is over"
+SIMULATED = "tests.support.simulated_gpu"
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Leaves out what has passed, and in a run of all tests without a GPU what would be skipped: 1,500 tests."""
     passed = set(Path(FOLDER, "passed").read_text().splitlines()) if FOLDER else set()
-    skipped = not torch.cuda.is_available() and not any("gpu" in argument for argument in config.args)
-    left = [
-        item
-        for item in items
-        if item.nodeid in passed
-        or (skipped and item.nodeid.startswith("tests/gpu/") and item.get_closest_marker("skipif"))
-    ]
+    missing = [] if torch.cuda.is_available() or config.pluginmanager.has_plugin(SIMULATED) else items
+    missing = [item for item in missing if item.get_closest_marker("gpu")]
+    for item in missing:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+    skipped = [] if any("gpu" in argument for argument in config.args) else missing
+    left = [*skipped, *(item for item in items if item.nodeid in passed)]
     config.hook.pytest_deselected(items=left)
     gone = set(left)
     items[:] = [item for item in items if item not in gone]

@@ -14,7 +14,7 @@ from tests.support.models import llama, lora, tokens
 from tests.support.runs import Outcome, assert_equal, fit
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.gpu("inductor's kernels; python -m tests.equality.compiled_blocks runs those for a CPU"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.usefixtures("deterministic"),
 ]

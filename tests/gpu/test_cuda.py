@@ -29,7 +29,7 @@ from tests.support.runs import (
 )
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::UserWarning"),  # each kernel without a deterministic form says so once
     pytest.mark.usefixtures("deterministic"),
 ]
@@ -39,7 +39,7 @@ pytestmark = [
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (3, 2), (99, 1)])
 @pytest.mark.parametrize("name", NAMES)
 def test_training_is_bitwise_equal(name: str, k: int, k_prime: int, precision: Any) -> None:
-    losses, state = reference(CASES[name].make, CASES[name].batches(), precision)
+    losses, state = reference(fused(CASES[name].make), CASES[name].batches(), precision)
     pl.seed_everything(7, verbose=False)
     module = CASES[name].make()
     recorder = Recorder()
@@ -78,7 +78,7 @@ def test_updates_in_the_background_are_bitwise_those_of_the_step(name: str, mode
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_are_bitwise_equal(name: str, mode: Any, precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 1)
-    losses, state = reference(CASES[name].make, CASES[name].batches(), precision)
+    losses, state = reference(fused(CASES[name].make), CASES[name].batches(), precision)
     pl.seed_everything(7, verbose=False)
     module = CASES[name].make()
     recorder = LossRecorder()
@@ -90,6 +90,7 @@ def test_activations_are_bitwise_equal(name: str, mode: Any, precision: Any, mon
     assert_equal(ours, state, "state")
 
 
+@pytest.mark.gpu("the peak of torch's own allocator")
 @pytest.mark.parametrize("mode", ["recompute", "offload", "auto"])
 def test_activations_leave_the_device(mode: Any) -> None:
     """A long sequence: more than 60 % less than with everything on the device."""
@@ -117,6 +118,7 @@ def large_llama() -> Transformer:
     )  # fmt: skip
 
 
+@pytest.mark.gpu("the peak of torch's own allocator")
 def test_the_allocator_peak_is_the_plan_plus_activations() -> None:
     """Activations are what the allocator holds beyond the plan with everything on the device; streaming adds none."""
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.long), "labels": torch.ones(1, 8, dtype=torch.long)}
@@ -136,6 +138,7 @@ def test_the_allocator_peak_is_the_plan_plus_activations() -> None:
     assert window < 0.6 * everything
 
 
+@pytest.mark.gpu("a trace of kernels")
 def test_copies_overlap_compute(tmp_path: Path) -> None:
     """In a profiler trace some host-to-device copies run while kernels run on another stream."""
     from torch.profiler import ProfilerActivity, profile
@@ -158,6 +161,7 @@ def test_copies_overlap_compute(tmp_path: Path) -> None:
     assert overlapping > len(copies) // 4
 
 
+@pytest.mark.gpu("CUDA's page locks")
 def test_pinned_memory_is_registered_and_given_back() -> None:
     strategy = superpipeline()
     module = large_llama()
@@ -170,6 +174,7 @@ def test_pinned_memory_is_registered_and_given_back() -> None:
     trainer.fit(module, loader([batch]))  # registered anew
 
 
+@pytest.mark.gpu("the peak of torch's own allocator")
 def test_the_window_chooses_itself_within_the_budget() -> None:
     """And results are those of any other window."""
     batch = {"input_ids": torch.ones(4, 64, dtype=torch.long), "labels": torch.ones(4, 64, dtype=torch.long)}
@@ -190,6 +195,7 @@ def test_the_window_chooses_itself_within_the_budget() -> None:
     assert_equal(ours, run(superpipeline(k=2, k_prime=1))[0], "state")
 
 
+@pytest.mark.gpu("the limit of torch's own allocator")
 def test_out_of_memory_says_which_window_takes_less() -> None:
     class Hungry(Transformer):
         def loss(self, batch: Any) -> Tensor:
@@ -240,6 +246,7 @@ class NoSync(Module):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.gpu("a wait that CUDA notices")
 def test_the_backward_of_looked_up_rows_does_not_make_the_host_wait() -> None:
     """It copied the numbers of the rows from pageable memory."""
     torch.use_deterministic_algorithms(False)  # index_put_ of an embedding's backward sorts in one of its forms

@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from sp_lightning.core.device.device import Wait
 from tests.support.runs import Outcome, assert_same, superpipeline
 from tests.support.wait_scenarios import REGIMES, SCENARIOS, SEEN, Slow, ahead, delayed, left_out
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.gpu("delays on streams of CUDA; tests/device/test_waits.py leaves waits out on a simulated device"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.usefixtures("deterministic", "everything_is_worth_moving"),

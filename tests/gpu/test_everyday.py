@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from examples import superpipeline_in_150_lines
 from sp_lightning import SuperpipelineStrategy
 from tests.support import stacked
+from tests.support.gpu_reference import DEVICE, by_place
 from tests.support.models import Module, Stack, lora, tokens
 from tests.support.runs import Outcome, assert_equal, fit
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 pytestmark = [
     pytest.mark.rest("programs for a GPU; other tests show the same on a CPU"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
@@ -30,16 +30,17 @@ SIZES = {"cpu": (4096, 64, "12MiB"), "gpu": (32768, 256, "512MiB")}
 """Of a batch, its width, and a budget that does not have room for all activations of eight blocks."""
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=needs_gpu)])
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def accelerator(request: Any) -> Any:
     return request.param
 
 
 def pair(accelerator: str, make: Any, batches: Any, precision: Any = "32-true", **options: Any) -> Any:
-    """Plain Lightning's run, this strategy's, and the strategy."""
+    """Plain Lightning's run, on a GPU with steps on the CPU; this strategy's; and the strategy."""
     strategy = SuperpipelineStrategy(**options)
+    plain = "auto" if accelerator == "cpu" else by_place(0, device=DEVICE)
     trainer: Any = {"accelerator": accelerator, "precision": precision, "recorded": "losses"}
-    return fit(make, batches, **trainer), fit(make, batches, strategy, **trainer), strategy
+    return fit(make, batches, plain, **trainer), fit(make, batches, strategy, **trainer), strategy
 
 
 def on_cpu(outcome: Outcome) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -78,10 +79,11 @@ class Fused(Module):
         return torch.optim.AdamW(self.parameters(), lr=self.rate, fused=self.fused)
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
 def test_fused_steps_on_the_cpu_wait_for_numbers_from_the_gpu(overlap: Any) -> None:
-    """The scale, whether a gradient is infinite, and the learning rate. A power of two divides exactly."""
+    """The scale, whether a gradient is infinite, and the learning rate. Powers of two: exact, also in float32."""
+    rate = 2.0**-7
     batches = [torch.randn(8, 512, generator=torch.Generator().manual_seed(n)) for n in range(6)]
 
     def run(fused: bool | None, rate: Any) -> Outcome:
@@ -90,9 +92,9 @@ def test_fused_steps_on_the_cpu_wait_for_numbers_from_the_gpu(overlap: Any) -> N
             lambda: Fused(fused, rate), batches, strategy, accelerator="gpu", precision="16-mixed", recorded="nothing"
         )
 
-    expected = run(None, 0.01)
-    assert_equal(run(True, 0.01).state, expected.state, "fused")
-    assert_equal(run(True, torch.tensor(0.01, device="cuda")).state, expected.state, "a rate on the GPU")
+    expected = run(None, rate)
+    assert_equal(run(True, rate).state, expected.state, "fused")
+    assert_equal(run(True, torch.tensor(rate, device=DEVICE)).state, expected.state, "a rate on the GPU")
 
 
 class Flash(torch.autograd.Function):
@@ -177,7 +179,7 @@ class Retries(Callback):
         self.seen.append(torch.cuda.memory_stats()["num_alloc_retries"])
 
 
-@needs_gpu
+@pytest.mark.gpu("retries of torch's own allocator")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_layers_that_stay_leave_room_for_what_steps_make(precision: Any) -> None:
     budget, retries = 1 << 30, Retries()
@@ -196,7 +198,7 @@ def test_layers_that_stay_leave_room_for_what_steps_make(precision: Any) -> None
     assert torch.cuda.max_memory_reserved() <= budget
 
 
-@needs_gpu
+@pytest.mark.gpu("tests/examples runs the page on a CPU")
 @pytest.mark.parametrize(("k", "k_prime"), [(1, 1), (2, 1), (3, 2)])
 def test_the_idea_in_150_lines(k: int, k_prime: int, capsys: pytest.CaptureFixture[str]) -> None:
     superpipeline_in_150_lines.main([f"--k={k}", f"--k-prime={k_prime}"])

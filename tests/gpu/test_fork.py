@@ -18,7 +18,7 @@ from tests.support.models import Module, Stack
 from tests.support.runs import LossRecorder, assert_equal, superpipeline, trainer_for
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 

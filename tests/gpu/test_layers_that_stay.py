@@ -11,14 +11,14 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy, stream
-from sp_lightning.tools.comparison.reference import StepsOnHost
-from tests.support.gpu_reference import BATCHES, GPU, OPTIMIZERS, RUNS, staying
+from tests.support.gpu_reference import BATCHES, DEVICE, GPU, OPTIMIZERS, RUNS, by_place, ways
 from tests.support.nets import Stepped
 from tests.support.quantised import CASES as QUANTISED
 from tests.support.runs import Outcome, assert_equal, fit
+from tests.support.simdevice import Mixed
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.usefixtures("deterministic"),
 ]
@@ -39,10 +39,7 @@ TRAINER = ("precision", *RUNS["accumulated, clipped"], "gradient_clip_algorithm"
 def compare(make: Any, *, callbacks: Any = tuple, **options: Any) -> tuple[SuperpipelineStrategy, Outcome]:
     """Compares losses, weights and state with the unchanged program's, or with those of steps that are divided by place."""
     trainer = {name: options.pop(name) for name in TRAINER if name in options}
-    device = torch.device("cuda", torch.cuda.current_device())
-    reference: Any = "auto"
-    if options.get("optimizer_on") != "gpu":
-        reference = StepsOnHost(device, fuse=True, stay=partial(staying, options["gpu_layers"]))
+    reference = "auto" if options.get("optimizer_on") == "gpu" else by_place(options["gpu_layers"], device=DEVICE)
     plain = fit(make, BATCHES, reference, callbacks=[*callbacks()], **GPU, **trainer)
     strategy = SuperpipelineStrategy(k=1, **options)
     ours = fit(make, BATCHES, strategy, callbacks=[*callbacks()], **GPU, **trainer)
@@ -71,11 +68,12 @@ def test_code_that_reads_and_writes_weights_finds_them() -> None:
     compare(partial(Stepped, OPTIMIZERS["AdamW"]), optimizer_on="gpu", gpu_layers=1.0, callbacks=lambda: [Looks()])
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-mixed"])
-@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("overlap", ["off", "auto"])
-@pytest.mark.parametrize("name", ["AdamW", "AdamW, fused", "SGD, momentum"])
-def test_steps_are_divided_by_place(name: str, overlap: Any, run: str, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "run", "precision"),
+    ways(["AdamW", "AdamW, fused", "SGD, momentum"], ["32-true", "bf16-mixed", "bf16-true", "16-mixed"]),
+)
+def test_steps_are_divided_by_place(name: str, run: str, precision: str, overlap: Any) -> None:
     """The user's settings hold on the GPU (torch takes ``foreach`` there), and the CPU steps fused."""
     for share in (0.5, 1.0):
         compare(
@@ -88,31 +86,37 @@ def test_steps_are_divided_by_place(name: str, overlap: Any, run: str, precision
 
 
 class Places(Callback):
-    """Notes where weights and their state are, in a run and beside it."""
+    """Looks where weights and their state are, in a run of ours and beside it."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         strategy: Any = trainer.strategy
+        if not isinstance(strategy, SuperpipelineStrategy):
+            return
         stay = strategy._run.engine.found.on_gpu
+        is_there = strategy._run.engine.device.has
         for p in pl_module.parameters():
-            assert p.is_cuda is (p in stay)
+            assert is_there(p) is (p in stay)
             for name, value in trainer.optimizers[0].state[p].items():
-                assert value.is_cuda is (p in stay and name != "step")
+                assert is_there(value) is (p in stay and name != "step")
         with strategy.gpu_released():
-            assert not any(p.is_cuda for p in pl_module.parameters())
+            assert not any(map(is_there, pl_module.parameters()))
+        self.is_there = is_there
 
 
 def test_weights_and_state_are_where_they_stay() -> None:
-    _, ours = compare(partial(Stepped, OPTIMIZERS["AdamW"]), gpu_layers=0.5, callbacks=lambda: [Places()])
-    assert not any(p.is_cuda for p in ours.module.parameters()), "the run is over"
+    places = Places()
+    _, ours = compare(partial(Stepped, OPTIMIZERS["AdamW"]), gpu_layers=0.5, callbacks=lambda: [places])
+    assert not any(map(places.is_there, ours.module.parameters())), "the run is over"
 
 
 def test_the_parts_of_quantised_weights_are_moved() -> None:
     module: Any = QUANTISED["int8"]()
+    module.net.eval()  # without dropout
     inputs = torch.arange(8).view(1, 8)
-    expected = module.net.cuda()(inputs.cuda()).logits
+    expected = module.net.to(DEVICE)(inputs.to(DEVICE)).logits
     module.net.cpu()
     with torch.no_grad(), stream(module.net, k=1, gpu_layers=0.5):
-        assert torch.equal(module.net(inputs.cuda()).logits, expected)
+        assert torch.equal(module.net(inputs.to(DEVICE)).logits, expected)
 
 
 def test_code_that_mixes_both_places_is_torchs_error() -> None:
@@ -120,5 +124,5 @@ def test_code_that_mixes_both_places_is_torchs_error() -> None:
         def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
             pl_module.net.stem.bias + pl_module.net.head.bias
 
-    with pytest.raises(RuntimeError, match="device"):
+    with pytest.raises((RuntimeError, Mixed), match="device"):
         compare(partial(Stepped, OPTIMIZERS["AdamW"]), gpu_layers=2, callbacks=lambda: [Mixes()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,20 +10,20 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.gpu_reference import reference
+from tests.support.gpu_reference import DEVICE, reference
 from tests.support.models import Module, Stack, vectors
-from tests.support.runs import Batches, LossRecorder, Make, assert_equal, loader, superpipeline, trainer_for
-from tests.support.zoo import ZOO
+from tests.support.runs import Batches, LossRecorder, Make, assert_equal, fused, loader, superpipeline, trainer_for
+from tests.support.zoo import NOT_REPEATED, ZOO
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of kernels without a deterministic form, of the libraries
 ]
 
 
 def check(make: Make, batches: Batches, precision: Any) -> Any:
     """Losses and everything that is left behind. Returns the strategy."""
-    losses, state = reference(make, batches, precision)
+    losses, state = reference(fused(make), batches, precision)
     pl.seed_everything(7, verbose=False)
     module, recorder, strategy = make(), LossRecorder(), superpipeline(k=1)
     trainer_for(strategy, accelerator="gpu", precision=precision, callbacks=[recorder]).fit(module, loader(batches))
@@ -31,8 +32,13 @@ def check(make: Make, batches: Batches, precision: Any) -> Any:
     return strategy
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        pytest.param(*pair, marks=pytest.mark.gpu(NOT_REPEATED[pair]) if pair in NOT_REPEATED else ())
+        for pair in product(ZOO, ("32-true", "bf16-mixed"))
+    ],
+)
 def test_models_are_bitwise_equal(name: str, precision: str) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -48,7 +54,7 @@ def with_a_trained_head(net: Stack) -> Module:
     return Module(net)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.gpu("a format for GPUs alone"))])
 def test_torchao(bits: int) -> None:
     quantization = pytest.importorskip("torchao.quantization")
     config = (
@@ -58,7 +64,7 @@ def test_torchao(bits: int) -> None:
     )
 
     def make() -> Module:
-        net = Stack(width=128).to("cuda", torch.bfloat16).requires_grad_(False)
+        net = Stack(width=128).to(DEVICE, torch.bfloat16).requires_grad_(False)
         quantization.quantize_(net.blocks, config)
         return with_a_trained_head(net)
 
@@ -67,6 +73,7 @@ def test_torchao(bits: int) -> None:
     assert any("packed bytes" in note for note in strategy.plan.notes)
 
 
+@pytest.mark.gpu("formats that bitsandbytes makes on a GPU")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_bitsandbytes(bits: int) -> None:
     bnb = pytest.importorskip("bitsandbytes")

@@ -21,6 +21,7 @@ def compare(folder: Path, accelerator: str, devices: int) -> None:
         torch.testing.assert_close(ours, plain, rtol=0, atol=1e-3 if accelerator == "gpu" else 0)
 
 
+@pytest.mark.gpu("processes over NCCL")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_several_gpus_give_the_weights_of_ddp(tmp_path: Path) -> None:
     compare(tmp_path, "gpu", torch.cuda.device_count())

@@ -19,7 +19,7 @@ from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, fit
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::UserWarning"),  # each kernel without a deterministic form says so once
     pytest.mark.usefixtures("deterministic"),
 ]
@@ -79,12 +79,18 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
+FOR_GPUS = {"AdamW, capturable": "an option for GPUs alone"}
+
+
 @pytest.mark.parametrize("mode", ["off", "forward"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.gpu(*filter(None, [FOR_GPUS.get(each)]))) for each in OPTIMIZERS]
+)
 def test_every_optimizer_steps_as_on_plain_lightning(name: str, mode: str) -> None:
     assert_plains(lambda: Stepped(OPTIMIZERS[name]), vectors(), mode, precision="bf16-mixed")
 
 
+@pytest.mark.gpu("streams of CUDA")
 @pytest.mark.parametrize("mode", ["off", "forward", "backward"])
 def test_a_users_stream_waits_for_steps_as_the_default_one_does(mode: str) -> None:
     """Casts that a step leaves on the device come from another stream than the forward's."""
@@ -101,6 +107,7 @@ def test_a_users_stream_waits_for_steps_as_the_default_one_does(mode: str) -> No
     assert_plains(lambda: OnStream(Stack(depth=12, width=512)), wide, mode, precision="bf16-mixed")
 
 
+@pytest.mark.gpu("streams of CUDA; tests/engine/test_threads.py has the same on a simulated device")
 def test_layers_of_one_step_on_two_streams_are_refused() -> None:
     class OnTwo(Module):
         def loss(self, batch: Tensor) -> Tensor:
@@ -112,6 +119,7 @@ def test_layers_of_one_step_on_two_streams_are_refused() -> None:
         assert_plains(lambda: OnTwo(Stack()), vectors(), "off")
 
 
+@pytest.mark.gpu("streams of CUDA")
 def test_the_models_kernels_do_not_wait_for_uploads_of_steps() -> None:
     """They were on one stream."""
     waited = list[Stream]()

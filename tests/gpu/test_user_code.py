@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from tests.support.models import Module, Stack
+from tests.support.gpu_reference import DEVICE
+from tests.support.models import Module
+from tests.support.readers import Watched
 from tests.support.runs import Outcome, assert_equal, fit
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.usefixtures("deterministic"),
 ]
@@ -78,11 +80,6 @@ def test_a_weight_that_its_own_layer_steps(overlap: Any) -> None:
     assert_equal(module.seen, plain.seen, "losses")
 
 
-class Watched(Module):
-    def __init__(self) -> None:
-        super().__init__(Stack(6))
-
-
 READS: dict[str, Any] = {
     "state_dict": lambda module: {name: value.detach().clone() for name, value in module.state_dict().items()},
     "norms": lambda module: [float(p.detach().norm()) for p in module.parameters()],
@@ -118,7 +115,7 @@ def read_while_it_trains(what: str, overlap: Any) -> Outcome:
 @pytest.mark.parametrize("what", READS)
 def test_another_thread_reads_the_module(what: str, overlap: Any) -> None:
     undisturbed = ours(Watched, optimizer_overlap=overlap)
-    for _ in range(10):
+    for _ in range(10 if DEVICE.type == "cuda" else 1):
         assert_equal(read_while_it_trains(what, overlap).state, undisturbed.state, "state")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 from sp_lightning.core.model.find import find_layers
 from tests.support.models import CASES
 from tests.support.runs import Batches, Make, loader
+
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+"""The GPU, or the CPU where a simulated device stands for a GPU."""
 
 # Manual optimization, steps with a forward of their own, closures that step several times, weights that forwards write and
 # callbacks on parameters' places have no simple reference.
@@ -27,6 +32,9 @@ EXTRA_SLOTS = {
     ("returns-view", "32-true"),
     ("returns-view", "bf16-mixed"),
     ("penalty-on-parameters", "bf16-mixed"),
+    ("path-by-modules", "32-true"),
+    ("path-by-modules", "bf16-mixed"),
+    ("saved-objects", "bf16-mixed"),
 }
 """Cases whose graph or whose results hold weights beyond their layers' use, so that slots are made beyond the plan."""
 
@@ -36,7 +44,7 @@ REFUSED = {("parameter-hooks", "backward"): "post-accumulate hooks"}
 
 
 def reference(
-    make: Make, batches: Batches, precision: str, device: str = "cuda"
+    make: Make, batches: Batches, precision: str, device: str = DEVICE.type
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and parameters of the plain module on the device, stepped on the CPU."""
     pl.seed_everything(7, verbose=False)
@@ -91,20 +99,32 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+def ways(names: Iterable[str], precisions: Iterable[str]) -> list[tuple[str, str, str]]:
+    """The optimizer, the run and the precision of each training that Lightning allows.
+
+    In mixed precision it does not clip for a fused optimizer, which unscales gradients by itself on a GPU.
+    """
+    return [
+        (name, run, precision)
+        for name, run, precision in product(names, RUNS, precisions)
+        if not ("fused" in name and "clipped" in run and precision.endswith("-mixed"))
+    ]
+
+
 def staying(gpu_layers: int | float, module: nn.Module) -> Iterable[nn.Parameter]:
     """The parameters of the layers that stay."""
     return [parameter for layer in find_layers(module, gpu_layers=gpu_layers).stay for _, parameter in layer.parameters]
 
 
-def by_place(gpu_layers: int | float, *, fuse: bool = True) -> Any:
-    """The reference of ``gpu_layers`` (a number, or a share) on a CPU that stands for both places.
+def by_place(gpu_layers: int | float, *, fuse: bool = True, device: torch.device = CPU) -> Any:
+    """The reference of ``gpu_layers`` (a number, or a share): plain Lightning, whose steps are divided by place.
 
-    Plain Lightning, whose steps are divided by place: the CPU is taken for a device that is not the host. Parameters that do not
-    stay there are copied, and stepped fused.
+    Parameters that do not stay are copied to the CPU, and stepped fused. A CPU stands for both places: it is taken for a device
+    that is not the host.
     """
     from sp_lightning.tools.comparison.reference import StepsOnHost
 
     class StepsByPlace(StepsOnHost):
-        host = torch.device("meta")
+        host = CPU if device != CPU else torch.device("meta")
 
-    return StepsByPlace(torch.device("cpu"), fuse=fuse, stay=partial(staying, gpu_layers))
+    return StepsByPlace(device, fuse=fuse, stay=partial(staying, gpu_layers))

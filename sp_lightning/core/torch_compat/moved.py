@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from sp_lightning.core.torch_compat.patched import Patch
 from sp_lightning.core.torch_compat.private import MODULE_APPLY
 
-_GET_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
+_GET_DEVICE = Tensor.device.__get__
 
 
 def move_module(

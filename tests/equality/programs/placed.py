@@ -171,7 +171,7 @@ class KeepsOptimizer(Module):
     def __init__(self, make: Callable[[Any], Optimizer], *, scripted: bool = False) -> None:
         super().__init__(Stack())
         if scripted:
-            self.net.head = torch.jit.script(self.net.head)
+            self.net.head = torch.jit.script(self.net.head)  # type: ignore[assignment]
         self.kept = make(self.parameters())
         if not self.kept.state:
             self.loss(vectors(1)[0]).backward()
