@@ -211,7 +211,7 @@ def compare(function: Callable[..., Any], name: str, folder: Path, ranks: Number
     plain = in_ranks(ranks, function, name, False, str(folder / "plain"), ranks)
     for number, (mine, theirs) in enumerate(zip(ours, plain, strict=True)):
         if function is train:
-            theirs = divided(theirs[0], mine[0], number), *theirs[1:]
+            theirs = divided(theirs[0], number), *theirs[1:]
         assert_equal(mine, theirs, f"rank {number}")
 
 
