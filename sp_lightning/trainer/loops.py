@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.stats import Stats
+from sp_lightning.core.engine.clipping import norm_of_all
 from sp_lightning.core.observe.messages import BEING_UPDATED, not_whole
 from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.ledger import Ledger
@@ -175,6 +176,32 @@ class ReadableStrategy(HostStrategy):
             torch.OutOfMemoryError: at the end of the context, other code still has the memory.
         """
         return nullcontext(0) if self._run is None else self._run.gpu_released()
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Returns the norm of all gradients of the module together, as ``torch.nn.utils.get_total_norm`` computes it.
+
+        With several devices, call it in all processes. It copies no gradient to another process, unlike code that reads each
+        ``param.grad``.
+
+        Args:
+            norm_type: the kind of the norm: 2, 1, ``float("inf")`` or another positive number.
+
+        Returns:
+            A tensor without dimensions, on the CPU; 0 if the module has no gradients.
+
+        Raises:
+            RuntimeError: no run trains the module, or gradients were freed (``optimizer_overlap="backward"``).
+            ValueError: ``norm_type`` is not positive.
+        """
+        if norm_type <= 0:
+            raise ValueError(f"gradient_norm needs a positive norm_type, and got {norm_type}.")
+        if self._run is None:
+            raise RuntimeError("This strategy has no gradients: call gradient_norm within trainer.fit, after backward.")
+        return norm_of_all(list(self._run.module.parameters()), self._run.engine.updating, norm_type)
+
+    def gradients_are_finite(self) -> bool:
+        """Returns True if no gradient of the module has an infinite element or a NaN. Otherwise as :meth:`gradient_norm`."""
+        return bool(self.gradient_norm(float("inf")).isfinite())
 
     def remarks(self) -> list[str]:
         """Returns sentences for the user about this run, which are logged with the plan."""

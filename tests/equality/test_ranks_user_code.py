@@ -140,6 +140,28 @@ class LogsNorms(Net):
         self.held = [*getattr(self, "held", []), *map(torch.tensor, norms.values()), self.layers[2][0].weight.grad]
 
 
+class AsksForNorms(Net):
+    """Also of parameters without a gradient, and without finite gradients."""
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        loss = self.layers[:2](batch).square().mean() if index == 1 else super().training_step(batch, index)
+        return loss * float("inf") if index == 2 and rank() == 1 else loss
+
+    def on_after_backward(self) -> None:
+        strategy: Any = self.trainer.strategy
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        for kind in (2.0, float("inf")):
+            by_torch = nn.utils.get_total_norm(gradients, kind)
+            self.held = [*getattr(self, "held", []), by_torch]
+            if not isinstance(strategy, EveryBatch):
+                assert torch.equal(strategy.gradient_norm(kind), by_torch) or by_torch.isnan()
+                assert strategy.gradients_are_finite() == bool(by_torch.isfinite())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad.nan_to_num(0, 0, 0)
+
+
 class SkipsInfinite(Net):
     """Leaves out the second step, and what it knows of it."""
 
@@ -429,6 +451,13 @@ CASES: dict[str, tuple[Any, Any, Callable[[], list[Any]], dict[str, Any]]] = {
         {"precision": "16-mixed", "gradient_clip_val": 0.01},
     ),
     "norms of gradients are logged between accumulated batches": (LogsNorms, SGD, list, {"accumulate_grad_batches": 2}),
+    "norms of gradients are computed by the strategy": (AsksForNorms, SGD, list, {}),
+    "norms of gradients are computed by the strategy, accumulated": (
+        AsksForNorms,
+        SGD,
+        list,
+        {"accumulate_grad_batches": 2},
+    ),
     "a step without finite gradients is left out": (SkipsInfinite, SGD, list, {}),
     "gradients are clipped by torch's function": (ClipsByTorch, SGD, list, {}),
     "rank 0 alone reads gradients": (Net, SGD, lambda: [ReadsAlone(0)], {}),

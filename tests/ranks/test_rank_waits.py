@@ -7,6 +7,7 @@ held up where it matters, so that the other one comes too early:
 |---|---|
 | STEP_AFTER_ARRIVAL | rank 1, in a hook before the step that then looks at weights |
 | READ_AFTER_OWNER | rank 0, before its optimizer's step |
+| READ_AFTER_PUBLISH | rank 0, before it shares gradients |
 | READ_AFTER_FILL | rank 0, before it has cast the weights |
 """
 
@@ -28,6 +29,7 @@ from lightning.pytorch.callbacks import Callback
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Wait
 from sp_lightning.experimental.ranks import collectives
+from sp_lightning.experimental.ranks.gradient_copies import GradientCopies
 from sp_lightning.experimental.ranks.owners import RankOwners
 from sp_lightning.experimental.ranks.ranks import Ranks
 from tests.equality.cases import CASES
@@ -110,6 +112,7 @@ def held_up(kind: type, method: str, who: int) -> Iterator[None]:
 HELD_UP: dict[Wait, Callable[[], Any]] = {
     Wait.STEP_AFTER_ARRIVAL: ExitStack,
     Wait.READ_AFTER_OWNER: lambda: held_up(RankOwners, "_merge", 0),
+    Wait.READ_AFTER_PUBLISH: lambda: held_up(GradientCopies, "open", 0),
     Wait.READ_AFTER_FILL: lambda: held_up(RankOwners, "_cast", 0),
 }
 
@@ -117,7 +120,7 @@ HELD_UP: dict[Wait, Callable[[], Any]] = {
 @contextmanager
 def without(omit: Wait | None) -> Iterator[None]:
     """Nobody waits between ranks for this reason. What a collective brings is there all the same."""
-    barrier, left = Ranks.barrier, list[Any]()
+    barrier, wait_until, left = Ranks.barrier, Ranks.wait_until, list[Any]()
 
     def goes_past(self: Ranks, what: str, number: float = 0, *, why: Any = None) -> list[float]:
         if why is None or why is not omit:
@@ -128,12 +131,12 @@ def without(omit: Wait | None) -> Iterator[None]:
         return [number] * self.world
 
     def early(self: Ranks, counter: torch.Tensor, number: int, why: Wait) -> None:
-        assert why is Wait.READ_AFTER_OWNER
+        if why is not omit:
+            wait_until(self, counter, number, why)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Ranks, "barrier", goes_past))
-        if omit is Wait.READ_AFTER_OWNER:
-            stack.enter_context(mock.patch.object(Ranks, "wait_until", early))
+        stack.enter_context(mock.patch.object(Ranks, "wait_until", early))
         yield
 
 
@@ -191,6 +194,7 @@ def train(why: str, overlap: Any, omit: bool, late: bool) -> dict[str, Any]:
         (Wait.STEP_AFTER_ARRIVAL, "off"),
         (Wait.READ_AFTER_OWNER, "off"),
         (Wait.READ_AFTER_OWNER, "forward"),
+        (Wait.READ_AFTER_PUBLISH, "off"),
         (Wait.READ_AFTER_FILL, "off"),
     ],
     ids=str,

@@ -324,4 +324,7 @@ def test_the_public_names_are_frozen() -> None:
     ]
     lightnings = {*dir(SingleDeviceStrategy()), *dir(DDPStrategy())}
     own = {name for name in dir(SuperpipelineStrategy()) if not name.startswith("_") and name not in lightnings}
-    assert own == {"activations", "fetches", "gpu_memory", "gpu_released", "ledger", "log", "plan", "remarks", "stats"}
+    assert own == {
+        "activations", "fetches", "gpu_memory", "gpu_released", "gradient_norm", "gradients_are_finite", "ledger", "log", "plan",
+        "remarks", "stats",
+    }  # fmt: skip

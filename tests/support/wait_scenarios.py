@@ -255,6 +255,7 @@ OF_RANKS = (
     Wait.DRAIN_AFTER_REDUCE,
     Wait.STEP_AFTER_ARRIVAL,
     Wait.READ_AFTER_OWNER,
+    Wait.READ_AFTER_PUBLISH,
     Wait.READ_AFTER_FILL,
 )
 """Waits that several devices alone have: ``tests/ranks/test_rank_waits.py`` leaves them out."""

@@ -204,7 +204,7 @@ def test_what_returns_to_the_host_is_counted_before(make: Any, monkeypatch: pyte
 
 
 def test_too_little_host_memory_for_what_returns_is_an_error_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sp_lightning.core.plan.host_memory.available_bytes", lambda: 2**16)
+    monkeypatch.setattr("sp_lightning.trainer.host_memory.available_bytes", lambda: 2**16)
     monkeypatch.setattr("sp_lightning.core.plan.ledger.returning_bytes", lambda *_: 2**20)
     with pytest.raises(MemoryError, match=r"1\.0 MiB for layers that return from the GPU when the run ends"):
         run(partial(Stepped, FUSED), superpipeline(k=1, gpu_layers=3), batches=BATCHES[:1], recorded="nothing")

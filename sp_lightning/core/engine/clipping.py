@@ -12,12 +12,15 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 
 from sp_lightning.core.device.device import Stream
+from sp_lightning.core.layers.freed_gradient import refuse_freed
+from sp_lightning.core.layers.gradients import each_row_once
 from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.layers.narrow_gradient import Change, Factor, change, stored, unwidened
-from sp_lightning.core.torch_compat.private import has_accumulation_hooks
+from sp_lightning.core.torch_compat.private import has_accumulation_hooks, sparse_values
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine
+    from sp_lightning.core.engine.updating import Updating
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
@@ -146,6 +149,36 @@ class Clipping:
         """Called when the step is over. Clips gradients that are not clipped yet, and forgets all norms."""
         self._measured = {}
         self.finish()
+
+
+def norm_of_all(parameters: Sequence[nn.Parameter], engine: Updating, kind: float) -> Tensor:
+    """Returns the norm of the gradients of all parameters together, bit-identical to ``torch.nn.utils.get_total_norm``.
+
+    With several devices, all processes call it.
+
+    Args:
+        parameters: the module's parameters.
+        engine: the engine.
+        kind: as torch's ``norm_type``; not 0.
+
+    Returns:
+        A tensor without dimensions, in host memory; 0 without gradients.
+
+    Raises:
+        RuntimeError: gradients were freed.
+    """
+    own: dict[nn.Parameter, Tensor] = {}
+    for parameter in parameters:
+        refuse_freed(parameter)
+        if (gradient := stored(parameter)) is not None and engine.owns(parameter):
+            layer = engine.layer_of(parameter)
+            if layer is not None:
+                layer.use_gradients()
+            if gradient.layout is not torch.strided:
+                gradient = sparse_values(each_row_once(gradient))
+            own[parameter] = engine.norms.of(gradient, kind).cpu()
+    norms = engine.owners.norms(parameters, own)
+    return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.tensor(0.0, device="cpu")
 
 
 def _known_norm(measured: Measured, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:

@@ -81,6 +81,12 @@ def has_gradient(parameter: Tensor) -> bool:
     return parameter.grad is not None or isinstance(parameter, HasGradientElsewhere)
 
 
+def refuse_freed(parameter: nn.Parameter) -> None:
+    """Raises a RuntimeError if the parameter's gradient was freed."""
+    if isinstance(parameter, _HasFreedGradient):
+        parameter.grad_for_users()
+
+
 def resets_gradients(frame: FrameType) -> bool:
     """Returns True if ``frame``, which reads a gradient, is torch's ``zero_grad``, which then only sets the gradient to None."""
     return frame.f_code in _SET_TO_NONE and bool(frame.f_locals.get("set_to_none", False))

@@ -228,13 +228,13 @@ class Norms:
         self._wide = torch.empty(0, device="cpu")
         self._lock = threading.Lock()
 
-    def of(self, gradient: Tensor) -> Tensor:
-        """Returns the norm of a gradient after its recorded changes: a tensor without dimensions."""
+    def of(self, gradient: Tensor, kind: float = 2.0) -> Tensor:
+        """Returns the norm of a gradient after its recorded changes: a tensor without dimensions. ``kind``: as torch's ``ord``."""
         came, changes = narrow_and_changes(gradient)
         if came is gradient:
-            return torch.linalg.vector_norm(gradient)
+            return torch.linalg.vector_norm(gradient, kind)
         with self._lock:
-            return torch.linalg.vector_norm(self._widened(gradient, came, changes))
+            return torch.linalg.vector_norm(self._widened(gradient, came, changes), kind)
 
     def _widened(self, gradient: Tensor, came: Tensor, changes: Sequence[Change]) -> Tensor:
         """Returns a narrow gradient widened, in memory that the next gradient overwrites."""

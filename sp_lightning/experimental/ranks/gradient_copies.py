@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -81,8 +82,8 @@ class GradientCopies:
         self._asked, self._published = words.view(2, -1).unbind()
         self._round = 0  # counts how often gradients became open; the same on all ranks
         self._open: dict[int, nn.Parameter] = {}
-        self._mine: set[int] = set()  # gradients that this rank has published
-        self._set: set[int] = set()  # gradients that this rank's user code has set, of those that this rank had
+        # Gradients that this rank has published, to find out whether user code has set another one.
+        self._mine: dict[int, weakref.ref[Tensor]] = {}
         self._views: dict[int, OwnView] = {}
         # Copies that user code has got, and perhaps written; without a view, gradients that it has set.
         self._given: dict[int, Tensor] = {}
@@ -183,26 +184,23 @@ class GradientCopies:
                 with no_inference_mode(), torch.no_grad():
                     self._given[number].copy_(part(self._slot(number), self._span(number)))
 
-    def publish(self, parameter: nn.Parameter, *, to_set: bool = False) -> None:
-        """Copies an open gradient of this rank to the shared memory, once. ``to_set``: True if user code sets it next."""
+    def publish(self, parameter: nn.Parameter) -> None:
+        """Copies an open gradient of this rank to the shared memory, once."""
         number = self._numbers.get(id(parameter), -1)
         with self._lock, unseen(), no_inference_mode(), torch.no_grad():
-            if number not in self._open:
+            if number not in self._open or number in self._mine:
                 return
-            if to_set:
-                self._set.add(number)
-            if number in self._mine:
-                return
-            gradient, changes = narrow_and_changes(stored(parameter))
+            published: Any = stored(parameter)
             span = self._span(number)
-            fits = gradient.layout is torch.strided and (parameter.dtype, parameter.shape) == (span.dtype, span.shape)
-            if fits:
+            form = None if published is None else (published.layout, published.dtype, published.shape)
+            if readable := form == (torch.strided, span.dtype, span.shape):
+                gradient, changes = narrow_and_changes(published)
                 slot = part(self._slot(number), span)
                 slot.copy_(gradient)
                 for change in changes:
                     change(slot)
-                self._mine.add(number)
-            self._published[number] = 2 * self._round + (not fits)
+                self._mine[number] = weakref.ref(published)
+            self._published[number] = 2 * self._round + (not readable)
 
     def _answer(self) -> bool:
         """Publishes gradients of this rank for which other ranks ask. Returns True if they may soon ask for others."""
@@ -230,8 +228,10 @@ class GradientCopies:
             untouched = number not in self._given or (number in self._views and not self._views[number].written())
             value, was_set = self._given.get(number), False
         else:
-            untouched = self._owns(number) and (number not in self._mine or is_narrow(parameter))
-            value, was_set = stored(parameter), number in self._set or not self._owns(number)
+            published = self._mine.get(number)
+            untouched = self._owns(number) and (published is None or is_narrow(parameter))
+            value = stored(parameter)
+            was_set = value is not (self._given.get(number) if published is None else published())
         if untouched or value is None:
             return None if untouched else "None"
         now = torch.zeros(self._span(number).nbytes, dtype=torch.uint8, device="cpu")
@@ -274,9 +274,7 @@ class GradientCopies:
                         self._views.pop(number, None)
                         self._given[number] = value
                     del value
-                self._set.discard(number)
-                if number in self._mine:
-                    self._mine.remove(number)
+                if self._mine.pop(number, None) is not None:
                     self._memory.free(*self._begins[number : number + 2])
 
 
@@ -299,7 +297,7 @@ class PublishesGradient(ParameterRole):
         if is_engines(frame) or (not to_set and (resets_gradients(frame) or moves_modules(frame.f_code))):
             return False
         assert _present is not None
-        _present.publish(self, to_set=to_set)
+        _present.publish(self)
         leave(self, PublishesGradient)
         return True
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sp_lightning import SuperpipelineStrategy
 from tests.equality.rows import program, tiers
 from tests.support.models import Block, FunctionalCall, Module, Scaled, Stack
 from tests.support.moments import At
@@ -33,6 +34,42 @@ def gradients(name: str, variants: Any = USERS, **more: Any) -> Any:
 
 def on_stack(kind: Any) -> Any:
     return lambda: kind(Stack(4))
+
+
+def norms(module: Any) -> list[Tensor]:
+    """The norms of all gradients, by the strategy or, on plain Lightning, by torch."""
+    strategy = module.trainer.strategy
+    kinds = (2.0, 1.0, float("inf"))
+    if isinstance(strategy, SuperpipelineStrategy):
+        return [*map(strategy.gradient_norm, kinds), torch.tensor(strategy.gradients_are_finite())]
+    found = [
+        nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None], each) for each in kinds
+    ]
+    return [*(each.cpu() for each in found), torch.tensor(bool(found[0].isfinite()))]
+
+
+NORMED = tiers(
+    rest=["users, k=1"],
+    long=[
+        "users, k=1, bf16-mixed",
+        "users, k=1, simulated",
+        "clipped by norm",
+        "everything on a disk, by default, accumulated, clipped, simulated",
+        "50% stay, these stepped on the device, off, bf16-mixed, clipped, simulated",
+        "off, on the GPU, half stays, bf16-mixed, simulated",
+        "forward, 32-true, clipped by norm, two epochs",
+    ],
+)
+
+
+@gradients("norms by the strategy", NORMED, at="on_before_optimizer_step")
+def _(m: Any) -> None:
+    """Also of infinite gradients."""
+    m.seen += norms(m)
+    if len(m.seen) > 4:
+        next(m.parameters()).grad[0] = float("inf")
+        m.seen += norms(m)
+        next(m.parameters()).grad[0] = 0
 
 
 @gradients("weights clamped after a backward that accumulates", at="on_after_backward", accumulate_grad_batches=3)
