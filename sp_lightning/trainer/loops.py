@@ -197,7 +197,7 @@ class ReadableStrategy(HostStrategy):
             raise ValueError(f"gradient_norm needs a positive norm_type, and got {norm_type}.")
         if self._run is None:
             raise RuntimeError("This strategy has no gradients: call gradient_norm within trainer.fit, after backward.")
-        return norm_of_all(list(self._run.module.parameters()), self._run.engine.updating, norm_type)
+        return norm_of_all(list(self._run.module.parameters()), self._run.engine, norm_type)
 
     def gradients_are_finite(self) -> bool:
         """Returns True if no gradient of the module has an infinite element or a NaN. Otherwise as :meth:`gradient_norm`."""

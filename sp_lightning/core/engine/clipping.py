@@ -20,7 +20,6 @@ from sp_lightning.core.torch_compat.private import has_accumulation_hooks, spars
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine
-    from sp_lightning.core.engine.updating import Updating
 
 Measured = dict[nn.Parameter, tuple[Tensor, int, Tensor]]
 """For each parameter the gradient that was measured, its version then, and its norm."""
@@ -151,7 +150,7 @@ class Clipping:
         self.finish()
 
 
-def norm_of_all(parameters: Sequence[nn.Parameter], engine: Updating, kind: float) -> Tensor:
+def norm_of_all(parameters: Sequence[nn.Parameter], engine: Engine, kind: float) -> Tensor:
     """Returns the norm of the gradients of all parameters together, bit-identical to ``torch.nn.utils.get_total_norm``.
 
     With several devices, all processes call it.
@@ -167,16 +166,16 @@ def norm_of_all(parameters: Sequence[nn.Parameter], engine: Updating, kind: floa
     Raises:
         RuntimeError: gradients were freed.
     """
-    own: dict[nn.Parameter, Tensor] = {}
+    updating, own = engine.updating, dict[nn.Parameter, Tensor]()
     for parameter in parameters:
         refuse_freed(parameter)
-        if (gradient := stored(parameter)) is not None and engine.owns(parameter):
-            layer = engine.layer_of(parameter)
+        if (gradient := stored(parameter)) is not None and updating.owns(parameter):
+            layer = updating.layer_of(parameter)
             if layer is not None:
                 layer.use_gradients()
             if gradient.layout is not torch.strided:
                 gradient = sparse_values(each_row_once(gradient))
-            own[parameter] = engine.norms.of(gradient, kind).cpu()
+            own[parameter] = updating.norms.of(gradient, kind).cpu()
     norms = engine.owners.norms(parameters, own)
     return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.tensor(0.0, device="cpu")
 
