@@ -167,7 +167,8 @@ class ReadableStrategy(HostStrategy):
         """A context between two batches in which other code can use the GPU's memory, for example an engine that generates.
 
         Weights, buffers and optimizer state leave the GPU, with the layers that stay there. They return afterwards, each when it
-        is needed, and results do not change. Modules may be called in the context. Tensors of your code stay where they are.
+        is needed, and results do not change. Tensors of your code stay where they are. In the context, a call of a module uploads
+        its layers; but buffers and layers of ``gpu_layers`` are on the CPU, so that a call that uses them raises torch's error.
 
         ``with strategy.gpu_released() as staying`` gives the bytes of weights that stay: those whose memory your tensors view.
 

@@ -188,10 +188,10 @@ def test_a_weight_that_is_tied_follows_when_the_gpu_is_lent(
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: to(self, *args, **kwargs).clone())
     with stream(net, optimizer, k=1, **options) as streamed:
         other.blocks[0].inner.weight.data = net.blocks[0].inner.weight.data
-        before = net.blocks[0].inner.weight.data_ptr()
+        before = net.blocks[0].inner.weight.data  # kept, so that no other memory gets its address
         with streamed.gpu_released():
             pass
-        assert (net.blocks[0].inner.weight.data_ptr() == before) == (not options)
+        assert (net.blocks[0].inner.weight.data_ptr() == before.data_ptr()) == (not options)
         assert net.blocks[0].inner.weight.data_ptr() == other.blocks[0].inner.weight.data_ptr()
 
 

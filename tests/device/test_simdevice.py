@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import Adagrad
 
+from sp_lightning import stream
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.layers.gradients import Transfers
 from sp_lightning.core.layers.swap import ParameterSwap
+from tests.equality.programs.placed import HidingModule, KeepsOptimizer, Measures
 from tests.support.engine import Slots
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import fit, superpipeline
@@ -244,3 +248,55 @@ def test_each_stream_keeps_what_it_has_freed() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         device.empty(60)
     del kept
+
+
+@pytest.mark.parametrize(
+    ("left_out", "make"),
+    [
+        ("tests.support.simdevice.move_module", Measures),
+        ("tests.support.simdevice.move_module", HidingModule),
+        ("sp_lightning.trainer.run.Run._move_state", partial(KeepsOptimizer, partial(Adagrad, lr=0.1))),
+    ],
+)  # fmt: skip
+def test_what_is_left_on_the_host_is_noticed(left_out: str, make: Any) -> None:
+    """Tensors in attributes of modules and in state of optimizers, from before the run."""
+    with (
+        mock.patch(left_out),
+        simulated(),
+        pytest.raises(Mixed, match=r"takes memory of the host \[.*\] and of the device"),
+    ):
+        fit(make, vectors(2), superpipeline(k=1, gpu_layers=1), recorded="nothing")
+
+
+def test_what_is_computed_on_the_host_is_the_hosts() -> None:
+    device, slot, host = make()
+    with Watch(device):
+        on_host, on_device = host.float() * 2, slot.float()
+        with pytest.raises(Mixed, match=r"takes memory of the host \[\(64,\)\]"):
+            on_device.add(on_host.exp())
+        assert device.is_left(on_host.exp())
+        assert device.is_left(device.on_host(on_device))
+        assert device.has(on_device.exp())
+
+
+@pytest.mark.rest("takes tenths of a second")
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_was_moved_is_back_after_the_run(streamed: bool) -> None:
+    """A Trainer's run ends with Lightning's ``module.cpu()``, which calls no ``to``; a stream ends with ``to``."""
+    module: Any = HidingModule()
+    scaled, follows, _ = module.net.blocks
+    module.register_buffer("constant", torch.ones(3))
+    of_apply = lambda: [scaled.scale, scaled.data[0], follows.shift, module.constant]  # noqa: E731
+    of_to = module.net.hidden[0].weight
+    seen = list[bool]()
+    with simulated() as made:
+        look = lambda *_: seen.extend(made[-1].has(each) for each in (*of_apply(), of_to))  # noqa: E731
+        scaled.register_forward_hook(look)
+        if streamed:
+            with stream(module, k=1):
+                module.net(vectors(1)[0])
+        else:
+            fit(lambda: module, vectors(1), superpipeline(k=1), run="predict")
+        assert seen == [True] * len(seen) != []
+        assert not any(map(made[-1].has, of_apply()))
+        assert made[-1].has(of_to) is not streamed

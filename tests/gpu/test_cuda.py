@@ -1,7 +1,7 @@
 """The same equality on CUDA, and what only a GPU can show: allocator peaks and overlapping streams.
 
 The reference is the plain module on the device, its gradients copied to the CPU, stepped there and copied back: the
-optimizer runs on the same device on both sides. Where this GPU has confirmed the formulas of its steps, it is plain Lightning.
+optimizer runs on the same device on both sides, and fused, because the strategy runs it so if its user leaves that open.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""What counts as another module or parameter between two batches, so that layers are absorbed again."""
+"""What counts as another module or parameter between two batches; where weights are that user code has captured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from threading import Thread
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
+from tests.support.models import vectors
+from tests.support.moments import At
+from tests.support.runs import fit, superpipeline
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a parameter": lambda net: setattr(net[1], "weight", nn.Parameter(net[1].weight.detach().clone())),
@@ -37,3 +43,29 @@ def test_a_change_is_noticed(what: str) -> None:
     CHANGES[what](net)
     assert streamer.changed()
     streamer.close()
+
+
+def test_a_captured_weight_is_where_its_data_is() -> None:
+    """In the step's own thread, on the device of the device parameter, for which "meta" stands; otherwise on the host."""
+
+    def place(weight: Any) -> tuple[str, bool, bool, str]:
+        made = torch.empty(weight.shape, device=weight.device)
+        return weight.device.type, weight.is_cpu, weight.is_cuda, made.device.type
+
+    def looks(m: Any) -> None:
+        (weight,) = m.kept
+        device_of = type(weight).roles[0].device_of
+        thread = Thread(target=lambda: m.noted.append(place(weight)))
+        with mock.patch.dict(device_of, {id(weight): torch.empty(weight.shape, device="meta")}):
+            m.noted.append(place(weight))
+            thread.start()
+            thread.join()
+
+    moments: dict[str, Any] = {
+        "init": lambda m: m.kept.append(m.net[1].first.weight),
+        "start": looks,
+        "on_train_batch_end": lambda m: m.noted.append(place(*m.kept)),
+    }
+    trained = fit(partial(At, **moments), vectors(1), superpipeline(k=1), recorded="nothing")
+    on_host = ("cpu", True, False, "cpu")
+    assert trained.module.noted == [("meta", False, False, "meta"), on_host, on_host]

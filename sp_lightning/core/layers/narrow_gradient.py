@@ -229,7 +229,7 @@ class Norms:
         self._lock = threading.Lock()
 
     def of(self, gradient: Tensor, kind: float = 2.0) -> Tensor:
-        """Returns the norm of a gradient after its recorded changes: a tensor without dimensions. ``kind``: torch's ``ord``."""
+        """Returns the norm of a gradient after its recorded changes: a number in a tensor. ``kind``: torch's ``ord``."""
         came, changes = narrow_and_changes(gradient)
         if came is gradient:
             return torch.linalg.vector_norm(gradient, kind)

@@ -77,12 +77,12 @@ _move: ContextVar[_Move | None] = ContextVar("move", default=None)
 """The move that runs in this thread. The patch below is shared by all threads."""
 
 
-def _apply(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def _around(own: Callable[..., Any], *args: Any, **options: Any) -> Any:
     move = _move.get()
     return own(*args, **options) if move is None else move.apply(own, *args, **options)
 
 
-_patch = Patch(*MODULE_APPLY, _apply)
+_patch = Patch(*MODULE_APPLY, _around)
 _lock = threading.Lock()
 _moves = 0  # the number of moves that run
 

@@ -3,10 +3,9 @@
 After a backward, gradients are *open*: user code of the other ranks of the node may read them. They are closed when the engine
 uses them next: in the optimizer's step, in the next backward, or when it unscales or clips.
 
-An owner *publishes* a gradient: it copies the gradient to memory that the node's ranks share. It does so before its own user
-code gets or sets ``param.grad``, and if another rank asks. The thread that looks for failures answers, so a rank may read
-what no other rank reads. The other ranks see the memory through a private view, as they see weights: what their user code
-writes is their own.
+An owner *publishes* a gradient: it copies the gradient to memory that the node's ranks share. It does so before its own user code
+gets or sets ``param.grad``, and if another rank asks. The thread that looks for failures answers, so a rank may read what no
+other rank reads. Other ranks see the memory through a private view, as they see weights: what their code writes is their own.
 
 When gradients are closed, all ranks meet, and compare what user code has written, as for weights: they must have written the same
 values. The owner's are used.

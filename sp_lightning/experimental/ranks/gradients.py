@@ -366,8 +366,8 @@ class SummedGradients(Gradients):
     def drop(self) -> None:
         """Drops gradients that have not reached ``param.grad``, and clears the records of one backward.
 
-        After an error that has kept this rank from its sums, reports the error, even one that user code may catch: the other
-        ranks wait for these sums.
+        If this follows an error that has kept this rank from its sums, reports the error, even one that user code may catch: the
+        other ranks wait for these sums.
         """
         if self._begun and (error := sys.exception()) is not None:
             self._owners.ranks.fail(error)

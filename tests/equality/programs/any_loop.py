@@ -486,6 +486,12 @@ def frozen(agent: Any, player: Any) -> None:
     tie(player.blocks, agent.blocks)
 
 
+def tied_and_copied(agent: Any, player: Any) -> None:
+    tie(player, agent)
+    for parameter in player.parameters():
+        parameter.data = parameter.data.clone()
+
+
 def of_the_dead(agent: Any, _: Any) -> None:
     dead = Stack(3)
     vars(dead)["itself"] = dead
@@ -497,6 +503,7 @@ for name, before in (
     ("a mapped file", mapped),
     ("a held state_dict()", lambda agent, _: agent.state_dict()),
     ("a frozen module", frozen),
+    ("a module until that gets a copy", tied_and_copied),
     ("a module that only a cycle holds", of_the_dead),
 ):  # fmt: skip
     loop(f"loop: memory that a weight shares with {name}", tiers("keep, k=1"), covers="no tie to be kept")(
