@@ -248,7 +248,9 @@ class StreamedLoop(WatchesEngine):
     def __enter__(self) -> StreamedLoop:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        if error is not None:
+            self._run.note_places(error)
         self.close()
 
     @in_loop()

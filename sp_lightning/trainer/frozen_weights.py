@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.core.layers.writes import digest
 from sp_lightning.core.model.wrapped import parts
@@ -26,18 +25,20 @@ FROZEN = "superpipeline_frozen"
 LeftOut = dict[str, tuple[str, str]]
 """The digest and the dtype of each omitted weight, by name."""
 
-_first: Any = WeakIdKeyDictionary()
-"""The digest of each parameter, from the beginning of the first training with ``save_frozen=False`` in which it was frozen."""
+# Attributes of parameters. Weak dictionaries do not serve: torch.utils.swap_tensors raises for tensors with weak references.
 
-_acquired: Any = WeakIdKeyDictionary()
-"""Parameters that a new module would not have: trained in this process, or loaded from a checkpoint."""
+_FIRST = "superpipeline_first"
+"""The digest from the beginning of the first training with ``save_frozen=False`` in which the parameter was frozen."""
+
+_ACQUIRED = "superpipeline_acquired"
+"""True if a new module would not have the parameter: it was trained in this process, or loaded from a checkpoint."""
 
 
 def note_trained(module: nn.Module) -> None:
     """Marks all parameters that are not frozen as trained. Called when training begins, and before a checkpoint is written."""
     for parameter in module.parameters():
         if parameter.requires_grad:
-            _acquired[_remembered(parameter)] = True
+            vars(_remembered(parameter))[_ACQUIRED] = True
 
 
 def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collection[str]) -> None:
@@ -51,7 +52,7 @@ def note_loaded(module: nn.Module, state: Mapping[str, Any], restored: Collectio
     for name, parameter in _named(module):
         loaded = state.get(name)
         if isinstance(loaded, Tensor) and (name in restored or not _same(loaded, parameter)):
-            _acquired[_remembered(parameter)] = True
+            vars(_remembered(parameter))[_ACQUIRED] = True
 
 
 class FrozenWeights:
@@ -64,12 +65,12 @@ class FrozenWeights:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         remembered = {name: _remembered(parameter) for name, parameter in _named(module)}
-        self._digests = {name: _first.setdefault(remembered[name], now) for name, now in self._now().items()}
+        self._digests = {name: vars(remembered[name]).setdefault(_FIRST, now) for name, now in self._now().items()}
 
     def _now(self) -> dict[str, str]:
-        """Returns the present digest of each frozen weight, by name, without trained and loaded weights (`_acquired`)."""
+        """Returns the present digest of each frozen weight, by name, without trained and loaded weights."""
         named = _named(self.module)
-        frozen = {name: p for name, p in named if not p.requires_grad and _remembered(p) not in _acquired}
+        frozen = {name: p for name, p in named if not p.requires_grad and _ACQUIRED not in vars(_remembered(p))}
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             return dict(zip(frozen, threads.map(digest, frozen.values()), strict=True))
 
@@ -144,9 +145,9 @@ def _filled(module: nn.Module, state: Mapping[str, Any], left_out: LeftOut, *, c
 
 
 def _remembered(parameter: Tensor) -> Tensor:
-    """Returns the key of a parameter in the weak dictionaries: the parameter, or the first inner tensor of a wrapper subclass.
+    """Returns the tensor that has the attributes: the parameter, or the first inner tensor of a wrapper subclass.
 
-    torch 2.15 cannot move a module to another device while one of its wrapper subclasses is weakly referenced.
+    ``Module.to`` exchanges the attributes of a wrapper subclass, also if nothing is moved.
     """
     first: Tensor = next(parts("", parameter))[1]
     return first

@@ -265,6 +265,7 @@ class LoopStrategy(ReadableStrategy):
         self._group.fail(exception)  # so that no other process waits for this one
         if self._run is not None:
             self._run.abort()
+            self._run.note_places(exception)
         super().on_exception(exception)
 
     # ------------------------------------------------------------------ loops

@@ -33,7 +33,7 @@ from sp_lightning.core.plan.update_policy import (
 from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.core.updates.fused import divide, has_fused_step, is_separable, runs_fused
 from sp_lightning.trainer.options import Options
-from sp_lightning.trainer.step_hooks import StepHooks
+from sp_lightning.trainer.step_hooks import StepHooks, hold_host_parameters
 from sp_lightning.trainer.update_facts import (
     batch_facts,
     clips_as_lightning,
@@ -94,10 +94,17 @@ class OptimizerSteps:
     def close(self) -> None:
         """Restores the optimizers as their users configured them. Called after the engine is closed, or if it was not built."""
         self._step_hooks.close()
+        self.hold_host_parameters()
         self._owned_steps.detach()
         self._layerwise.clear()
         self._applied = None
         self.state = IN_MEMORY  # the files of a store on the disk exist only during the run
+
+    def hold_host_parameters(self) -> None:
+        """Replaces device parameters that user code has put into the optimizers. Called after the user's code of a step."""
+        engine = self._run.streamer
+        for optimizer in self._real_optimizers:
+            hold_host_parameters(optimizer, None if engine is None else engine.updating)
 
     # ------------------------------------------------------------------ how steps run
 

@@ -41,6 +41,7 @@ from sp_lightning.core.observe.messages import (
     after_out_of_memory,
     in_our_words,
     note,
+    note_places,
     say_once,
 )
 from sp_lightning.core.plan.choices import Mode
@@ -235,6 +236,8 @@ class Run:
             streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
             with streamer.saving():
                 output = user_code()
+                if training:
+                    self.steps.hold_host_parameters()
                 if ends_with_backward:
                     self.steps.forget_freed()
                 if ends_with_backward and output is not None and not skips_backward(self.trainer):
@@ -769,6 +772,11 @@ class Run:
                 )
                 self._make_room(error)
             raise
+
+    def note_places(self, error: BaseException) -> None:
+        """Adds a note to an error that was raised between two steps, if it is about tensors on two devices."""
+        if self.streamer is not None:
+            note_places(error, [layer.name for layer in self.streamer.found.stay])
 
     def abort(self) -> None:
         """Ends the step, and restores the host parameters. An error in this method is logged: it must not hide the first error.

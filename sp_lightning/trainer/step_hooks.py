@@ -6,7 +6,7 @@ These hooks also see steps that Lightning does not call: steps of optimizers tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from types import FunctionType
@@ -18,11 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from sp_lightning.core.device.lease import shared
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.layerwise import LayerwiseStep
+from sp_lightning.core.engine.updating import Updating
 from sp_lightning.core.layers.device_parameter import DeviceParameter
+from sp_lightning.core.model.wrapped import move
 from sp_lightning.core.torch_compat.modes import never_compiled
-from sp_lightning.core.torch_compat.patched import elsewhere, order_new_state, scope, state_of
+from sp_lightning.core.torch_compat.patched import Patch, attributes_of, elsewhere, order_new_state, scope, state_of
 from sp_lightning.core.torch_compat.private import (
     has_global_step_hooks,
     remove_global_step_hooks,
@@ -244,11 +247,8 @@ class StepHooks:
         Called again after each piece of user code that runs before the optimizer's own code: the step's time counts from the
         last call.
         """
+        hold_host_parameters(optimizer, self._engine.updating)
         parameters = _parameters(optimizer)
-        kinds = {*map(type, parameters)}  # few classes; one issubclass() call per weight would take longer
-        if any(issubclass(kind, DeviceParameter) for kind in kinds):
-            _replace_device_parameters(optimizer)
-            parameters = _parameters(optimizer)
         self._engine.updating.before(deferred=self._layerwise(optimizer) is not None, parameters=parameters)
         self._begun = perf_counter()
 
@@ -368,11 +368,13 @@ class _OfProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._saving = Patch(Optimizer, "state_dict", self._save)
         self.runs: tuple[StepHooks, ...] = ()  # never changed in place, because another thread may iterate over it
 
     def add(self, hooks: StepHooks) -> None:
         """Adds the hooks of a run. Registers the pair of hooks in torch, if it is not registered."""
         with self._lock:
+            self._saving.install()
             if not has_global_step_hooks(self._before, self._after):
                 # Other code may have removed only one of the two: the other one must not be registered twice.
                 remove_global_step_hooks(self._before, self._after)
@@ -386,6 +388,7 @@ class _OfProcess:
         with self._lock:
             self.runs = tuple(each for each in self.runs if each is not hooks)
             if not self.runs:
+                self._saving.remove()
                 remove_global_step_hooks(self._before, self._after)
 
     @never_compiled  # the step may be called inside a compiled module
@@ -400,6 +403,11 @@ class _OfProcess:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         for hooks in self.runs:
             hooks.after(optimizer)
+
+    def _save(self, own: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Runs torch's ``Optimizer.state_dict``, which user code may call in a step."""
+        hold_host_parameters(optimizer)
+        return own(optimizer, *args, **kwargs)
 
 
 _of_process = _OfProcess()
@@ -425,13 +433,58 @@ def _writes(part: dict[str, Any], group: dict[str, Any]) -> bool:
     return any(part.get(key) is not group.get(key) for key in part.keys() | group.keys() if key not in OF_EACH)
 
 
-def _replace_device_parameters(optimizer: Optimizer) -> None:
-    """Replaces device parameters by host parameters, in an optimizer that user code has made within a step."""
+def hold_host_parameters(optimizer: Optimizer, updating: Updating | None = None) -> None:
+    """Replaces device parameters by host parameters, in an optimizer that user code has made or changed within a step.
+
+    A dictionary finds a host parameter by its device parameter. But torch's ``state_dict`` and other code go by identity.
+
+    Args:
+        optimizer: the optimizer.
+        updating: the engine. State that user code has made on the device is moved to the host, where the optimizer steps. None to
+            leave it there.
+
+    Raises:
+        RuntimeError: other tensors share the memory of such state. They would not see what the optimizer writes.
+    """
     for group in optimizer.param_groups:
-        group["params"] = [p.host if _is_device_parameter(p) else p for p in group["params"]]
-    state = {p.host if _is_device_parameter(p) else p: values for p, values in optimizer.state.items()}
-    optimizer.state.clear()
-    optimizer.state.update(state)
+        if _device_parameters(group["params"]):
+            group["params"] = [p.host if _is_device_parameter(p) else p for p in group["params"]]
+    for parameter in _device_parameters(dict.keys(_state(optimizer))):
+        state = optimizer.state  # waits for updates in the background
+        dict.__setitem__(state, parameter.host, dict.pop(state, parameter))
+    if updating is not None:
+        _move_state(optimizer, updating)
+
+
+def _state(optimizer: Optimizer) -> dict[Any, Any]:
+    """Returns an optimizer's state, without waiting for updates; an empty dictionary if the optimizer has no such dictionary."""
+    state = state_of(optimizer) if hasattr(type(optimizer), "state") else attributes_of(optimizer).get("state")
+    return state if isinstance(state, dict) else {}
+
+
+def _move_state(optimizer: Optimizer, updating: Updating) -> None:
+    """Moves state of streamed weights from the device to the host. Each tensor is the same object, which user code may hold."""
+    device = updating.engine.device
+    # A copy, because the background may make state meanwhile.
+    for parameter, values in [] if device.computes_on_host else list(dict.items(_state(optimizer))):
+        name = updating.name_of(parameter)
+        for key, each in values.items() if name is not None and isinstance(values, dict) else ():
+            if not isinstance(each, Tensor) or not device.has(each):
+                continue
+            _ = optimizer.state  # waits for updates in the background
+            if shared(each):
+                raise RuntimeError(
+                    f"optimizer.state of {name!r} was given a tensor {key!r} on the GPU, and other tensors share its memory. The "
+                    "optimizer steps on the CPU, so they would not see what it writes. Put a tensor with memory of its own "
+                    "there: value.clone()."
+                )
+            move(each, device.on_host)
+
+
+def _device_parameters(parameters: Iterable[Any]) -> list[DeviceParameter]:
+    parameters = [*parameters]  # at once, because the background may make state meanwhile
+    kinds = {*map(type, parameters)}  # few classes; one issubclass() call per weight would take longer
+    return [*filter(_is_device_parameter, parameters)] if any(issubclass(k, DeviceParameter) for k in kinds) else []
 
 
 def _is_ours(parameter: Any, streamer: Engine) -> bool:

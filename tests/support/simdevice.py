@@ -698,7 +698,10 @@ class Watch(TorchDispatchMode):
         for what, mixed in (("the host store", host), ("the host", left)):
             if mixed and (device or derived):
                 shapes = _shapes(mixed), _shapes(device + derived)
-                raise Mixed(f"{func} takes memory of {what} {shapes[0]} and of the device {shapes[1]}")
+                raise Mixed(
+                    f"Expected all tensors to be on the same device: {func} takes memory of {what} {shapes[0]} and of the "
+                    f"device {shapes[1]}"
+                )
         declared = zip(func._schema.arguments, args, strict=False)
         written = {id(each) for argument, given in declared if _is_written(argument) for each in tree_leaves(given)}
         for each in device if not inside else ():

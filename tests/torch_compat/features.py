@@ -66,6 +66,7 @@ FEATURES = {
         "MODULE_APPLY": "every run: metrics, and overridden Module.to and _apply",
         "moves_modules": "modules that are moved while gradients are freed, or on another device",
         "exchange_memory": "modules on the meta device (load_weights_from=)",
+        "NoticesSwap": "torch.utils.swap_tensors inside a step",
         "overlaps_itself": 'activations="recompute": tensors that a forward writes',
         "sparse_indices": "embeddings with sparse=True",
         "sparse_values": "embeddings with sparse=True",

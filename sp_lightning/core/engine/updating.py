@@ -41,6 +41,11 @@ class Updating:
         place = self._place_of.get(id(parameter))
         return None if place is None else place[0].owner
 
+    def name_of(self, parameter: Any) -> str | None:
+        """Returns the name of a host parameter that is streamed; None for any other object."""
+        place = self._place_of.get(id(parameter))
+        return None if place is None else place[0].planned.spans[place[1]].name
+
     def owns(self, parameter: nn.Parameter) -> bool:
         """Returns True if this process steps a host parameter."""
         layer = self.layer_of(parameter)

@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from sp_lightning.core.layers.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast
 from sp_lightning.core.layers.write_guard import guard_of
+from sp_lightning.core.observe.messages import SWAPPED_IN_STEP
 from sp_lightning.core.torch_compat.metadata import METADATA
 from sp_lightning.core.torch_compat.modes import (
     never_compiled,
@@ -35,6 +36,7 @@ from sp_lightning.core.torch_compat.modes import (
 )
 from sp_lightning.core.torch_compat.private import (
     DYNAMO_MARKS,
+    NoticesSwap,
     compiles_here,
     count_function_modes,
     top_saved_tensors_hooks,
@@ -52,7 +54,7 @@ tensor_requires_grad: Any = Tensor.requires_grad
 set_class: Callable[[object, type], None] = object.__dict__["__class__"].__set__
 
 
-class DeviceParameter(nn.Parameter):
+class DeviceParameter(NoticesSwap, nn.Parameter):
     """The base class of device parameters. Only :class:`ParameterGroup` makes them."""
 
     _of: Any  # the ParameterGroup; not typed, because the class's file imports this file
@@ -80,8 +82,8 @@ class DeviceParameter(nn.Parameter):
         return hash(self.host)
 
     def __eq__(self, other: object) -> Any:
-        if other is self.host:
-            return True
+        if other is self.host or (issubclass(type(other), DeviceParameter) and other.host is self.host):  # type: ignore[attr-defined]
+            return True  # also for that of an earlier engine, which a dictionary of the user may hold
         return super().__eq__(other)
 
     @property
@@ -153,6 +155,9 @@ class DeviceParameter(nn.Parameter):
             return self
         return super().set_(*args, **kwargs)
 
+    def before_swap(self) -> None:
+        raise RuntimeError(SWAPPED_IN_STEP.format(what=repr(self._of.spans[self._index].name)))
+
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         return self.host.register_hook(hook)
 
@@ -167,10 +172,13 @@ class DeviceParameter(nn.Parameter):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Returns a copy that is an ordinary parameter of the user's class, because a copied module is a plain module."""
-        if id(self) not in memo:
-            memo[id(self)] = copy.deepcopy(self._ordinary(self.data.detach()), memo)
-        return memo[id(self)]
+        """Returns a copy that is an ordinary parameter of the user's class, because a copied module is a plain module.
+
+        It is also the copy of the host parameter, which an optimizer that is copied with the module refers to.
+        """
+        if id(self.host) not in memo:
+            memo[id(self.host)] = copy.deepcopy(self._ordinary(self.data.detach()), memo)
+        return memo[id(self.host)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._ordinary(self.data.detach().clone()).__reduce_ex__(protocol)
@@ -178,7 +186,11 @@ class DeviceParameter(nn.Parameter):
 
 def _users_attribute(parameter: DeviceParameter, name: str) -> Any:
     """Returns an attribute that the user gave the host's parameter."""
-    if name in ("_of", "_index"):  # not set yet: `host` reads both, and would call this function again without end
+    if name in (
+        "_of",
+        "_index",
+        "host",
+    ):  # not set yet: `host` reads the others, and would call this function without end
         raise AttributeError(name)
     return getattr(parameter.host, name)
 
@@ -278,7 +290,7 @@ def _is_ours(name: str) -> bool:
 
 def _users_class(kind: type) -> Any:
     """Returns the class of the user's parameter: ``nn.Parameter``, or a subclass from which ``kind`` also derives."""
-    return next(base for base in kind.__mro__ if not issubclass(base, DeviceParameter))
+    return next(base for base in kind.__mro__ if not issubclass(base, DeviceParameter | NoticesSwap))
 
 
 def _call_with_casts(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:

@@ -101,7 +101,6 @@ class ParameterGroup:
         self._held: dict[int, int] = {}  # the same, for parameters that autograd or user code has kept since then
         with no_inference_mode(), Untouched():
             self.counters = [parameter.detach() for parameter in self.all]
-            self._host_counters = [_counter(host) for host in hosts]
         self._versions, self._host_versions = versions(self.counters), versions(hosts)
 
     def notice_uses_of(self, indices: Iterable[int]) -> None:
@@ -280,7 +279,9 @@ class ParameterGroup:
 
     def version_once_fetched(self, index: int) -> int:
         """Returns the value that :meth:`version` will have after :meth:`fetched` has counted later writes on the host."""
-        return self.counters[index]._version + (self._host_counters[index]._version != self._host_versions[index])
+        with Untouched():
+            written = self.hosts[index]._version != self._host_versions[index]
+        return self.counters[index]._version + written
 
     def writes(self, index: int) -> int:
         """Returns a number that rises with each known write of a weight, also with writes that no version shows.
@@ -410,13 +411,6 @@ class ParameterGroup:
 
 
 _requires_grad = attrgetter("requires_grad")
-
-
-def _counter(tensor: Tensor) -> Tensor:
-    """Returns a tensor without memory that shares the version counter of ``tensor``."""
-    counter = tensor.detach()
-    counter.data = counter.new_empty(0)
-    return counter
 
 
 @cache

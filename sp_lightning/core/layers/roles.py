@@ -19,13 +19,14 @@ from typing import Any, ClassVar
 from torch import DisableTorchFunctionSubclass, Tensor, nn
 
 from sp_lightning.core.layers.device_parameter import DeviceParameter, set_class
+from sp_lightning.core.observe.messages import SWAPPED_IN_STEP
 from sp_lightning.core.torch_compat.metadata import METADATA
-from sp_lightning.core.torch_compat.private import tree_map_only
+from sp_lightning.core.torch_compat.private import NoticesSwap, tree_map_only
 
 _lock = threading.RLock()  # an update may end in another thread
 
 
-class ParameterRole(nn.Parameter):
+class ParameterRole(NoticesSwap, nn.Parameter):
     """A role. Its methods precede those of roles with a higher :attr:`rank`, and those of the user's class.
 
     Attributes:
@@ -59,6 +60,16 @@ class ParameterRole(nn.Parameter):
         return super().__eq__(other)
 
     __hash__ = nn.Parameter.__hash__
+
+    def before_swap(self) -> None:
+        """Ends the roles that a use ends: an update under way, a narrow gradient. Other roles refuse the exchange."""
+        _ = self.data, self.grad
+        if issubclass(type(self), ParameterRole):
+            raise RuntimeError(SWAPPED_IN_STEP.format(what=self.described()))
+
+    def described(self) -> str:
+        """Returns the parameter's name, or its shape if the role does not know its name."""
+        return f"a parameter of shape {tuple(self.shape)}"
 
     def __repr__(self) -> str:  # type: ignore[override]
         kind = getattr(type(self), "users", type(self))  # another thread may remove the role at any time

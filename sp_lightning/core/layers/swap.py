@@ -416,6 +416,14 @@ class _HostParameterInStep(ParameterRole):
         """Runs ``Tensor.set_``, for which torch does not call ``__torch_function__`` itself."""
         return type(self).__torch_function__(Tensor.set_, (type(self),), (self, *args), kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if type(self).gives_device_memory():  # with the present values, which the host may not have
+            return copy.deepcopy(type(self).device_of[id(self)], memo)
+        return super().__deepcopy__(memo)
+
+    def described(self) -> str:
+        return repr(_name_of(type(self), self))
+
     @classmethod
     def gives_device_memory(cls) -> bool:
         """Returns True if ``.data`` and ``.detach()`` give this thread the device's memory of a weight."""

@@ -109,6 +109,15 @@ class OffloadedWrapper:
             raise AttributeError(name)
         return getattr(self.host, name)
 
+    def __hash__(self) -> int:
+        """Returns the hash of the user's parameter, so that dictionaries of parameters find it, as with device parameters."""
+        return hash(self.host)
+
+    def __eq__(self, other: object) -> Any:
+        if other is self.host or (isinstance(other, OffloadedWrapper) and other.host is self.host):
+            return True
+        return super().__eq__(other)
+
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """If the value differs from the present one, calls the method of the user's parameter. Otherwise does nothing."""
         return self if requires_grad == self.requires_grad else self.host.requires_grad_(requires_grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -52,6 +53,25 @@ BEING_UPDATED = (
     "the next step. Save it in a callback, or try again."
 )
 
+SWAPPED_IN_STEP = (
+    "torch.utils.swap_tensors was called for {what} inside a step, in which the weights of a layer share memory. Exchange the "
+    "values: with torch.no_grad(): kept = a.clone(); a.copy_(b); b.copy_(kept). Or call it between two steps "
+    "(on_train_batch_end)."
+)
+
+SAVED_IN_STEP = (
+    "safetensors.torch.save_model was called inside a step, in which the weights of a layer share memory. Call it between two "
+    "steps (on_train_batch_end), or save copies of the weights: safetensors.torch.save_file({name: value.clone() for name, "
+    "value in self.state_dict().items()}, path)."
+)
+
+IN_TWO_PLACES = (
+    "gpu_layers keeps {stay} on the GPU between two steps. All other weights are in CPU memory there, and this code joins both. "
+    "Leave gpu_layers out, or join them in training_step, where all weights are on the GPU. ModelPruning works with "
+    "use_global_unstructured=False."
+)
+"""The note on an error about tensors on two devices, between two steps. ``stay``: layers, by name."""
+
 ON_THE_HOST = (
     "Superpipeline keeps gradients on the CPU, and weights between two steps. Copy one of the tensors to the other's device: "
     "param.grad.to(param.device) inside training_step, buffer.to(param.device) in a hook between two steps. In backward (a "
@@ -77,7 +97,12 @@ _GPU = {
 _SIGNS = {
     "don't yet support saved tensor hooks": TRANSFORMS,
     "torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode": TRACES,
+    "found no suitable name to keep for saving": SAVED_IN_STEP,
 }
+
+
+_TWO_DEVICES = "Expected all tensors to be on the same device", "Found two parameters on different devices"
+"""What torch says of tensors on two devices; the latter in ``parameters_to_vector``."""
 
 
 def in_our_words(error: BaseException) -> str | None:
@@ -99,19 +124,27 @@ def note(error: BaseException, mixed: str | None, file: str | None) -> None:
     """Adds notes to an error, each at most once.
 
     Args:
-        error: any error. One about tensors on two devices gets a note about :data:`ON_THE_HOST`, though the user's own code may
-            have mixed them.
+        error: any error. See also :func:`note_places`.
         mixed: why only some layers have the weights of the last step; None or empty if all layers have weights of the same step.
         file: the path of the last checkpoint; None if none was saved.
     """
-    notes = []
-    if isinstance(error, RuntimeError) and "Expected all tensors to be on the same device" in str(error):
-        notes.append(ON_THE_HOST)
-    if mixed:
-        notes.append(not_whole(mixed, file))
-    for text in notes:
-        if text not in getattr(error, "__notes__", ()):
-            error.add_note(text)
+    note_places(error)
+    if mixed and (text := not_whole(mixed, file)) not in getattr(error, "__notes__", ()):
+        error.add_note(text)
+
+
+def note_places(error: BaseException, stay: Sequence[str] = ()) -> None:
+    """Adds one note to an error about tensors on two devices, though the user's own code may have mixed them.
+
+    Args:
+        error: any error.
+        stay: the names of the layers that stay on the GPU, if the error was raised between two steps.
+    """
+    names = ", ".join(map(repr, stay[:3])) + (f" and {len(stay) - 3} more" if len(stay) > 3 else "")
+    text = IN_TWO_PLACES.format(stay=names) if stay else ON_THE_HOST
+    is_noted = not {text, ON_THE_HOST}.isdisjoint(getattr(error, "__notes__", ()))
+    if not is_noted and isinstance(error, Exception) and any(sign in str(error) for sign in _TWO_DEVICES):
+        error.add_note(text)
 
 
 def not_whole(mixed: str, file: str | None) -> str:

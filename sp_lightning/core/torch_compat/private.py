@@ -253,6 +253,21 @@ exchange_memory: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
 of ``nn.LSTM``."""
 
 
+class NoticesSwap:
+    """The base of parameters that ``torch.utils.swap_tensors`` must not exchange: the other tensor would get their class.
+
+    torch counts the references to both tensors before it exchanges anything, by a method without a public name.
+    """
+
+    def before_swap(self) -> None:
+        """Prepares for the exchange, or raises an error."""
+
+    def _use_count(self) -> int:
+        self.before_swap()
+        with torch.DisableTorchFunctionSubclass():
+            return Tensor._use_count(self)  # type: ignore[attr-defined]
+
+
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """Returns the base tensor of a view, for autograd; None if the tensor is not a view. There is no public way to ask."""
 

@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.optim import AdamW, Optimizer
 
 from tests.equality.programs.gpu_steps import made
@@ -21,8 +23,8 @@ OFF = "off, 2 stay, simulated"
 EACH = tiers(rest=[OFF], long=["forward, 2 stay, simulated"])
 
 
-def stays(name: str, variants: Tiers = EACH, said: str = "", **more: Any) -> Any:
-    refused = dict.fromkeys(variants, said) if said else {}
+def stays(name: str, variants: Tiers = EACH, said: str | dict[str, str] = "", **more: Any) -> Any:
+    refused = said if isinstance(said, dict) else dict.fromkeys(variants, said) if said else {}
     return program(f"gpu_layers: {name}", variants, refused=refused, **{"batches": partial(vectors, 5), **more})
 
 
@@ -139,9 +141,33 @@ class LoadsAndLends(Stepped):
                 assert staying == 0
 
 
+JOINED = r"Mixed: Expected all tensors to be on the same device.*gpu_layers keeps 'net\.stem'.*Leave gpu_layers out"
+for name, join in (
+    ("mixes both places", lambda self, *_: (self.net.stem.bias + self.net.head.bias, None)[1]),
+    ("joins all weights", lambda self, *_: (parameters_to_vector(self.parameters()), None)[1]),
+):
+    stays(
+        f"code that {name}", {OFF: 1, "users, k=1, simulated": 2}, {OFF: JOINED}, repairable=False,
+        covers="torch's own error, on a GPU, with a note; without gpu_layers it works",
+    )(type("Joins", (Stepped,), {"on_train_batch_end": join}))  # fmt: skip
+    stays(f"code in a step that {name}", tiers(rest=[OFF]), covers="all weights are on the GPU")(
+        type("Joins", (Stepped,), {"on_before_backward": join})
+    )
+
+
+def prunes(**options: Any) -> Any:
+    return lambda: [ModelPruning("l1_unstructured", parameter_names=["weight"], amount=0.3, **options)]
+
+
+PRUNED = partial(Stepped, partial(torch.optim.SGD, lr=0.1))
 stays(
-    "code that mixes both places", {"off, 2 stay, simulated": 1}, "Mixed", covers="torch's own error, on a GPU", repairable=False,
-)(type("Mixes", (Stepped,), {"on_train_batch_end": lambda self, *_: self.net.stem.bias + self.net.head.bias}))  # fmt: skip
+    "ModelPruning of all layers together", {OFF: 1}, {OFF: JOINED + ".*use_global_unstructured=False"}, repairable=False,
+    callbacks=prunes(use_lottery_ticket_hypothesis=False), covers="it joins all weights between steps",
+)(PRUNED)  # fmt: skip
+stays(
+    "ModelPruning of each layer by itself", tiers(rest=[OFF]), covers="the remedy that the error names",
+    callbacks=prunes(use_global_unstructured=False, use_lottery_ticket_hypothesis=False),
+)(PRUNED)  # fmt: skip
 
 
 class Counts(Optimizer):
