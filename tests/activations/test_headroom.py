@@ -91,7 +91,7 @@ def test_keep_means_keep(monkeypatch: pytest.MonkeyPatch, large: None) -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train(4 * Saves.SIZE + 24_000, eight, rows(), activations="keep")
     assert phases.seen == [], "the engine's default, KeepAll, has run"
-    assert 'Use a smaller batch, or SuperpipelineStrategy(activations="auto").' in "".join(raised.value.__notes__)
+    assert 'Use less: SuperpipelineStrategy(activations="recompute")' in "".join(raised.value.__notes__)
 
 
 # ---------------------------------------------------------------------- they do not

@@ -139,17 +139,22 @@ class HostSource(BlockSource):
         On plain Lightning both would be one weight from then on. Copying the values into the block would make them two.
         """
         with torch.DisableTorchFunctionSubclass():  # must not wait for updates: they do not change addresses
-            given = {block.parameters[index].data_ptr(): block.planned.spans[index].name for index in displaced}
+            given = {
+                block.parameters[each].data_ptr(): (block.parameters[each], block.planned.spans[each].name)
+                for each in displaced
+            }
         own = {id(parameter) for layer in self.engine.layers for parameter in layer.block.parameters}
         for other in open_blocks():
             for parameter, span, address in zip(other.parameters, other.planned.spans, other.addresses, strict=True):
                 # Parameters without elements have the address 0.
-                if not address or (name := given.get(address)) is None:
+                if not address or address not in given:
+                    continue
+                weight, name = given[address]
+                if parameter is weight:  # another run of the module has it, perhaps by another name
                     continue
                 if id(parameter) not in own:
                     raise RuntimeError(tied_streams(name, repr(span.name)))
-                if name != span.name:
-                    raise RuntimeError(tied(name, span.name))
+                raise RuntimeError(tied(name, span.name))
 
 
 def tied(name: str, other: str) -> str:

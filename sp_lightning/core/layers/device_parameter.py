@@ -82,8 +82,12 @@ class DeviceParameter(NoticesSwap, nn.Parameter):
         return hash(self.host)
 
     def __eq__(self, other: object) -> Any:
-        if other is self.host or (issubclass(type(other), DeviceParameter) and other.host is self.host):  # type: ignore[attr-defined]
-            return True  # also for that of an earlier engine, which a dictionary of the user may hold
+        """Returns True for the same weight, so that dictionaries find it; otherwise compares each element, as ``p == p`` does."""
+        kept: Any = other  # by a dictionary of the user, perhaps since an earlier engine
+        if kept is not self and (
+            kept is self.host or (issubclass(type(kept), DeviceParameter) and kept.host is self.host)
+        ):
+            return True
         return super().__eq__(other)
 
     @property

@@ -114,7 +114,9 @@ class OffloadedWrapper:
         return hash(self.host)
 
     def __eq__(self, other: object) -> Any:
-        if other is self.host or (isinstance(other, OffloadedWrapper) and other.host is self.host):
+        if other is self.host or (
+            other is not self and isinstance(other, OffloadedWrapper) and other.host is self.host
+        ):
             return True
         return super().__eq__(other)
 
