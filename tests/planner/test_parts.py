@@ -71,7 +71,8 @@ def check_parts(found: Answer) -> None:
     assert " -" not in text.replace(" --", "")
     for whole, parts in re.findall(r"^(?:device|host) memory(?: of the node)? (.*?)[:,] (.*)", text, re.MULTILINE):
         sizes = re.findall(
-            r"(?:weights|gradients|weights and gradients|optimizer state|results|activations|disk) ([\d.]+ \w+)", parts
+            r"(?:weights|gradients|weights and gradients|optimizer state|results|activations|disk|at the end) ([\d.]+ \w+)",
+            parts,
         )
         assert sum(parse_bytes("it", size) for size in sizes) == pytest.approx(parse_bytes("it", whole), rel=0.05)
 
