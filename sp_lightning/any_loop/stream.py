@@ -68,7 +68,8 @@ def stream(
     code uses these: clipping, state dictionaries, schedulers, ``GradScaler``.
 
     Args:
-        model: the root module, on the CPU. Do not move it to the GPU.
+        model: the root module, on the CPU. Do not move it to the GPU: the stream calls ``model.to(device)`` itself, in a way that
+            leaves weights where they are, and ``model.to("cpu")`` at its end.
         optimizer: the optimizer of the loop, or all of them. None for a loop that trains nothing, and for optimizers that step
             copies of the weights. The first call that builds a graph of trained weights then plans memory for their gradients.
         autocast: the dtype of the ``torch.autocast`` in which the loop calls the module. 16-bit copies of the weights are then

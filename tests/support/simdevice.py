@@ -694,7 +694,8 @@ class Watch(TorchDispatchMode):
         device = [each for each in tensors if self._on_device(each)]
         host = [each for each in tensors if not inside and _within(each, self._device.host_ranges) and each.ndim]
         derived = [each for each in tensors if self._is_derived(each)]
-        left = [each for each in tensors if not inside and self._device.is_left(each)]
+        copies = func is torch.ops.aten.copy_.default  # torch copies between devices
+        left = [each for each in tensors if not inside and not copies and self._device.is_left(each)]
         for what, mixed in (("the host store", host), ("the host", left)):
             if mixed and (device or derived):
                 shapes = _shapes(mixed), _shapes(device + derived)

@@ -6,10 +6,10 @@ would be another leaf: ``torch.autograd.grad`` would not find it in the graph, a
 So host parameters have a role while a step runs (:class:`_HostParameterInStep`). An operation that is given a host parameter
 computes
 
-- with the device parameter, if the operation builds a graph, if another argument is on the device, or if the parameter's layer is
-  in use on the device;
-- with the host's memory otherwise: for example reads and writes in ``torch.no_grad``. ``.grad`` is always the host parameter's,
-  because gradients are on the host between backward and the optimizer's step.
+- with the device parameter, if the operation builds a graph, if another argument is on the device, or if the step's own thread
+  calls it while modules hold device parameters;
+- with the host's memory otherwise: for example beside tensors on the host, and in backward. ``.grad`` is always the host
+  parameter's, because gradients are on the host between backward and the optimizer's step.
 
 ``.data`` and ``.detach()`` give out the device's memory, and ``.device`` says so: what user code makes there can be combined with
 it. User code may write the memory between two uses of the layer, and views of a slot are compared before each fetch.
@@ -537,7 +537,8 @@ def _computes_on_device(
 ) -> bool:
     """Returns True if a function is to get device parameters.
 
-    This is the case if it builds a graph, if another argument is on the device, or if the parameters' layers are in use there.
+    This is the case if it builds a graph, if another argument is on the device, or if no other argument is on the host while
+    ``.data`` is the device's memory.
 
     Args:
         func: the function.

@@ -195,3 +195,24 @@ quantised(
     batches=tokens, also=nobody_waits,
     callbacks=lambda: [Does(on_train_batch_end=note_part)], covers="nobody updates them: they are what they were",
 )(adapted(Int8WeightOnlyConfig))  # fmt: skip
+
+
+@quantised("dictionaries filled in steps and between", of=partly)
+class Keys(Module):
+    """A wrapped weight and its stand-in are one key."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        self.tables: list[dict[nn.Parameter, int]] = []
+        self.seen: list[Any] = []
+
+    def look(self) -> None:
+        self.tables.append({p: number for number, p in enumerate(self.parameters())})
+        self.seen += [[table.get(p) for p in self.parameters()] for table in self.tables]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.look()
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
