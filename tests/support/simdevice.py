@@ -39,7 +39,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -405,8 +405,9 @@ class SimDevice(Device):
             self._learn(Stream.UPDATE, clock)
             if self.steps:
                 self._learn(Stream.STEP, issued)
-            with (  # autocast and inference mode are the host thread's; a background thread would not have them
+            with (  # these are the host thread's; a background thread would not have them
                 self.engine(),
+                _no_function_modes(),
                 torch.autocast("cpu", enabled=False),
                 torch.inference_mode(False),
             ):
@@ -552,6 +553,17 @@ class SimDevice(Device):
             own.reads.clear()
         else:
             own.reads[agent] = access
+
+
+@contextmanager
+def _no_function_modes() -> Iterator[None]:
+    """A context without function modes, of which a default device is one."""
+    modes = [overrides._pop_mode() for _ in overrides._get_current_function_mode_stack()]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            overrides._push_mode(mode)
 
 
 def _overlap(stretch: tuple[int, int], memory: Tensor) -> bool:
