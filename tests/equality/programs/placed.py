@@ -247,11 +247,7 @@ class ByDefaultElsewhere(Module):
 
 
 WAYS = (
-<<<<<<< ours
     "keep, k=1, bf16-mixed", "recompute, k=1, simulated", "offload, k=1, simulated", "backward, simulated", "forward, clipped",
-=======
-    "keep, k=1, bf16-mixed", "recompute, k=1, simulated", "offload, k=1, simulated", "forward, clipped",
->>>>>>> theirs
     "forward, clipped, simulated", "off, on the GPU, clipped, simulated", "off, 2 stay, clipped, simulated",
     "users, k=1, bf16-true, simulated", "frozen weights in their files, clipped",
 )  # fmt: skip
