@@ -555,6 +555,13 @@ class SimDevice(Device):
             own.reads[agent] = access
 
 
+_OF_BOTH_PLACES = {
+    torch.ops.aten.copy_.default, torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default,
+    torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default,
+}  # fmt: skip
+"""Operators that torch runs with tensors of two devices: copies, and indices on the host."""
+
+
 @contextmanager
 def _no_function_modes() -> Iterator[None]:
     """A context without function modes, of which a default device is one."""
@@ -706,8 +713,8 @@ class Watch(TorchDispatchMode):
         device = [each for each in tensors if self._on_device(each)]
         host = [each for each in tensors if not inside and _within(each, self._device.host_ranges) and each.ndim]
         derived = [each for each in tensors if self._is_derived(each)]
-        copies = func is torch.ops.aten.copy_.default  # torch copies between devices
-        left = [each for each in tensors if not inside and not copies and self._device.is_left(each)]
+        mixes = func in _OF_BOTH_PLACES
+        left = [each for each in tensors if not inside and not mixes and self._device.is_left(each)]
         for what, mixed in (("the host store", host), ("the host", left)):
             if mixed and (device or derived):
                 shapes = _shapes(mixed), _shapes(device + derived)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from time import sleep
 from typing import Any
 
@@ -53,6 +53,7 @@ class Failures:
         self._store: Any = store_of_default_group().clone()
         self._over = Event()
         self._over.set()
+        self._reader: Thread | None = None
 
     @property
     def reads(self) -> bool:
@@ -63,7 +64,8 @@ class Failures:
         """Starts the thread that reads the store until :meth:`end`."""
         self.end()
         self._over = Event()
-        Thread(target=self._look, args=(self._over,), name="superpipeline-failures", daemon=True).start()
+        self._reader = Thread(target=self._look, args=(self._over,), name="superpipeline-failures", daemon=True)
+        self._reader.start()
 
     def _look(self, over: Event) -> None:
         """Reads the store until ``over`` is set, or until a rank has failed."""
@@ -108,6 +110,10 @@ class Failures:
     def end(self) -> None:
         """Ends the thread that reads the store.
 
-        Called before the process with the store ends, because torch prints an error if the store cannot be read.
+        Called before the process with the store ends, because torch prints an error if the store cannot be read. Waits for a read
+        that runs: Python ends a thread that is in C++ when the process ends, and C++ then aborts the process.
         """
         self._over.set()
+        reader, self._reader = self._reader, None
+        if reader is not None and reader is not current_thread():
+            reader.join(3.0)  # longer only if the store does not answer

@@ -265,14 +265,18 @@ class GradientCopies:
             leave_all([*closed.values()], PublishesGradient)
             for number, parameter in closed.items():
                 del self._open[number]
-                if not self._owns(number) and (value := stored(parameter)) is not None:
+                with (
+                    torch.DisableTorchFunctionSubclass()
+                ):  # the owner's update, which may run, uses no gradient of this rank
+                    value = None if self._owns(number) else stored(parameter)
+                if value is not None:
                     set_elsewhere(parameter, HasCopiedGradient)
                     if number in self._given:
                         self._forget(number)
                     if reopens:
                         self._views.pop(number, None)
                         self._given[number] = value
-                    del value
+                del value
                 if self._mine.pop(number, None) is not None:
                     self._memory.free(*self._begins[number : number + 2])
 

@@ -90,7 +90,7 @@ def saved(value: Any) -> bytes:
 
 @program(
     "modules: pickled and copied", batches=TWO,
-    variants=tiers(long=["recompute, k=1", "keep, k=1", "forward, accumulated, clipped, two epochs", "keep, k=1, bf16-mixed"]),
+    variants=tiers(long=["recompute, k=1", "keep, k=1", "keep, k=1, bf16-mixed"]),  # a fused reference has a local function
 )  # fmt: skip
 class Pickles(Module):
     """Pickles had hooks of ours, and could not be loaded where this package is not installed."""
