@@ -22,7 +22,7 @@ import torch
 
 from examples.benchmarks import agenda, contest, report, rows
 from examples.benchmarks.workloads import PRECISIONS, SIZES
-from sp_lightning.core.observe.messages import about_gpu
+from sp_lightning.core.messages import about_gpu
 from sp_lightning.core.plan.window import about_others
 
 RESULTS = rows.REPOSITORY / "examples" / "results"

@@ -11,7 +11,7 @@ from examples.benchmarks.contestants import THREADS
 from examples.benchmarks.rows import Row, digest
 from examples.benchmarks.workloads import SIZES, Workload
 
-CORE = ("core/device", "core/engine", "core/layers", "core/plan", "core/store", "trainer", "core/updates")
+CORE = ("core/device", "core/engine", "core/weights", "core/plan", "core/store", "trainer", "core/updates")
 """Folders of the package that every training runs."""
 
 

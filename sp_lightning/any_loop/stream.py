@@ -21,8 +21,8 @@ from sp_lightning.core.device.accelerator import present_device
 from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.engine.engine import Engine
+from sp_lightning.core.messages import say_once
 from sp_lightning.core.model.checks import refuse_computed_weights
-from sp_lightning.core.observe.messages import say_once
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.around_calls import release, surround
 from sp_lightning.core.torch_compat.modes import never_compiled

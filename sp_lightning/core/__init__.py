@@ -6,9 +6,10 @@ From the ground up, each folder may import those before it:
 - ``device``: memory, streams, copies and waits; the only folder that touches the accelerator.
 - ``model``: finds the layers of a module.
 - ``plan``: which layer gets how much memory, and when optimizers step. No run is needed for this.
-- ``observe``: the count of activations, and messages.
+- ``messages``: the log, notes on errors, and texts that several files raise.
+- ``observe``: the count of activations.
 - ``store``: the memory of layers on the host.
-- ``layers``: one layer on its way: slots, device parameters, writes, gradients.
-- ``updates``: optimizer steps, whole or layer by layer.
+- ``weights``: weights on their way to the device and back: slots, device parameters, writes, gradients.
+- ``updates``: all about optimizers: steps, whole or layer by layer, and clipping.
 - ``engine``: the schedule and the calls. **Begin here**: its page follows one layer through forward and backward.
 """

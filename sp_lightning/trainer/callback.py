@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.device.timeline import Interval, Timeline
-from sp_lightning.core.observe.messages import say_once
+from sp_lightning.core.messages import say_once
 from sp_lightning.trainer.compat import accumulates, logged_step
 from sp_lightning.trainer.host_memory import host_memory
 from sp_lightning.trainer.loops import LoopStrategy

@@ -13,8 +13,8 @@ from typing import Any
 import lightning.pytorch as pl
 from torch import Tensor, nn
 
+from sp_lightning.core.messages import LESS_HOST_MEMORY
 from sp_lightning.core.model.without_values import WithoutValues, compute_buffers, find_without_values, give_values
-from sp_lightning.core.observe.messages import LESS_HOST_MEMORY
 from sp_lightning.trainer.host_memory import MACHINE, HostBudget, check_host
 from sp_lightning.trainer.weight_files import fill, find_prefix, open_weights
 

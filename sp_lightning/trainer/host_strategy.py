@@ -24,7 +24,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from sp_lightning.core.observe.messages import about_gpu
+from sp_lightning.core.messages import about_gpu
 from sp_lightning.registry import part_of_several_devices
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.trainer.compat import given_checkpoint_io, set_inherited, wraps_another

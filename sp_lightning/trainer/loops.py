@@ -18,11 +18,11 @@ from torch import Tensor
 
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.stats import Stats
-from sp_lightning.core.engine.clipping import norm_of_all
-from sp_lightning.core.observe.messages import BEING_UPDATED, not_whole
+from sp_lightning.core.messages import BEING_UPDATED, not_whole
 from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.ledger import Ledger
 from sp_lightning.core.plan.plan import Plan
+from sp_lightning.core.updates.clipping import norm_of_all
 from sp_lightning.trainer.compat import last_checkpoint
 from sp_lightning.trainer.host_strategy import HostStrategy
 from sp_lightning.trainer.options import Options, autocast_dtype

@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from sp_lightning import registry
 from sp_lightning.core.engine.engine import Engine
-from sp_lightning.core.engine.layerwise import LayerwiseStep
-from sp_lightning.core.engine.state_store import IN_MEMORY, StateStore
 from sp_lightning.core.plan.choices import Overlap
 from sp_lightning.core.plan.ledger import Ledger, Steps, make_ledger
 from sp_lightning.core.plan.update_policy import (
@@ -32,6 +30,8 @@ from sp_lightning.core.plan.update_policy import (
 )
 from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.core.updates.fused import divide, has_fused_step, is_separable, runs_fused
+from sp_lightning.core.updates.layerwise import LayerwiseStep
+from sp_lightning.core.updates.state_store import IN_MEMORY, StateStore
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.step_hooks import StepHooks, hold_host_parameters
 from sp_lightning.trainer.update_facts import (

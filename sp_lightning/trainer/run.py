@@ -28,15 +28,7 @@ from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.engine.activations import ActivationPlan
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
-from sp_lightning.core.layers.buffers import find_averages
-from sp_lightning.core.layers.device_parameter import DeviceParameter
-from sp_lightning.core.layers.roles import ParameterRole
-from sp_lightning.core.model.checks import refuse_cuda_graphs
-from sp_lightning.core.model.elsewhere import Tie, ties_elsewhere
-from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.model.found import Found, OverlappingPair
-from sp_lightning.core.model.wrapped import move
-from sp_lightning.core.observe.messages import (
+from sp_lightning.core.messages import (
     LESS_HOST_MEMORY,
     after_out_of_memory,
     in_our_words,
@@ -44,6 +36,11 @@ from sp_lightning.core.observe.messages import (
     note_places,
     say_once,
 )
+from sp_lightning.core.model.checks import refuse_cuda_graphs
+from sp_lightning.core.model.elsewhere import Tie, ties_elsewhere
+from sp_lightning.core.model.find import find_layers
+from sp_lightning.core.model.found import Found, OverlappingPair
+from sp_lightning.core.model.wrapped import move
 from sp_lightning.core.plan.choices import Mode
 from sp_lightning.core.plan.ledger import returning_bytes, state_bytes
 from sp_lightning.core.plan.plan import Plan
@@ -51,6 +48,9 @@ from sp_lightning.core.plan.window import Window, about_others
 from sp_lightning.core.store.block import open_blocks
 from sp_lightning.core.torch_compat.moved import move_module
 from sp_lightning.core.torch_compat.private import tree_leaves
+from sp_lightning.core.weights.buffers import find_averages
+from sp_lightning.core.weights.device_parameter import DeviceParameter
+from sp_lightning.core.weights.roles import ParameterRole
 from sp_lightning.registry import layer_stepper, make_tuner
 from sp_lightning.trainer.compat import last_checkpoint, skips_backward
 from sp_lightning.trainer.group import Group

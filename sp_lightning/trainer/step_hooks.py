@@ -20,9 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from sp_lightning.core.device.lease import shared
 from sp_lightning.core.engine.engine import Engine
-from sp_lightning.core.engine.layerwise import LayerwiseStep
-from sp_lightning.core.engine.updating import Updating
-from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.model.wrapped import move
 from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.patched import Patch, attributes_of, elsewhere, order_new_state, scope, state_of
@@ -33,6 +30,9 @@ from sp_lightning.core.torch_compat.private import (
 )
 from sp_lightning.core.updates.background import updates_here
 from sp_lightning.core.updates.fused import OF_EACH, divide, runs_fused, settings_on_cpu
+from sp_lightning.core.updates.layerwise import LayerwiseStep
+from sp_lightning.core.updates.updating import Updating
+from sp_lightning.core.weights.device_parameter import DeviceParameter
 from sp_lightning.registry import is_declared
 from sp_lightning.trainer.user_hooks import calls_closure_first
 

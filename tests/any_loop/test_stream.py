@@ -19,7 +19,7 @@ from transformers import GenerationMixin
 
 from sp_lightning import stream
 from sp_lightning.any_loop.words import LOG
-from sp_lightning.core.observe import messages
+from sp_lightning.core import messages
 from tests.support.models import Stack, llama, tokens, vectors
 
 X = vectors(1)[0]

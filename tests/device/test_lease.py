@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.layout import Span
 from sp_lightning.core.device.lease import MOST_SAVED, Lease, SavedView, SavedViews, lend
-from sp_lightning.core.engine.graph import SavedTensors
-from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.engine.saved_tensors import SavedTensors
+from sp_lightning.core.weights.layer import StreamedLayer
 from tests.support.engine import step, streamed
 
 SPAN = Span("weight", 512, 64, torch.Size((4, 4)), (4, 1), torch.float32)

@@ -14,8 +14,8 @@ from torch.optim import Adagrad
 
 from sp_lightning import stream
 from sp_lightning.core.device.device import Stream, Wait
-from sp_lightning.core.layers.gradients import Transfers
-from sp_lightning.core.layers.swap import ParameterSwap
+from sp_lightning.core.weights.gradients import Transfers
+from sp_lightning.core.weights.swap import ParameterSwap
 from tests.equality.programs.placed import HidingModule, KeepsOptimizer, Measures
 from tests.support.engine import Slots
 from tests.support.models import Module, Stack, vectors

@@ -39,8 +39,8 @@ import pytest
 from torch import Tensor
 
 from sp_lightning.core.device.device import Stream, Wait
-from sp_lightning.core.layers.gradients import Transfers
 from sp_lightning.core.store.block import HostBlock
+from sp_lightning.core.weights.gradients import Transfers
 from sp_lightning.registry import is_installed
 from tests.support.runs import assert_same, superpipeline
 from tests.support.simdevice import Mixed, Race, SimDevice, Watch, simulated

@@ -15,8 +15,8 @@ from sp_lightning.capabilities.disk import mapped_file
 from sp_lightning.capabilities.disk import tier as disk_tier
 from sp_lightning.capabilities.disk.mapped_file import is_on_disk
 from sp_lightning.capabilities.disk.state_placement import OnDisk, choose_on_disk
-from sp_lightning.core.engine.layerwise import LayerwiseStep
-from sp_lightning.core.layers.narrow_gradient import NarrowGradient, stored
+from sp_lightning.core.updates.layerwise import LayerwiseStep
+from sp_lightning.core.weights.narrow_gradient import NarrowGradient, stored
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import (
     FAULTS,

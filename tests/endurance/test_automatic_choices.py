@@ -220,7 +220,7 @@ ROWS = [
     ),
     Row(
         OVERLAP, "a step in the background", AFTER,
-        lambda: [failing("sp_lightning.core.engine.layerwise.LayerwiseStep", "_step_layer", LAUNCH, _nth(10))],
+        lambda: [failing("sp_lightning.core.updates.layerwise.LayerwiseStep", "_step_layer", LAUNCH, _nth(10))],
         f"{TORN}, and are not saved: the optimizer's update failed in the background", raises=True,
     ),
     Row(
@@ -247,7 +247,7 @@ ROWS = [
 ANYWHERE: tuple[Any, ...] = (
     # As on a GPU: updates may overlap with the model. Lines count that another test's run has logged as well.
     mock.patch("sp_lightning.trainer.update_facts._computes_on_host", return_value=False),
-    mock.patch("sp_lightning.core.observe.messages._SAID", new_callable=set),
+    mock.patch("sp_lightning.core.messages._SAID", new_callable=set),
 )
 
 

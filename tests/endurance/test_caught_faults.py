@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.core.engine.layerwise import LayerwiseStep
 from sp_lightning.core.engine.step import Step
-from sp_lightning.core.layers.bound_weights import BoundWeights
-from sp_lightning.core.layers.residents import Residents
-from sp_lightning.core.layers.swap import ParameterSwap
-from sp_lightning.core.layers.writes import WriteBack
 from sp_lightning.core.torch_compat.private import top_saved_tensors_hooks
+from sp_lightning.core.updates.layerwise import LayerwiseStep
+from sp_lightning.core.weights.bound_weights import BoundWeights
+from sp_lightning.core.weights.residents import Residents
+from sp_lightning.core.weights.swap import ParameterSwap
+from sp_lightning.core.weights.writes import WriteBack
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.support.engine import Calls, Slots, Uploads, streamer_of
 from tests.support.models import Module, Stack, vectors

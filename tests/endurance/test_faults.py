@@ -41,7 +41,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.layers.device_parameter import DeviceParameter
+from sp_lightning.core.weights.device_parameter import DeviceParameter
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack
 from tests.support.repository import result_row

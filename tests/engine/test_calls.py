@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sp_lightning.core.device.own_threads import OwnThreads
-from sp_lightning.core.layers.layer import AllRows
 from sp_lightning.core.torch_compat import around_calls
+from sp_lightning.core.weights.layer import AllRows
 from tests.equality.programs.checkpoints import HEADS, numbers
 from tests.support.engine import listen, streamer_of
 from tests.support.loops import Loop, assert_streams

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.engine import Engine
-from sp_lightning.core.engine.graph import packs
-from sp_lightning.core.engine.layerwise import LayerwiseStep
+from sp_lightning.core.engine.saved_tensors import packs
 from sp_lightning.core.engine.schedule import Residency
-from sp_lightning.core.layers import swap
 from sp_lightning.core.updates import background
+from sp_lightning.core.updates.layerwise import LayerwiseStep
+from sp_lightning.core.weights import swap
 from tests.support.engine import Calls, Uploads, step, streamed, streamer_of, three_linears
 from tests.support.models import Module, Stack, vectors
 from tests.support.moments import At

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.graph import PendingCall
-from sp_lightning.core.engine.layerwise import LayerwiseStep
+from sp_lightning.core.engine.backward import PendingCall
+from sp_lightning.core.updates.layerwise import LayerwiseStep
 from tests.support.engine import Uses, streamed, three_linears
 from tests.support.models import vectors
 from tests.support.moments import At

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sp_lightning.core.device.device import Device, Stream
-from sp_lightning.core.engine import graph
-from sp_lightning.core.layers.gradients import Gradients
+from sp_lightning.core.engine import backward
+from sp_lightning.core.weights.gradients import Gradients
 from tests.support.engine import step, streamed, three_linears
 from tests.support.models import Module
 from tests.support.runs import assert_equal, fit, superpipeline
@@ -68,7 +68,7 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
     failed: list[int] = []
 
     def fail(gradient: Tensor) -> None:
-        failed.append(graph.current_graph_task())
+        failed.append(backward.current_graph_task())
         raise KeyError
 
     with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
@@ -79,7 +79,7 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
             with pytest.raises(KeyError):
                 net[2](y).sum().backward()
             with monkeypatch.context() as late:
-                late.setattr(graph, "current_graph_task", failed.pop)
+                late.setattr(backward, "current_graph_task", failed.pop)
                 with pytest.raises(RuntimeError, match="Call backward in one thread at a time"):
                     streamer.calls._pre_backward(streamer.layers[:1], x)
             assert not streamer.backward.tasks

@@ -26,7 +26,7 @@ from lightning.fabric.strategies import SingleDeviceStrategy
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from sp_lightning import SuperpipelineStrategy, compile_blocks
-from sp_lightning.core.layers import compiled_calls
+from sp_lightning.core.weights import compiled_calls
 from tests.equality.cases import Case
 from tests.equality.rows import Loop
 from tests.equality.variants import Variant

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader
 import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device, Stream, Wait
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.ring import Slots
+from sp_lightning.core.weights.layer import StreamedLayer
+from sp_lightning.core.weights.ring import Slots
 from sp_lightning.tools.planner.answer import Row, answer
 from sp_lightning.tools.planner.arguments import make_parser, read
 from sp_lightning.tools.planner.estimate import estimate_model

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from sp_lightning.capabilities.experts.stacks import adapting_modules, stacked_rows
-from sp_lightning.core.observe import messages
+from sp_lightning.core import messages
 from sp_lightning.trainer.compile import compile_blocks
 from tests.support import stacked
 from tests.support.poison import poisoned

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sp_lightning.capabilities.experts.stacks import StackReading, how_it_reads
+from sp_lightning.core import messages
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.observe import messages
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.core.plan.rings import Ring
 from tests.support import stacked

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.layout import whole_pages
-from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.weights.layer import StreamedLayer
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Transformer, llama
 from tests.support.poison import poisoned

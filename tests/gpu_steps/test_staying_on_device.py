@@ -18,9 +18,9 @@ from sp_lightning.capabilities.gpu_steps.on_device import FRESH
 from sp_lightning.capabilities.gpu_steps.twins import for_fetch
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.engine.host_source import HostSource
-from sp_lightning.core.layers.gradients import Gradients
-from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
-from sp_lightning.core.layers.write_guard import guard_of
+from sp_lightning.core.weights.gradients import Gradients
+from sp_lightning.core.weights.layer import Kind, Slot, StreamedLayer
+from sp_lightning.core.weights.write_guard import guard_of
 from tests.support.engine import Slots
 from tests.support.models import Module, Stack, vectors
 from tests.support.nets import Stepped, on_device

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.layers.gradients import Gradients
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.ledger import Steps, make_ledger
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.core.store.block_memory import Staging
+from sp_lightning.core.weights.gradients import Gradients
 from tests.support.models import Module
 from tests.support.runs import fit
 from tests.support.tiers import first, some

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.core.engine.engine import Engine
-from sp_lightning.core.layers.gradients import Gradients
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.model.found import tensor_bytes
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.core.weights.gradients import Gradients
 from sp_lightning.trainer.plan_text import sentence
 from tests.equality.cases import CASES as REGISTRY
 from tests.equality.cases import Case

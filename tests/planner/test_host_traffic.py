@@ -105,7 +105,7 @@ def _compare_traffic(
     monkeypatch.setattr(Device, "host_empty", noted)
     monkeypatch.setattr(Device, "later", at_once)  # where this thread's operators are counted
     # The engine's own operators are to be counted.
-    monkeypatch.setattr("sp_lightning.core.engine.calls.held", lambda lock, **_: lock)
+    monkeypatch.setattr("sp_lightning.core.engine.uses.held", lambda lock, **_: lock)
     strategy = SuperpipelineStrategy(k=1, optimizer_overlap=overlap, gpu_layers=stay)
     options: dict[str, Any] = {
         **(scaled() if precision == "16-mixed" else {"precision": precision}),

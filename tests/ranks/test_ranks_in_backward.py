@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.engine.layerwise import LayerwiseStep
-from sp_lightning.core.layers.gradients import Gradients
+from sp_lightning.core.updates.layerwise import LayerwiseStep
+from sp_lightning.core.weights.gradients import Gradients
 from sp_lightning.experimental.ranks.gradients import SummedGradients
 from tests.equality.on_ranks import EveryBatch, seen
 from tests.support.models import Module, Stack, vectors

@@ -16,19 +16,19 @@ import torch
 from torch import nn
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.calls import Calls, Visits
-from sp_lightning.core.engine.calls import ModuleCall as ModuleCall
-from sp_lightning.core.engine.calls import listen as listen
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.schedule import Trace as Trace
+from sp_lightning.core.engine.uses import Calls, Visits
+from sp_lightning.core.engine.uses import ModuleCall as ModuleCall
 from sp_lightning.core.engine.uses import Uses as Uses
-from sp_lightning.core.layers.gradients import Gradients
-from sp_lightning.core.layers.layer import Kind, Slot, StreamedLayer
-from sp_lightning.core.layers.ring import Slots
-from sp_lightning.core.layers.ring import Uploads as Uploads
+from sp_lightning.core.engine.uses import listen as listen
 from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.weights.gradients import Gradients
+from sp_lightning.core.weights.layer import Kind, Slot, StreamedLayer
+from sp_lightning.core.weights.ring import Slots
+from sp_lightning.core.weights.ring import Uploads as Uploads
 
 
 def streamer_of(strategy: Any) -> Any:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from sp_lightning.core.device.device import Stream
 from sp_lightning.core.device.layout import part
-from sp_lightning.core.layers import writes
-from sp_lightning.core.layers.layer import Slot, StreamedLayer
-from sp_lightning.core.layers.ring import Slots
-from sp_lightning.core.layers.swap import ParameterSwap
-from sp_lightning.core.layers.writes import digest
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
+from sp_lightning.core.weights import writes
+from sp_lightning.core.weights.layer import Slot, StreamedLayer
+from sp_lightning.core.weights.ring import Slots
+from sp_lightning.core.weights.swap import ParameterSwap
+from sp_lightning.core.weights.writes import digest
 from tests.support.simdevice import poison
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.states import FETCHED, HOST, IN_USE, RESTING, UNPACKED, VIEWED, LayerState
+from sp_lightning.core.weights.layer import StreamedLayer
+from sp_lightning.core.weights.states import FETCHED, HOST, IN_USE, RESTING, UNPACKED, VIEWED, LayerState
 
 
 class Transition(NamedTuple):

@@ -30,7 +30,7 @@ from tests.support.tiers import needs
 @pytest.fixture
 def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Our messages at the level that Lightning gives its logger, as a process that has said nothing yet shows them."""
-    monkeypatch.setattr("sp_lightning.core.observe.messages._SAID", set())
+    monkeypatch.setattr("sp_lightning.core.messages._SAID", set())
     caplog.set_level(logging.INFO, "lightning.pytorch")
     caplog.handler.setLevel(logging.NOTSET)  # as Lightning's own handler
     return lambda: [each.getMessage() for each in caplog.records if each.name == "lightning.pytorch.superpipeline"]

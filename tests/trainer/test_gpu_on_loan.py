@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sp_lightning import stream
 from sp_lightning.capabilities.tuning.tuner import Tuner
 from sp_lightning.core.engine.engine import Engine
-from sp_lightning.core.layers.ring import Slots
+from sp_lightning.core.weights.ring import Slots
 from sp_lightning.trainer.run import Run
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors

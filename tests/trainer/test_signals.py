@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.layers import swap
+from sp_lightning.core.weights import swap
 from sp_lightning.trainer import optimizer_steps
 from sp_lightning.trainer.signals import DeferredSignals
 from tests.support.models import Module, Stack, vectors

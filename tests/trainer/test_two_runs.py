@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
-from sp_lightning.core.engine.updating import Updating
+from sp_lightning.core.updates.updating import Updating
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.models import vectors

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.engine.clipping import Clipping
 from sp_lightning.core.engine.owners import Owners
-from sp_lightning.core.layers.narrow_gradient import Norms
+from sp_lightning.core.updates.clipping import Clipping
 from sp_lightning.core.updates.layer_stepper import LayerStepper
+from sp_lightning.core.weights.narrow_gradient import Norms
 
 
 class Engine:

@@ -231,7 +231,7 @@ def test_fused_is_for_accelerators_and_for_who_asks(
 ) -> None:
     """The log says so in one sentence, and what it is to be compared with."""
     caplog.set_level("INFO", "lightning.pytorch")
-    with as_on_a_gpu() if accelerated else nullcontext(), mock.patch("sp_lightning.core.observe.messages._SAID", set()):
+    with as_on_a_gpu() if accelerated else nullcontext(), mock.patch("sp_lightning.core.messages._SAID", set()):
         ours = fit(lambda: Net(OPTIMIZERS["AdamW"]), BATCHES, SuperpipelineStrategy(k=1, **options), recorded="losses")
     runs_fused = runs_fused or accelerated
     make = in_groups(OPTIMIZERS["AdamW"]) if runs_fused else OPTIMIZERS["AdamW"]

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.weights.layer import StreamedLayer
 from tests.support.engine import streamer_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from sp_lightning.core.layers.narrow_gradient import keep_narrow
 from sp_lightning.core.updates import pieces
 from sp_lightning.core.updates.pieces import InPieces, mode_for, piece_size
+from sp_lightning.core.weights.narrow_gradient import keep_narrow
 from tests.support.pieces import OPTIMIZERS, Steps
 
 ELEMENTS = 512

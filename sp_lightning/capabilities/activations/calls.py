@@ -21,10 +21,9 @@ from sp_lightning.capabilities.activations.policy import EXEMPT, Call, resolve, 
 from sp_lightning.capabilities.activations.recompute import Recompute, first_runs, is_checkpointed
 from sp_lightning.core.engine.activations import ActivationPlan, Activations, KeepAll, SavedActivation
 from sp_lightning.core.engine.engine import Engine
-from sp_lightning.core.layers.layer import Kind, StreamedLayer
+from sp_lightning.core.messages import say_once
 from sp_lightning.core.model.found import Found
 from sp_lightning.core.model.wrapped import parts
-from sp_lightning.core.observe.messages import say_once
 from sp_lightning.core.plan.choices import ActivationChoice, Modes
 from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.private import (
@@ -35,6 +34,7 @@ from sp_lightning.core.torch_compat.private import (
     trace_only_inlined,
     tree_leaves,
 )
+from sp_lightning.core.weights.layer import Kind, StreamedLayer
 
 
 def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) -> ActivationPlan:

@@ -28,7 +28,6 @@ from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.device.layout import PAGE, flat_bytes, strided
 from sp_lightning.core.engine.saved_objects import like_plain, plain_has_no_hooks
-from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.model.wrapped import OffloadedWrapper, parts
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.torch_compat.modes import never_compiled, unseen
@@ -40,6 +39,7 @@ from sp_lightning.core.torch_compat.private import (
     storage_id,
     top_saved_tensors_hooks,
 )
+from sp_lightning.core.weights.layer import StreamedLayer
 
 LayerAt = Callable[[int], StreamedLayer | None]
 """Returns the layer whose weights lie in the device's storage at an address."""

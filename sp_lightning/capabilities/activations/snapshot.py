@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.backends import cuda as attention
 
 from sp_lightning.core.device.layout import flat_bytes
-from sp_lightning.core.layers.device_parameter import same_place
 from sp_lightning.core.model.found import join_names
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.core.torch_compat.private import (
@@ -29,6 +28,7 @@ from sp_lightning.core.torch_compat.private import (
     is_traceable_wrapper_subclass,
     overlaps_itself,
 )
+from sp_lightning.core.weights.device_parameter import same_place
 
 TRUSTED = ("torch.nn.modules.", "torchvision.models.", "transformers.models.", "timm.")
 """Forwards of modules from these packages change only buffers, and tensors that hooks set as attributes."""

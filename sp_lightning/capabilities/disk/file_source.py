@@ -14,8 +14,8 @@ from sp_lightning.capabilities.disk.weights_in_files import FileBlock
 from sp_lightning.core.device.device import Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.engine.host_source import HostSource
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.ring import Staged
+from sp_lightning.core.weights.layer import StreamedLayer
+from sp_lightning.core.weights.ring import Staged
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine

@@ -16,11 +16,11 @@ from sp_lightning.capabilities.disk.away import note_on_disk
 from sp_lightning.capabilities.disk.mapped_file import MappedFile, MappedMemory, is_on_disk
 from sp_lightning.core.device.layout import is_dense, whole_pages
 from sp_lightning.core.device.lease import shared
-from sp_lightning.core.engine.state_store import Key
-from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.patched import state_of
 from sp_lightning.core.torch_compat.private import tree_leaves
+from sp_lightning.core.updates.state_store import Key
+from sp_lightning.core.weights.layer import StreamedLayer
 
 LEAST = 2**16
 """The least bytes of a tensor on the disk. Smaller tensors stay in memory: step counters, and the state of biases and norms."""

@@ -36,13 +36,13 @@ from sp_lightning.capabilities.disk.weights_in_files import FilePlace, Mappings
 from sp_lightning.core.device.host_memory import free_garbage, return_free_memory, return_large_blocks
 from sp_lightning.core.device.layout import PAGE, whole_pages
 from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
-from sp_lightning.core.engine.state_store import Key, StateStore
-from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.messages import say_once
 from sp_lightning.core.model.found import Found, Layer
-from sp_lightning.core.observe.messages import say_once
 from sp_lightning.core.plan.ledger import Ledger, Steps, has_known_state, make_ledger, state_tensors
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.core.updates.state_store import Key, StateStore
+from sp_lightning.core.weights.layer import StreamedLayer
 from sp_lightning.trainer.host_memory import anonymous_bytes
 from sp_lightning.trainer.options import Options
 

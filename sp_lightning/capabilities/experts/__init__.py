@@ -9,7 +9,7 @@ with every strategy.
 :func:`~sp_lightning.core.model.rows.row_finder` returns the
 :class:`~sp_lightning.core.model.rows.RowFinder` of ``finder``. The search for layers asks the finder which modules have rows.
 When the engine has made the layers of these modules, the finder replaces their
-:class:`~sp_lightning.core.layers.layer.AllRows`. Other layers keep ``AllRows``.
+:class:`~sp_lightning.core.weights.layer.AllRows`. Other layers keep ``AllRows``.
 
 **What it costs if unused.** The search for layers inspects each module. Calls cost nothing: the engine tests ``layer.whole``
 before it calls methods of a layer's rows.

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.device.layout import aligned, part, strided
-from sp_lightning.core.layers.layer import AllRows, StreamedLayer
-from sp_lightning.core.layers.ring import Staged
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.core.torch_compat.private import (
     gradient_hooks,
@@ -29,6 +27,8 @@ from sp_lightning.core.torch_compat.private import (
     transforms_active,
     will_execute_node,
 )
+from sp_lightning.core.weights.layer import AllRows, StreamedLayer
+from sp_lightning.core.weights.ring import Staged
 
 
 class EmbeddingRows(AllRows):

@@ -25,9 +25,7 @@ from sp_lightning.capabilities.experts.packed_stacks import PackedStack
 from sp_lightning.capabilities.experts.stacks import NEARLY_ALL, StackReading, how_it_reads, with_adapters
 from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.device.layout import part
-from sp_lightning.core.layers.device_parameter import DeviceParameter, Untouched, hides_stand_ins
-from sp_lightning.core.layers.layer import NOTHING, AllRows, Rows, Slot, StreamedLayer
-from sp_lightning.core.observe.messages import say_once
+from sp_lightning.core.messages import say_once
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.core.torch_compat.private import (
     forward_hooks,
@@ -37,6 +35,8 @@ from sp_lightning.core.torch_compat.private import (
     gradient_hooks,
     transforms_active,
 )
+from sp_lightning.core.weights.device_parameter import DeviceParameter, Untouched, hides_stand_ins
+from sp_lightning.core.weights.layer import NOTHING, AllRows, Rows, Slot, StreamedLayer
 
 # The experts of the last call are prefetched if, on average over recent calls, at least this share was used again.
 _STEADY = 3 / 4

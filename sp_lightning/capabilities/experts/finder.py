@@ -14,12 +14,12 @@ from sp_lightning.capabilities.experts.embedding_rows import EmbeddingRows
 from sp_lightning.capabilities.experts.expert_rows import ExpertRows
 from sp_lightning.capabilities.experts.stacks import adapting_modules, own_stacks, routed_share, stacked_rows, stacks_in
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.layers.layer import Kind, StreamedLayer
 from sp_lightning.core.model.blocks import uses_torchscript
 from sp_lightning.core.model.found import Found, Layer, Place, Unit, is_stack, join_names, tensor_bytes
 from sp_lightning.core.model.rows import RowFinder
 from sp_lightning.core.plan.units import in_gib
 from sp_lightning.core.torch_compat.private import is_compiled
+from sp_lightning.core.weights.layer import Kind, StreamedLayer
 
 Places = Mapping[nn.Parameter, tuple[Place, ...]]
 

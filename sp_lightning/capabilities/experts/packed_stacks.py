@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.capabilities.experts.stacks import stacks_in
-from sp_lightning.core.layers.device_parameter import tensor_data
 from sp_lightning.core.plan.choices import Packing
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.private import (
@@ -28,6 +27,7 @@ from sp_lightning.core.torch_compat.private import (
     tree_map_only,
     writes_arguments,
 )
+from sp_lightning.core.weights.device_parameter import tensor_data
 
 _AT_ONCE = 2**25
 """About this number of values is quantised or dequantised at once: torchao makes several temporary tensors in float32, and

@@ -29,13 +29,13 @@ from sp_lightning.capabilities.gpu_steps.step_slots import StepSlot, StepSlots
 from sp_lightning.capabilities.gpu_steps.twins import for_fetch, twin_of, written_by
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.layout import aligned, lay_out, part, total_bytes
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.narrow_gradient import Change, narrow_and_changes
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.patched import state_of
 from sp_lightning.core.updates.fused import constants_of
 from sp_lightning.core.updates.layer_stepper import FRESH, Key, LayerStepper
+from sp_lightning.core.weights.layer import StreamedLayer
+from sp_lightning.core.weights.narrow_gradient import Change, narrow_and_changes
 
 _HALF = 128 * 2**20
 """The most bytes of each half of the buffer to which gradients are uploaded for their norms."""

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.core.device.layout import Span
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.narrow_gradient import memory_for_values
-from sp_lightning.core.layers.roles import ParameterRole
 from sp_lightning.core.torch_compat.private import is_traceable_wrapper_subclass, tree_leaves
+from sp_lightning.core.weights.layer import StreamedLayer
+from sp_lightning.core.weights.narrow_gradient import memory_for_values
+from sp_lightning.core.weights.roles import ParameterRole
 
 
 def twin_of(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:

@@ -3,13 +3,13 @@
 **These lines suffice to change a fetch or a step.** A layer's weights are in CPU memory, in one buffer. The GPU has *slots*, each
 with memory for one layer. In a step:
 
-1. A module is called. ``calls`` asks ``schedule.Residency.require`` for its layers. A layer that is in no slot is uploaded
+1. A module is called. ``uses`` asks ``schedule.Residency.require`` for its layers. A layer that is in no slot is uploaded
    (``Residency._fetch``), and the layers that the last batch used next are uploaded ahead (``schedule.Prefetch``).
-2. ``layers.bound_weights`` makes the module's parameters views of the slot. The forward runs.
+2. ``weights.bound_weights`` makes the module's parameters views of the slot. The forward runs.
 3. The call returns. Weights that were written are copied back, and the slot may be overwritten.
-4. In backward, autograd asks ``graph`` for each saved weight: 1 again. ``graph`` takes each gradient, and ``layers.gradients``
-   copies the gradients of a layer to CPU memory, as ``param.grad``.
-5. ``step`` gives the module its own parameters again, and the optimizer steps them (``updating``).
+4. In backward, autograd asks ``saved_tensors`` for each saved weight: 1 again. ``backward`` takes each gradient, and
+   ``weights.gradients`` copies the gradients of a layer to CPU memory, as ``param.grad``.
+5. ``step`` gives the module its own parameters again, and the optimizer steps them (``updates.updating``).
 
 Streams wait for events, and each wait has a name (``device.Wait``). A wrong guess of the prefetch costs an upload, never a
 result. All that follows is for reference.
@@ -83,7 +83,7 @@ plan              the decisions before a run: layers, window, memory, frozen
 9   Gradients._apply_one       Makes each gradient ``param.grad`` of its host parameter, or adds it to ``param.grad``.
 ==  =========================  =======================================================================================
 
-**States.** A layer always has memory on the host. Its :class:`~sp_lightning.core.layers.states.LayerState` tells which copy
+**States.** A layer always has memory on the host. Its :class:`~sp_lightning.core.weights.states.LayerState` tells which copy
 exists on the device, and who may use the copy. ``tests/support/states.py`` has this diagram as a table, with the methods that
 make each transition::
 
@@ -112,44 +112,44 @@ make each transition::
 **The parts.** ``engine.Engine.__init__`` makes one of each, and each gets the engine as its only argument. It finds the other
 parts there: ``engine.residency``, ``engine.step``. When a part is made, it may use those that were made before it; in a step,
 all. A module imports only modules of the engine that are above it in this list (``Engine`` itself only for annotations), and the
-interfaces of capabilities in this folder (``activations``, ``state_store``, ``owners``):
+interfaces of capabilities (``activations``, ``owners``, ``updates.state_store``):
 
 =======================  ============================================================================================
 ``schedule``             Which layers are fetched, locked, attached and released (1) (2), and in which order. The planner's
                          simulator (``tools.planner.prediction``) runs these very classes on clocks.
-``layers.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
-``layers.compiled_calls`` Gives modules that ``torch.compile`` compiles casts and whole wrapped weights during their calls.
-``layers.writes``        Copies weights to the host that user code has written on the device.
+``weights.bound_weights`` Binds device parameters to slots: makes them views of a slot, and stand-ins again (3) (5).
+``weights.compiled_calls`` Gives modules that ``torch.compile`` compiles casts and whole wrapped weights during their calls.
+``weights.writes``        Copies weights to the host that user code has written on the device.
 ``host_source``          A layer's bytes on the host, updated and cast, before a transfer reads them.
 ``step``                 A step, from its first fetch until modules hold the host's parameters again.
 ``placement``            Makes the parts that differ with several devices or a disk.
 ``saved_objects``        Gives the backward of a custom ``torch.autograd.Function`` the parameters and tensors that it saved.
-``graph``                Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9). Packs each weight that
-                         autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
-``uses``                 All other requests for a layer: a use of a weight outside of module calls, a look-up of rows.
-``calls``                A module is called: its layers are locked and attached before, and released after (4).
-``updating``             The engine as an optimizer's step sees it. ``layerwise`` divides such a step into updates of layers;
-                         ``clipping`` measures gradient norms during backward.
+``saved_tensors``        Packs each weight that autograd saves: the graph holds the weight's place in a slot. Unpacks it (6).
+``backward``             Autograd's graph tasks, and the gradients that arrive in them (7) (8) (9).
+``uses``                 A layer is needed: a module is called, and its layers are locked and attached before and released
+                         after (4); a weight is used outside of module calls; rows are looked up.
+``updates.updating``     The engine as an optimizer's step sees it. ``updates.layerwise`` divides such a step into updates of
+                         layers; ``updates.clipping`` measures gradient norms during backward.
 ``engine``               Makes the parts, and takes the calls of ``trainer``.
 =======================  ============================================================================================
 
 **Where to change what**, if the name of the file does not say it:
 
 ==========================================================  =====================================================
-which slot a prefetch takes; a fetch on demand              ``schedule.Prefetch._choose``; ``layers.ring.Slots.find``
-when a written weight is copied back; what is compared      ``layers.bound_weights`` (``_detach``); ``layers.writes``
-how a graph and its gradients are followed; how they leave  ``graph``; ``layers.gradients``
-when backward updates a layer                               ``layerwise._update_early``
+which slot a prefetch takes; a fetch on demand              ``schedule.Prefetch._choose``; ``weights.ring.Slots.find``
+when a written weight is copied back; what is compared      ``weights.bound_weights`` (``_detach``); ``weights.writes``
+how gradients are followed; how they leave                  ``backward``; ``weights.gradients``
+when backward updates a layer                               ``updates.layerwise._update_early``
 what ``ctx.saved_tensors`` returns                          ``saved_objects``
-errors of code in other threads                             ``device.own_threads`` (text), ``calls``, ``layers.swap``
+errors of code in other threads                             ``device.own_threads`` (text), ``uses``, ``weights.swap``
 how the host waits for an event                             ``device.accelerator.Accelerator.synchronize``
-the streams and order of uploads; of gradients              ``layers.ring.Slots`` (``fetch``, ``_send``);
-                                                            ``layers.gradients`` (``Gradients.drain``, ``Transfers``)
-a check at each call of a layer                             ``calls.ModuleCall._begin``, ``calls.Calls.enter``
+the streams and order of uploads; of gradients              ``weights.ring.Slots`` (``fetch``, ``_send``);
+                                                            ``weights.gradients`` (``Gradients.drain``, ``Transfers``)
+a check at each call of a layer                             ``uses.ModuleCall._begin``, ``uses.Calls.enter``
 what happens when values are loaded between two steps       ``trainer.run.Run.loading``, ``step.Step.invalidate``
 what happens after an error in a step                       ``trainer.run.Run.whole_after_failure``, ``step.Step.end``
 the time that the simulator counts for a wait or a copy     ``tools.planner.prediction.clocks``
-the dtype of casts; how they are computed                   ``plan.plan``, ``layers.casts``; ``layers.host_casts``
+the dtype of casts; how they are computed                   ``plan.plan``, ``weights.casts``; ``weights.host_casts``
 an option: field, check, signature; where memory acts       ``trainer.options``, ``trainer.option_checks``,
                                                             ``trainer.strategy``; ``plan.window``
 ==========================================================  =====================================================
@@ -175,8 +175,8 @@ an option: field, check, signature; where memory acts       ``trainer.options``,
 **Calls into the engine.** ``trainer`` calls ``engine.Engine``. The package ``layers`` calls the engine in two ways only:
 
 - device parameters call methods of :class:`~sp_lightning.core.engine.uses.Uses`, which is their ``ParameterGroup.engine``;
-- residents, which need their bytes on the host, through :class:`~sp_lightning.core.layers.ring.BlockSource`, which ``HostSource``
-  implements.
+- residents, which need their bytes on the host, through :class:`~sp_lightning.core.weights.ring.BlockSource`, which
+  ``HostSource`` implements.
 
 The capability ``activations`` gets the engine, and calls ``Calls.rerun`` for forwards that run again. The engine imports nothing
 of Lightning.
@@ -224,11 +224,11 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
   uploaded again. An address that is kept as a number (``data_ptr()``) is not noticed.
 - In a step, user code writes device parameters. Version counters show such writes, and (5) copies the weights back to the host.
 - In a step, user code may also have captured host parameters, for example in a list. They have a role then
-  (``_HostParameterInStep`` in ``layers/swap.py``), which notices operations on them, and version counters show writes to them.
+  (``_HostParameterInStep`` in ``weights/swap.py``), which notices operations on them, and version counters show writes to them.
   Later fetches have the new values. If a weight was written on the host and on the device, (5) raises a ``RuntimeError``. So
   does a write on the host, or an optimizer's step, inside a call of the weight's layer (``Residency.renew``).
 - A write that no version counter shows (through ``.data``, a kept view, ``param.data = other``) needs
-  :class:`~sp_lightning.core.layers.write_guard.WriteGuard`. A layer has a guard only after user code has made such a write
+  :class:`~sp_lightning.core.weights.write_guard.WriteGuard`. A layer has a guard only after user code has made such a write
   possible.
 - The background thread writes host parameters while it runs an update. ``layer.update`` is set then, and a fetch of the layer
   waits for the update (``FETCH_AFTER_UPDATE``).

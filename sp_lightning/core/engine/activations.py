@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.plan.choices import Mode, Modes
+from sp_lightning.core.weights.layer import StreamedLayer
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine

@@ -18,23 +18,12 @@ from sp_lightning.core.device.device import Device, Wait
 from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.engine.activations import KeepAll, MakeActivations
-from sp_lightning.core.engine.calls import Calls, ModuleCall, listen
-from sp_lightning.core.engine.graph import Backward, SavedTensors, packs
+from sp_lightning.core.engine.backward import Backward
 from sp_lightning.core.engine.placement import ONE_DEVICE, Placement
+from sp_lightning.core.engine.saved_tensors import SavedTensors, packs
 from sp_lightning.core.engine.schedule import Prefetch, Residency
 from sp_lightning.core.engine.step import Step, StepKind
-from sp_lightning.core.engine.updating import Updating
-from sp_lightning.core.engine.uses import Uses
-from sp_lightning.core.layers.bound_weights import BoundWeights
-from sp_lightning.core.layers.buffers import AveragesOnDevice, PrunedWeights
-from sp_lightning.core.layers.compiled_calls import CompiledCalls, compiled_calls
-from sp_lightning.core.layers.host_casts import Casts
-from sp_lightning.core.layers.layer import Kind, StreamedLayer, kinds
-from sp_lightning.core.layers.parameter_group import ParameterGroup
-from sp_lightning.core.layers.residents import Residents
-from sp_lightning.core.layers.ring import Slots
-from sp_lightning.core.layers.swap import ParameterSwap
-from sp_lightning.core.layers.writes import WriteBack
+from sp_lightning.core.engine.uses import Calls, ModuleCall, Uses, listen
 from sp_lightning.core.model.found import Found, tensor_bytes
 from sp_lightning.core.model.rows import row_finder
 from sp_lightning.core.model.wrapped import parts, stand_in
@@ -44,6 +33,17 @@ from sp_lightning.core.store.block_memory import Allocate, BlockMemory, Staging
 from sp_lightning.core.torch_compat.patched import unwatch, watch
 from sp_lightning.core.torch_compat.private import compiled_graphs
 from sp_lightning.core.updates.layer_stepper import LayerStepper
+from sp_lightning.core.updates.updating import Updating
+from sp_lightning.core.weights.bound_weights import BoundWeights
+from sp_lightning.core.weights.buffers import AveragesOnDevice, PrunedWeights
+from sp_lightning.core.weights.compiled_calls import CompiledCalls, compiled_calls
+from sp_lightning.core.weights.host_casts import Casts
+from sp_lightning.core.weights.layer import Kind, StreamedLayer, kinds
+from sp_lightning.core.weights.parameter_group import ParameterGroup
+from sp_lightning.core.weights.residents import Residents
+from sp_lightning.core.weights.ring import Slots
+from sp_lightning.core.weights.swap import ParameterSwap
+from sp_lightning.core.weights.writes import WriteBack
 
 MakeStepper = Callable[[Device, Plan, bool], LayerStepper]
 """Makes the part that steps layers on the GPU. Arguments: the device, the plan, the run's updates, True if memory is pinned."""

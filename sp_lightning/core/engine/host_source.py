@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sp_lightning.core.device.device import Wait
-from sp_lightning.core.layers.layer import AllRows, Kind, StreamedLayer
-from sp_lightning.core.layers.ring import BlockSource, Staged
-from sp_lightning.core.layers.writes import keep_saved
 from sp_lightning.core.model.elsewhere import tied_streams
 from sp_lightning.core.store.block import HostBlock, open_blocks
 from sp_lightning.core.store.block_memory import BlockMemory
+from sp_lightning.core.weights.layer import AllRows, Kind, StreamedLayer
+from sp_lightning.core.weights.ring import BlockSource, Staged
+from sp_lightning.core.weights.writes import keep_saved
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.weights.layer import StreamedLayer
 
 
 class Owners:

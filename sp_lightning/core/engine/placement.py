@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.engine.owners import Owners
-from sp_lightning.core.layers.gradients import Gradients, GradientSink
-from sp_lightning.core.layers.ring import Uploads
 from sp_lightning.core.model.found import Layer
 from sp_lightning.core.plan.ledger import Ledger
 from sp_lightning.core.plan.plan import PlannedLayer
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.store.block_memory import Allocate, BlockMemory
 from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.weights.gradients import Gradients, GradientSink
+from sp_lightning.core.weights.ring import Uploads
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine

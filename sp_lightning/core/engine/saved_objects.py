@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from sp_lightning.core.layers.device_parameter import DeviceParameter
-from sp_lightning.core.layers.layer import Kind
 from sp_lightning.core.torch_compat.modes import never_compiled
 from sp_lightning.core.torch_compat.patched import Patch, PropertyPatch, while_runs_last
 from sp_lightning.core.torch_compat.private import DYNAMO_MARKS, is_of_compiled_graph, top_saved_tensors_hooks
+from sp_lightning.core.weights.device_parameter import DeviceParameter
+from sp_lightning.core.weights.layer import Kind
 
 like_plain: WeakSet[Callable[..., Any]] = WeakSet()
 """The pack hooks in whose place plain autograd has no hooks."""

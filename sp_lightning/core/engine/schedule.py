@@ -2,10 +2,10 @@
 
 - :class:`Trace` is the order in which batches use layers.
 - :class:`Prefetch` chooses which layers are fetched next, and into which slots.
-- :class:`Residency` moves layers between their states (:mod:`~sp_lightning.core.layers.states`).
+- :class:`Residency` moves layers between their states (:mod:`~sp_lightning.core.weights.states`).
 
-:class:`~sp_lightning.core.layers.bound_weights.BoundWeights` attaches device parameters to slots, and
-:class:`~sp_lightning.core.layers.ring.BlockSource` provides the bytes on the host that a transfer reads. The planner's
+:class:`~sp_lightning.core.weights.bound_weights.BoundWeights` attaches device parameters to slots, and
+:class:`~sp_lightning.core.weights.ring.BlockSource` provides the bytes on the host that a transfer reads. The planner's
 simulator runs these very classes, with other ones in place of these two, and a device that only counts time. The caller
 holds the engine's lock.
 """
@@ -21,11 +21,12 @@ from itertools import chain, filterfalse, islice
 from operator import attrgetter, itemgetter
 from typing import Generic, TypeVar
 
-from sp_lightning.core.layers.bound_weights import BoundWeights
-from sp_lightning.core.layers.layer import NOTHING, Slot, StreamedLayer
-from sp_lightning.core.layers.ring import BlockSource, Slots
-from sp_lightning.core.layers.states import IN_USE, RESTING, VIEWED
+from sp_lightning.core.messages import WRITTEN_IN_CALL
 from sp_lightning.core.plan.plan import Plan, schedule
+from sp_lightning.core.weights.bound_weights import BoundWeights
+from sp_lightning.core.weights.layer import NOTHING, Slot, StreamedLayer
+from sp_lightning.core.weights.ring import BlockSource, Slots
+from sp_lightning.core.weights.states import IN_USE, RESTING, VIEWED
 
 L = TypeVar("L", bound=Hashable)
 
@@ -648,11 +649,6 @@ class Residency:
         self.used[layer] = self.resting.pop(layer)  # where `release` looks for it
         self.release(layer)
 
-
-WRITTEN_IN_CALL = (
-    "{what} inside a call of its layer {layer!r}, which would continue with the old weights on the GPU. Write weights after the "
-    "call, or keep the layer on the GPU: SuperpipelineStrategy(keep_on_gpu=[{layer!r}])."
-)
 
 _gain = itemgetter(0)
 _slot_of = attrgetter("slot")  # None if the layer is absent

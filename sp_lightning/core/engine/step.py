@@ -7,8 +7,8 @@ import threading
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from sp_lightning.core.layers.layer import Kind, StreamedLayer
-from sp_lightning.core.layers.write_guard import drop_if_empty
+from sp_lightning.core.weights.layer import Kind, StreamedLayer
+from sp_lightning.core.weights.write_guard import drop_if_empty
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine

@@ -193,7 +193,7 @@ def _places(module: nn.Module, whole: Iterable[nn.Module]) -> Places:
 def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
     """Returns the float32 parameters that can be uploaded as casts: only calls of their own modules read them.
 
-    In compiled modules these are weights, and not biases (see ``layers/compiled_calls.py``).
+    In compiled modules these are weights, and not biases (see ``weights/compiled_calls.py``).
     """
     reading = [
         child
@@ -205,7 +205,7 @@ def _lowered(module: nn.Module, places: Places) -> set[nn.Parameter]:
     return {
         parameter
         for parameter, where in places.items()
-        # A role (`layers.roles`) that a parameter has from a former engine has the user's class as an attribute.
+        # A role (`weights.roles`) that a parameter has from a former engine has the user's class as an attribute.
         if (getattr(type(parameter), "users", type(parameter)) is nn.Parameter or isinstance(parameter, FakeTensor))
         and parameter.dtype is torch.float32
         and all(type(child) in _CAST and child not in excluded for child, _ in where)

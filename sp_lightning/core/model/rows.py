@@ -78,11 +78,11 @@ class RowFinder:
     def make_rows(
         self, found: Found, layers: Sequence[Any], device: Device, log: logging.Logger | None, *, pin: bool
     ) -> dict[nn.Module, tuple[Any, ...]]:
-        """Sets the :attr:`~sp_lightning.core.layers.layer.StreamedLayer.rows` of layers whose rows are uploaded.
+        """Sets the :attr:`~sp_lightning.core.weights.layer.StreamedLayer.rows` of layers whose rows are uploaded.
 
         Args:
             found: what was found in the module.
-            layers: the engine's layers. Before the call, their ``rows`` are :class:`~sp_lightning.core.layers.layer.AllRows`.
+            layers: the engine's layers. Before the call, their ``rows`` are :class:`~sp_lightning.core.weights.layer.AllRows`.
             device: uploads rows.
             log: the logger for warnings; None for Lightning's logger.
             pin: True to page-lock host memory.

@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.device.layout import bytes_of, part, view
 from sp_lightning.core.device.lease import lend, shared
+from sp_lightning.core.messages import KEPT_MEMORY, LOG, say_once
 from sp_lightning.core.model.found import Layer
-from sp_lightning.core.observe.messages import KEPT_MEMORY, LOG, say_once
 from sp_lightning.core.plan.plan import PlannedLayer
 from sp_lightning.core.store.block_memory import Allocate, GradientMemory, Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
@@ -118,7 +118,7 @@ class HostBlock:
     def write(self, index: int, value: Tensor) -> bool:
         """Copies the device's value of a weight to the host if its bytes differ. Autograd sees a write in place.
 
-        Called for weights that user code has written on the device (``layers.writes``). If the value has another dtype, the
+        Called for weights that user code has written on the device (``weights.writes``). If the value has another dtype, the
         parameter gets memory of its own and is added to :attr:`retyped`, until it has its first dtype again.
 
         Args:
@@ -148,7 +148,7 @@ class HostBlock:
                 f"{tuple(value.shape)} inside a step (param.data = other). Exchange it between two batches or before "
                 f"trainer.fit, or keep it on the GPU: SuperpipelineStrategy(keep_on_gpu=[{name!r}])."
             )
-        # The parameter may have a role by now, whose operators wait for an update (``layers.roles``). This reads and writes
+        # The parameter may have a role by now, whose operators wait for an update (``weights.roles``). This reads and writes
         # without it. Bytes are compared and not values, because a NaN is not equal to itself and -0.0 is equal to 0.0.
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
             if index in self.retyped:

@@ -6,10 +6,12 @@ An *update* is the optimizer's step of one layer.
 - ``fused`` decides which steps run fused, and which can be divided into updates of layers.
 - ``pieces`` widens, unscales, clips, steps and casts in a single pass over memory.
 - ``step_context`` gives a step in the background the settings of the thread that called ``optimizer.step()``.
-- ``layer_stepper`` is the interface of steps on the GPU.
+- ``layerwise`` divides a step into updates of layers, if ``plan.update_policy`` says so. ``clipping`` measures the norms of
+  gradients during backward. ``updating`` is the engine as both see it.
+- ``layer_stepper`` is the interface of steps on the GPU, ``state_store`` that of optimizer state outside of memory.
 
-Input: the user's optimizer and the layers (``layers``). Output: updated weights in host memory; code that reads them waits for
-the update. ``plan.update_policy`` decides whether a step is divided into updates, and ``engine.layerwise`` divides it.
+Input: the user's optimizer and the layers (``weights``). Output: updated weights in host memory; code that reads them waits for
+the update. This folder imports nothing of the engine, except the class for annotations.
 
 User code must not notice that its optimizer's step runs layer by layer and in the background. Five mechanisms ensure this. Each
 has a note that says why a simpler solution would not be exact.
@@ -38,8 +40,8 @@ would skip a user's own ``step``; and schedulers replace ``step`` on the object 
 
 # Note: roles of parameters
 
-Around updates, a host parameter gets a further class (``layers.roles``) in three cases. When code reads the parameter's values or
-its gradient, that class
+Around updates, a host parameter gets a further class (``weights.roles``) in three cases. When code reads the parameter's
+values or its gradient, that class
 
 - waits, if the parameter's update is under way;
 - widens the gradient, if it is *narrow*: kept in the lower dtype in which backward computed it;

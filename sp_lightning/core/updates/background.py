@@ -18,12 +18,12 @@ from torch import Tensor
 
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.own_threads import OwnThreads
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.roles import ParameterRole, leave, take, writes_in_place
 from sp_lightning.core.torch_compat.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.core.updates.layer_stepper import LayerStepper
 from sp_lightning.core.updates.step_context import awaiting_steps
+from sp_lightning.core.weights.layer import StreamedLayer
+from sp_lightning.core.weights.roles import ParameterRole, leave, take, writes_in_place
 
 TORN_IN_BACKWARD = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
 """A value of :attr:`BackgroundUpdates.torn`."""

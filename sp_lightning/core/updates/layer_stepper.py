@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sp_lightning.core.layers.layer import StreamedLayer
+from sp_lightning.core.weights.layer import StreamedLayer
 
 FRESH = 2
 """The number of layers whose new weights stay on the GPU for their next fetch: the layers that were stepped last. The weights of

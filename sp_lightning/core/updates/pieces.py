@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.core.layers.narrow_gradient import Change, NarrowGradient, narrow_and_changes
 from sp_lightning.core.torch_compat.private import FUSED_STEPS, second_level_cache
+from sp_lightning.core.weights.narrow_gradient import Change, NarrowGradient, narrow_and_changes
 
 
 class InPieces(TorchFunctionMode):

@@ -29,18 +29,18 @@ from torch import Tensor, nn
 from sp_lightning.core.device.device import Wait
 from sp_lightning.core.device.layout import Span, bytes_of, part, view, whole_pages
 from sp_lightning.core.device.lease import ALONE, lend, references, shared
-from sp_lightning.core.layers.freed_gradient import (
+from sp_lightning.core.torch_compat.modes import no_inference_mode, unseen
+from sp_lightning.core.torch_compat.private import moves_modules, subclasses_are_asked
+from sp_lightning.core.weights.freed_gradient import (
     HasGradientElsewhere,
     is_engines,
     reader,
     resets_gradients,
     set_elsewhere,
 )
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.narrow_gradient import is_narrow, narrow_and_changes, stored
-from sp_lightning.core.layers.roles import ParameterRole, leave, leave_all, take_all
-from sp_lightning.core.torch_compat.modes import no_inference_mode, unseen
-from sp_lightning.core.torch_compat.private import moves_modules, subclasses_are_asked
+from sp_lightning.core.weights.layer import StreamedLayer
+from sp_lightning.core.weights.narrow_gradient import is_narrow, narrow_and_changes, stored
+from sp_lightning.core.weights.roles import ParameterRole, leave, leave_all, take_all
 from sp_lightning.experimental.ranks.shared_memory import OwnView
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.layout import lay_out, part, total_bytes
-from sp_lightning.core.layers.freed_gradient import set_elsewhere
-from sp_lightning.core.layers.gradients import Gradients, Received, Wanted, accumulate, each_row_once
-from sp_lightning.core.layers.layer import Kind, StreamedLayer
 from sp_lightning.core.store.block_memory import Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
+from sp_lightning.core.weights.freed_gradient import set_elsewhere
+from sp_lightning.core.weights.gradients import Gradients, Received, Wanted, accumulate, each_row_once
+from sp_lightning.core.weights.layer import Kind, StreamedLayer
 from sp_lightning.experimental.ranks.collectives import Collectives
 from sp_lightning.experimental.ranks.gradient_copies import HasCopiedGradient
 from sp_lightning.experimental.ranks.owners import RankOwners
@@ -34,7 +34,7 @@ Place = tuple[StreamedLayer, int]
 
 
 class SummedGradients(Gradients):
-    """The :class:`~sp_lightning.core.layers.gradients.GradientSink` of several ranks.
+    """The :class:`~sp_lightning.core.weights.gradients.GradientSink` of several ranks.
 
     Args:
         device: copies the gradients.

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from sp_lightning.core.device.device import Wait
 from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.engine.owners import Owners
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.ring import Staged
 from sp_lightning.core.updates.background import TORN_IN_BACKWARD
 from sp_lightning.core.updates.fused import OF_EACH
+from sp_lightning.core.weights.layer import StreamedLayer
+from sp_lightning.core.weights.ring import Staged
 from sp_lightning.experimental.ranks.agreement import settings
 from sp_lightning.experimental.ranks.block_memory import SharedBlockMemory, merge, written_in_common
 from sp_lightning.experimental.ranks.gradient_copies import GradientCopies
@@ -319,7 +319,7 @@ class RankOwners(Owners):
 
 
 class SharedSource(HostSource):
-    """The :class:`~sp_lightning.core.layers.ring.BlockSource` of several ranks.
+    """The :class:`~sp_lightning.core.weights.ring.BlockSource` of several ranks.
 
     Owners keep the casts in shared memory up to date. If this rank's user code has written to a layer since the last step, the
     layer is uploaded from this rank's private view, with casts of its own. Private pages are not page-locked.

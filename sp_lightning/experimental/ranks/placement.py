@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from sp_lightning.core.device.layout import whole_pages
 from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.engine.placement import Placement
-from sp_lightning.core.layers.gradients import GradientSink
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.core.store.block_memory import Allocate
 from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.weights.gradients import GradientSink
 from sp_lightning.experimental.ranks.block_memory import shared_allocator
 from sp_lightning.experimental.ranks.gradients import SummedGradients
 from sp_lightning.experimental.ranks.owners import RankOwners, SharedSource

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from sp_lightning.core.engine.clipping import Clipping
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.torch_compat.patched import attributes_of, in_place_of, is_patched
+from sp_lightning.core.updates.clipping import Clipping
 from sp_lightning.core.updates.fused import is_separable
 from sp_lightning.experimental.ranks.agreement import settings
 from sp_lightning.experimental.ranks.owners import ALIKE, RankOwners, closure_again

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from sp_lightning.core.device.device import Device, Wait
-from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.weights.layer import StreamedLayer
 from sp_lightning.experimental.ranks.block_memory import written_in_common
 from sp_lightning.experimental.ranks.failures import LOST
 from sp_lightning.experimental.ranks.owners import RankOwners

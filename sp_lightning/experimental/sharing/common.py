@@ -21,9 +21,6 @@ from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.device.layout import PAGE, Span, aligned, bytes_of, lay_out, part, total_bytes, versions, view
 from sp_lightning.core.device.lease import lend
-from sp_lightning.core.layers.layer import StreamedLayer
-from sp_lightning.core.layers.ring import Uploads
-from sp_lightning.core.layers.writes import digest_of_values
 from sp_lightning.core.model.found import Layer
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.plan.plan import PlannedLayer
@@ -31,6 +28,9 @@ from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.store.block_memory import BlockMemory, Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.private import is_traceable_wrapper_subclass
+from sp_lightning.core.weights.layer import StreamedLayer
+from sp_lightning.core.weights.ring import Uploads
+from sp_lightning.core.weights.writes import digest_of_values
 from sp_lightning.experimental.sharing.turns import TURNS, TrialTurn
 
 ON_DEVICE = 2

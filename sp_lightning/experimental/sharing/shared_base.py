@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from sp_lightning.core.device.accelerator import device_for
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.engine.placement import Placement
-from sp_lightning.core.layers.ring import Uploads
 from sp_lightning.core.model.found import Found, Layer
 from sp_lightning.core.plan.plan import PlannedLayer
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.torch_compat.patched import scope
 from sp_lightning.core.torch_compat.private import tree_leaves
+from sp_lightning.core.weights.ring import Uploads
 from sp_lightning.experimental.sharing.common import ON_DEVICE, BaseWeights, OnDevice, SharedUploads, TrialBlock
 from sp_lightning.experimental.sharing.own import parts, parts_of_trainer, with_state
 from sp_lightning.experimental.sharing.turns import TURNS, TrialTurn

@@ -27,7 +27,7 @@ import torch
 
 from sp_lightning.core.device.accelerator import generator_states, set_generator_states
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.observe.messages import LOG
+from sp_lightning.core.messages import LOG
 from sp_lightning.core.torch_compat.patched import Patch
 from sp_lightning.core.torch_compat.private import attention_order, float32_precisions
 from sp_lightning.trainer.run_scope import TRAINERS

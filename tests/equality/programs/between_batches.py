@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import linear
 
-from sp_lightning.core.observe import messages
+from sp_lightning.core import messages
 from tests.equality.rows import program, tiers
 from tests.support.models import vectors
 from tests.support.moments import At, each, rebind

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from sp_lightning.core.layers.buffers import AveragesOnDevice
+from sp_lightning.core.weights.buffers import AveragesOnDevice
 from tests.equality.rows import program, tiers
 from tests.support.models import Module, Stack, vectors
 

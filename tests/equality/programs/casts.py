@@ -21,7 +21,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sp_lightning.core.device.device import Stream
-from sp_lightning.core.layers.host_casts import Casts
+from sp_lightning.core.weights.host_casts import Casts
 from tests.equality.rows import program, tiers
 from tests.support.models import Block, CheckpointedCalls, Module, Stack, vectors
 from tests.support.nets import Manual, OwnLinear, Readers, Seeing, Tied, of_blocks

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.engine import graph
+from sp_lightning.core.engine import backward
 from tests.equality.rows import program, tiers
 from tests.support.models import Module, Stack, vectors
 from tests.support.moments import At
@@ -76,14 +76,14 @@ HELD: list[Any] = []
 @contextmanager
 def callbacks_held() -> Iterator[None]:
     """On an accelerator what was queued in a failed backward is dropped later, by a thread of autograd's."""
-    queue = graph.queue_callback
+    queue = backward.queue_callback
 
     def holds(callback: Any) -> None:
         HELD.append(callback)
         queue(callback)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graph, "queue_callback", holds)
+        patch.setattr(backward, "queue_callback", holds)
         yield
 
 

@@ -12,8 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.layers.narrow_gradient import NarrowGradient, stored
 from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.weights.narrow_gradient import NarrowGradient, stored
 from sp_lightning.trainer import scaler
 from tests.equality.rows import Tiers, program, tiers
 from tests.support.models import Module, Stack, vectors

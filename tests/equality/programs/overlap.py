@@ -26,9 +26,9 @@ from torch.utils.checkpoint import checkpoint
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
-from sp_lightning.core.engine.updating import Updating
-from sp_lightning.core.layers.layer import StreamedLayer
 from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.updates.updating import Updating
+from sp_lightning.core.weights.layer import StreamedLayer
 from tests.equality.rows import Tiers, program, tiers
 from tests.support.engine import at_once
 from tests.support.models import CASES, Block, vectors

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sp_lightning.core.layers.device_parameter import DeviceParameter
 from sp_lightning.core.torch_compat.private import step_pre_hooks
+from sp_lightning.core.weights.device_parameter import DeviceParameter
 from tests.equality.rows import Tiers, program, tiers
 from tests.support.models import EitherOptimization, Module, Scaled, Stack, vectors
 from tests.support.nets import Wrapper

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sp_lightning.core.layers import roles
+from sp_lightning.core.weights import roles
 from tests.equality.rows import program, tiers
 from tests.support.engine import Uses
 from tests.support.models import Module, Stack, vectors

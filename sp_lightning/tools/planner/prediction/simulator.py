@@ -1,7 +1,7 @@
 """Predicts a batch by simulation: the engine's own schedule runs with clocks in place of copies.
 
 The classes that stream the model, :class:`~sp_lightning.core.engine.schedule.Residency` and
-:class:`~sp_lightning.core.layers.gradients.Transfers`, decide which layer is uploaded when and into which slot, and when
+:class:`~sp_lightning.core.weights.gradients.Transfers`, decide which layer is uploaded when and into which slot, and when
 gradients are offloaded. Only the device is replaced (``clocks``): it copies nothing and predicts the time of each copy. So
 uploads and gradients follow the engine as it is. Optimizer steps are a model: this file repeats the rules of ``layerwise``.
 """
@@ -16,14 +16,14 @@ from typing import Any, Literal
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.timeline import Kind
 from sp_lightning.core.engine.schedule import Prefetch, Residency
-from sp_lightning.core.layers.bound_weights import BoundWeights
-from sp_lightning.core.layers.gradients import Transfers
-from sp_lightning.core.layers.layer import Kind as LayerKind
-from sp_lightning.core.layers.layer import Slot, StreamedLayer, kinds
-from sp_lightning.core.layers.ring import BlockSource, Slots, Staged, Uploads
-from sp_lightning.core.layers.writes import LeftMemory
 from sp_lightning.core.plan.plan import Plan, PlannedLayer
 from sp_lightning.core.updates.layer_stepper import FRESH
+from sp_lightning.core.weights.bound_weights import BoundWeights
+from sp_lightning.core.weights.gradients import Transfers
+from sp_lightning.core.weights.layer import Kind as LayerKind
+from sp_lightning.core.weights.layer import Slot, StreamedLayer, kinds
+from sp_lightning.core.weights.ring import BlockSource, Slots, Staged, Uploads
+from sp_lightning.core.weights.writes import LeftMemory
 from sp_lightning.tools.planner.prediction.clocks import ClockDevice, HostBytes
 from sp_lightning.tools.planner.prediction.visits import RESOURCES, Prediction, Rates, Visit
 
