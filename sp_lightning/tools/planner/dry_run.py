@@ -154,7 +154,7 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
         Exception: any error of the module. A module that reads values cannot be run without values.
     """
     trial = _Trial(found)
-    saves = _Saves(trial.stays)
+    saves = _Saves(trial.stays, trial.copies)
     repeats = _Repeats(trial, saves, found)
     with ExitStack() as stack:
         stack.enter_context(repeats.replaced())
@@ -181,18 +181,25 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
     outside = saves.outside()
     large = (saved for saved in outside if not is_small(saved.nbytes))
     largest = max(large, key=lambda saved: saved.nbytes, default=None)
-    left = sum(saved.nbytes for saved in outside)
+    left = sum(saved.nbytes for saved in outside) + saves.copies
     return Work(trial.costs(), trial.peak, tuple(saves.calls), left, largest, frozenset(trial.whole))
 
 
 class _Saves:
     """Counts the activations of each unit call in a forward, as the engine does.
 
-    Tensors for which ``stays`` returns True are on the device anyway, and do not count.
+    Args:
+        stays: returns True for tensors that are on the device anyway, and do not count.
+        copies: the storages of autocast's copies of weights that stay on the device. They stay there as well, in each mode.
+
+    Attributes:
+        copies: the bytes of those copies that were saved.
     """
 
-    def __init__(self, stays: Callable[[Tensor], bool]) -> None:
+    def __init__(self, stays: Callable[[Tensor], bool], copies: Mapping[int, StorageWeakRef]) -> None:
         self._stays = stays
+        self._copied = copies
+        self.copies = 0
         self.calls: list[Call] = []
         self.now: int | None = None  # the index of the running call
         self._above: list[int | None] = []  # the indices of the calls around the running call
@@ -251,7 +258,10 @@ class _Saves:
 
     def _count(self, tensor: Tensor) -> None:
         if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or self._stays(tensor)):
-            if self.now is not None:
+            copied = self._copied.get(storage_id(tensor.untyped_storage()))
+            if copied is not None and not copied.expired():
+                self.copies += count_once(tensor, self._seen, small=True)
+            elif self.now is not None:
                 nbytes = count_once(tensor, self._seen, small=True)
                 call = self.calls[self.now]
                 small = call.small + nbytes * is_small(nbytes)
@@ -287,6 +297,7 @@ class _Trial(TorchDispatchMode):
         self._lowered = {storage_id(p.untyped_storage()) for layer in found.layers for _, p in layer.lowered}
         # The casts of the weights in _lowered. They are kept alive, so that no other storage gets the same storage_id.
         self._casts: list[Tensor] = []
+        self.copies: dict[int, StorageWeakRef] = {}  # copies in another dtype of weights that stay on the device
         self.now = self.begin((), backward=False)
 
     def begin(self, layers: tuple[int, ...], *, backward: bool) -> Cost:
@@ -368,7 +379,10 @@ class _Trial(TorchDispatchMode):
         result = func(*args, **kwargs)
         outputs, inputs = _tensors(result), _tensors((*args, *kwargs.values()))
         keys = [storage_id(leaf.untyped_storage()) for leaf in inputs]
-        casts = func.overloadpacket is to_copy_operator and keys[0] in self._lowered
+        copies = func.overloadpacket is to_copy_operator
+        casts = copies and keys[0] in self._lowered
+        if copies and self._weights.get(keys[0]) == -1 and outputs[0].dtype is not inputs[0].dtype:
+            self.copies[storage_id(outputs[0].untyped_storage())] = StorageWeakRef(outputs[0].untyped_storage())
         for tensor in outputs:
             if casts:
                 self._casts.append(tensor)  # a run uploads the cast to its layer's slot: no additional memory

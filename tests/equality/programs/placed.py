@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -219,15 +218,10 @@ program(
 
 
 class ByDefaultElsewhere(Module):
-    """Writes a weight in a step in which new tensors are on another device; "meta" stands for a GPU.
+    """Writes a weight in a step in which new tensors are on another device; "meta" stands for a GPU."""
 
-    Args:
-        whole: also during backward, clipping and the optimizer's step.
-    """
-
-    def __init__(self, *, whole: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(Stack())
-        self.whole = whole
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with torch.device("meta"), torch.no_grad():
@@ -238,12 +232,16 @@ class ByDefaultElsewhere(Module):
     def with_gradients(self, batch: Any) -> Tensor:
         return self.loss(batch)
 
-    def optimizer_step(self, *args: Any, **options: Any) -> None:
-        with torch.device("meta") if self.whole else nullcontext():
-            super().optimizer_step(*args, **options)
-
     def configure_optimizers(self) -> Optimizer:
         return SGD(self.parameters(), lr=1e-2, momentum=0.9)
+
+
+class ByDefaultElsewhereAlways(ByDefaultElsewhere):
+    """Also during backward, clipping and the optimizer's step."""
+
+    def optimizer_step(self, *args: Any, **options: Any) -> None:
+        with torch.device("meta"):
+            super().optimizer_step(*args, **options)
 
 
 WAYS = (
@@ -251,8 +249,11 @@ WAYS = (
     "forward, clipped, simulated", "off, on the GPU, clipped, simulated", "off, 2 stay, clipped, simulated",
     "users, k=1, bf16-true, simulated", "frozen weights in their files, clipped",
 )  # fmt: skip
-for whole in (False, True):
+for kind, when, ways in (
+    (ByDefaultElsewhere, "in a step", WAYS),
+    (ByDefaultElsewhereAlways, "in a whole step", [each for each in WAYS if not each.startswith("backward")]),
+):
     program(
-        f"a default device: in a {'whole ' if whole else ''}step", tiers("users, k=1", rest=[LATE], long=WAYS),
+        f"a default device: {when}", tiers("users, k=1", rest=[LATE], long=ways),
         covers="memory of the CPU is the CPU's by name, whatever the default device is",
-    )(partial(ByDefaultElsewhere, whole=whole))  # fmt: skip
+    )(kind)  # fmt: skip
