@@ -23,7 +23,7 @@ where a device waits for more than the simulation: the two that are not are list
 | READ_AFTER_COMPARE | activations that are computed again |
 | GATHER_AFTER_SEND | an embedding of which only rows travel |
 | CLOSE_AFTER_STORE | a last forward without a backward |
-| DROP_AFTER_DRAIN | a hook that raises while gradients are applied |
+| DROP_AFTER_DRAIN | a backward that ends with an error, because a forward that ran again has computed other values |
 | UNPIN_AFTER_COPY | residents alone, in a prediction whose results nobody reads |
 | REDUCE_AFTER_GRADIENT, DRAIN_AFTER_REDUCE | several devices: test_rank_waits.py |
 """
