@@ -790,12 +790,17 @@ class Run:
             self._log.exception("Superpipeline could not put the CPU's parameters back after the error that follows.")
 
 
+def weight_in_step(module: nn.Module) -> str | None:
+    """Returns the name of a weight that belongs to a run in the middle of a step; None if there is none."""
+    return next((name for name, p in module.named_parameters() if issubclass(type(p), DeviceParameter)), None)
+
+
 def _refuse_in_step(module: pl.LightningModule) -> None:
     """Raises a ValueError if a weight of the module belongs to another run that is in the middle of a step.
 
     If another run is between two steps, parameters get their ordinary classes.
     """
-    name = next((name for name, p in module.named_parameters() if issubclass(type(p), DeviceParameter)), None)
+    name = weight_in_step(module)
     if name is not None:
         raise ValueError(
             f"{name!r} of {type(module).__name__} is a weight of another run, which is in the middle of a step. Begin this run "

@@ -36,6 +36,7 @@ from sp_lightning.trainer.given_values import GivenValues
 from sp_lightning.trainer.loops import LoopStrategy
 from sp_lightning.trainer.option_checks import by_name
 from sp_lightning.trainer.options import Options
+from sp_lightning.trainer.run import weight_in_step
 from sp_lightning.trainer.run_scope import current
 
 
@@ -246,8 +247,11 @@ class StreamingStrategy(LoopStrategy):
         try:
             close_all(self._detach_callback, self._close)
             module = self.lightning_module
-            if module is not None and any(tensor.is_meta for _, tensor in named_tensors(module)):
-                # Set-up has raised an error for this module, and the base class cannot move a meta tensor to the CPU.
+            if module is not None and (
+                weight_in_step(module) is not None or any(tensor.is_meta for _, tensor in named_tensors(module))
+            ):
+                # Set-up has raised an error for this module. The base class would move it to the CPU: from under the other run
+                # whose step it is in. It cannot move a meta tensor.
                 forget_module(self)
         finally:
             super().teardown()

@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,9 @@ class Outer(Module):
 
     Args:
         where: the hook.
-        how: what the probe consists of: a copy of the network, another one, or the network itself and a layer more.
+        how: what the probe consists of: a copy of the network, another one, or the network itself and a layer more, which is
+            refused within a step. "refused": the program goes on after that; ``Module.cpu`` makes other parameters, as it does
+            for a device of another package.
         on: where steps of the probe run.
     """
 
@@ -42,9 +45,18 @@ class Outer(Module):
             "another": lambda: Stack(2),
             "itself": lambda: nn.Sequential(self.net, nn.Linear(16, 16)),
         }
-        probe = Probe(net[self.how]())
+        probe = Probe(net["itself" if self.how == "refused" else self.how]())
         ours = isinstance(self.trainer.strategy, SuperpipelineStrategy)
         strategy = superpipeline(k=1, optimizer_on=self.on, optimizer_overlap="off") if ours else "auto"
+        if self.how == "refused":
+            if ours:
+                torch.__future__.set_overwrite_module_params_on_conversion(True)
+                try:
+                    with pytest.raises(ValueError, match="is a weight of another run"):
+                        trainer_for(strategy, max_steps=2).fit(probe, loader(vectors(2)))
+                finally:
+                    torch.__future__.set_overwrite_module_params_on_conversion(False)
+            return
         trainer_for(strategy, max_steps=2).fit(probe, loader(vectors(2)))
         self.seen += [p.detach().clone() for p in probe.parameters()]
 
@@ -77,6 +89,10 @@ program(
     "inner run: weights that are in a step", tiers("keep, k=1"), repairable=False, covers="a weight has one run at a time",
     refused={"keep, k=1": "ValueError: 'net.0.stem.weight' of Probe is a weight of another run, .* copy.deepcopy"},
 )(partial(Outer, "step", "itself"))  # fmt: skip
+program(
+    "inner run: refused within a step, which goes on", tiers("keep, k=1"),
+    covers="the end of the refused run does not move the weights of the step",
+)(partial(Outer, "step", "refused"))  # fmt: skip
 program(
     "inner run: the GPU's weights stepped on the host", tiers("keep, k=1"), repairable=False, strategy={"optimizer_on": "gpu"},
     refused={"keep, k=1": r"RuntimeError: .*SGD is not what Outer.configure_optimizers .* on the CPU"},
