@@ -34,7 +34,6 @@ each rule once. The exceptions, which no version counter shows, are the list "No
 - ``model``: finds the layers of a module.
 - ``plan``: which layer gets how much memory, and when optimizers step. No run is needed for this.
 - ``messages``: the log, notes on errors, and texts that several files raise.
-- ``observe``: the count of activations.
 - ``store``: the memory of layers on the host.
 - ``weights``: weights on their way to the device and back: slots, device parameters, writes, gradients.
 - ``updates``: all about optimizers: steps, whole or layer by layer, and clipping.

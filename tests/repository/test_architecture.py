@@ -26,7 +26,7 @@ FILES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 CORE = (
-    "_version", "core.torch_compat", "core.device", "core.model", "core.plan", "core.messages", "core.observe", "core.store",
+    "_version", "core.torch_compat", "core.device", "core.model", "core.plan", "core.messages", "core.store",
     "core.weights", "core.updates", "core.engine", "registry", "trainer", "tools.machine",
 )  # fmt: skip
 """The folders of the core and of the trainer, from the ground up: each may import those before it."""

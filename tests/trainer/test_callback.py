@@ -195,9 +195,10 @@ def logged(
 def test_metrics_come_every_n_steps(every: int, accumulate: int, steps: list[int], tmp_path: Path) -> None:
     rows = logged(tmp_path, 12, metrics="all", every_n_steps=every, options={"accumulate_grad_batches": accumulate})
     assert [int(row["step"]) for row in rows] == steps
-    for part in ("device", "weight", "gradient", "activation"):
+    for part in ("device", "weight", "gradient"):
         assert all(float(row[f"peak_{part}_bytes"]) > 0 for row in rows)
-    assert all(float(row["peak_optimizer_bytes"]) == 0 for row in rows)  # steps run on the CPU
+    for part in ("optimizer", "activation"):  # steps run on the CPU, where no allocator counts activations
+        assert all(float(row[f"peak_{part}_bytes"]) == 0 for row in rows)
 
 
 class Exchanges(Module):

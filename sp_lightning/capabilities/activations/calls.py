@@ -92,7 +92,7 @@ class UnitModes:
         rows = {layer.name: layer.index for layer in engine.layers if layer.kind is Kind.BLOCK}
         self._rows = {name: rows.get(name, engine.residents.layer.index) for name in self._units}  # in timelines
         self.ring = HostRing(engine.device, pin=engine.pin, limit=None)
-        self.offload = Offload(engine.device, self.ring, engine.device_storages, engine.log, engine.held)
+        self.offload = Offload(engine, self.ring)
         self.recompute = Recompute(engine, choice)
         self.headroom: Headroom | None = None
         self.evicted: set[str] = set()

@@ -137,7 +137,7 @@ class Headroom:
             self._staying_bytes += nbytes
             self._spend(nbytes, self._reserve() + self._usual)
             return None
-        kept = Kept(tensor, self._call, self, self._offload.hold(tensor))
+        kept = Kept(tensor, self._call, self, self._offload.count_saved(tensor))
         self._kept.append(weakref.ref(kept))
         self._spend(tensor.untyped_storage().nbytes(), self._reserve() + self._usual)
         return kept

@@ -28,10 +28,10 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sp_lightning.capabilities.activations.host_ring import HostRing
-from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.host_memory import PinnedMemory
 from sp_lightning.core.device.layout import strided
-from sp_lightning.core.observe.activations import HeldActivations
+from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.plan.units import human_bytes
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.core.torch_compat.private import base_of, preserve_version_counter, storage_id
@@ -181,11 +181,8 @@ class Offload:
     """Copies saved tensors to the host, and back for backward.
 
     Args:
-        device: the device.
+        engine: the engine.
         ring: the host memory.
-        device_storages: the addresses of storages that are on the device in any case. The set grows.
-        log: the logger for warnings; None for Lightning's log.
-        held: counts the activations that are on the device; None if the allocator counts them.
 
     Attributes:
         ring: as given.
@@ -196,20 +193,12 @@ class Offload:
         weights: the weights whose copies in another dtype stay on the device.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        ring: HostRing,
-        device_storages: Set[int],
-        log: logging.Logger | None = None,
-        held: HeldActivations | None = None,
-    ) -> None:
-        self._held = held
-        self._log = log or logging.getLogger("lightning.pytorch.superpipeline")
-        self._device = device
-        self.stats = device.stats
+    def __init__(self, engine: Engine, ring: HostRing) -> None:
+        self._engine = engine
+        self._log = engine.log or logging.getLogger("lightning.pytorch.superpipeline")
+        self._device = engine.device
+        self.stats = engine.device.stats
         self.ring = ring
-        self._device_storages = device_storages
         self.lock = threading.RLock()
         self._calls = threading.local()  # of each thread: the running call
         # All offloaded storages, by the storage's number and version. Storages with a copy in flight are included.
@@ -283,9 +272,10 @@ class Offload:
         with self.lock, no_dispatch_modes(), no_inference_mode(), torch.no_grad():
             return self._refer(tensor, call, offloads=True)
 
-    def hold(self, tensor: Tensor) -> Any:
-        """Counts a tensor's storage as on the device, as long as the result exists."""
-        return None if self._held is None else self._held.hold(tensor)
+    def count_saved(self, tensor: Tensor) -> Any:
+        """Counts a tensor's storage as on the device, as long as the result exists; see :attr:`Engine.count_saved`."""
+        count = self._engine.count_saved
+        return None if count is None else count(tensor)
 
     def count(self, tensor: Tensor, *, small: bool = False) -> int:
         """Counts a saved tensor's storage. Returns its bytes; 0 if it was counted before in this step, or is small."""
@@ -324,7 +314,7 @@ class Offload:
         storage = tensor.untyped_storage()
         if (not every and is_small(storage.nbytes())) or tensor.device != self._device.device:
             return False
-        if storage.data_ptr() in self._device_storages or storage.data_ptr() in self.buffers:
+        if storage.data_ptr() in self._engine.device_storages or storage.data_ptr() in self.buffers:
             return False
         return not (tensor.is_conj() or tensor.is_neg()) and (every or not self.weights.copied_to(tensor))
 
@@ -335,7 +325,7 @@ class Offload:
         if buffer is None:
             self.warn(call.unit)
             return None
-        source._held = self.hold(source)  # counted as long as `source` exists
+        source._held = self.count_saved(source)  # counted as long as `source` exists
         counter = saved.detach()
         counter.data = saved.new_empty(0)
         identity, device = StorageWeakRef(source.untyped_storage()), self._device
@@ -455,7 +445,7 @@ class Offload:
             device.empty(storage.nbytes) for storage in missing
         ]  # before any storage is changed: this may raise
         for storage, memory in zip(missing, memories, strict=True):
-            memory._held = self.hold(memory)
+            memory._held = self.count_saved(memory)
             storage.returned = memory
         # Compute may have used the new memory last. Compute has also waited for the storages' copies to the host, so the uploads
         # follow these copies.

@@ -173,9 +173,9 @@ class Recompute:
             first: the first run.
             unwritten: positions of tensors that are not compared.
         """
-        held = self._engine.held
+        count = self._engine.count_saved
         # The tensors of this run are on the device until the next forward runs again, or the graph is freed.
-        hold = None if held is None else lambda tensor: first.held.append(held.hold(tensor))
+        hold = None if count is None else lambda tensor: first.held.append(count(tensor))
         second = SavedRun(self._layer_at, hold)
         try:
             yield second

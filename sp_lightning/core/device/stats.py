@@ -26,9 +26,8 @@ class Stats:
         peak_device_bytes: the peak of bytes that weights, gradients and optimizer steps took on the device.
         peak_weight_bytes, peak_gradient_bytes, peak_optimizer_bytes: the parts of ``peak_device_bytes``: weights and buffers;
             gradients; and optimizer state with the memory of optimizer steps, which is 0 if all steps run on the CPU.
-        peak_activation_bytes: the peak of bytes that activations took on the device. On the CPU: storages that autograd holds,
-            without weights and without memory that operators allocate and free; 0 if nothing is streamed. On a GPU: all of
-            ``peak_allocated_bytes`` that is not in ``peak_device_bytes``.
+        peak_activation_bytes: the peak of bytes that activations took on the device: all of ``peak_allocated_bytes`` that is not
+            in ``peak_device_bytes``. 0 on the CPU, where ``sp_lightning.dial`` counts activations.
         peak_allocated_bytes: the peak of bytes that torch had allocated on the device. ``torch.cuda.max_memory_allocated()``
             may be less, because each run and the choice of a window reset it. 0 on the CPU.
         offloaded_activation_bytes, uploaded_activation_bytes: bytes of activations offloaded to the host, and uploaded again.

@@ -27,7 +27,6 @@ from sp_lightning.core.engine.uses import Calls, ModuleCall, Uses, listen
 from sp_lightning.core.model.found import Found, tensor_bytes
 from sp_lightning.core.model.rows import row_finder
 from sp_lightning.core.model.wrapped import parts, stand_in
-from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.store.block_memory import Allocate, BlockMemory, Staging
 from sp_lightning.core.torch_compat.patched import unwatch, watch
@@ -74,7 +73,8 @@ class Engine:
         layers: all layers. The residents are last.
         visits: by module, the layers that a call of the module uses, without tables.
         device_storages: the addresses of storages that are on the device in any case, beside the slots.
-        held: counts the activations that stay on the device; None if the allocator counts them.
+        count_saved: None, or a function that a tool sets between two steps to count activations. It gets each tensor that
+            autograd saves and that stays on the device, also when a forward runs again. Its result is held as long as the tensor.
     """
 
     def __init__(
@@ -135,9 +135,7 @@ class Engine:
         self.saved_tensors = SavedTensors(self)
         self.uses = Uses(self)
         self.calls = Calls(self)
-        # On a GPU the allocator counts activations.
-        held = HeldActivations(self._staying_tensors, (self.slots.by_address, self.device_storages))
-        self.held = held if device.computes_on_host else None
+        self.count_saved: Callable[[Tensor], Any] | None = None
         self.activations = make_activations(self)
         self.gradients.transfers.check = self.activations.check
         self.swap = ParameterSwap(
@@ -159,11 +157,6 @@ class Engine:
         except BaseException:
             self.close()
             raise
-
-    def _staying_tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors outside of slots that are on the device anyway: buffers, and weights that stay on the device."""
-        yield from self.found.on_gpu
-        yield from self.module.buffers()
 
     def _connect(self) -> None:
         """Connects modules, autograd and device parameters to the engine."""
@@ -192,8 +185,6 @@ class Engine:
             self.backward.abandon()
             for compiled in self._compiled:
                 compiled.masters.clear()
-            if training and self.held is not None:
-                self.held.begin()
             self.step.begin(phase, kind, quiet=quiet)
 
     @property
@@ -366,8 +357,6 @@ class Engine:
     def begin_peaks(self) -> None:
         """Measures all peaks of device memory anew, because the plan's memory is less than before, and stays so."""
         self.device.begin_peak(forget=True)
-        if self.held is not None:
-            self.held.peak = self.held.nbytes
         self.device.stats.peak_device_bytes = -1  # less than now
         self.note_memory(staying=True)
 
@@ -375,9 +364,8 @@ class Engine:
         """Returns the present counters."""
         self.note_memory(staying=True)
         counted, stalled, allocated = self.device.stats, self.device.stall_seconds, self.device.most_bytes()
-        activations = max(allocated - counted.peak_device_bytes, 0) if self.held is None else self.held.peak
         return counted.copy(
-            peak_activation_bytes=activations,
+            peak_activation_bytes=max(allocated - counted.peak_device_bytes, 0),
             peak_allocated_bytes=allocated,
             stall_seconds=stalled(Wait.USE_AFTER_FETCH, Wait.USE_AFTER_RESIDENTS),
             gradient_stall_seconds=stalled(Wait.REUSE_AFTER_DRAIN),

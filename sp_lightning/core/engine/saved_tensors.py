@@ -51,7 +51,7 @@ class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValue
 
 
 _Kept = tuple[Tensor, int, Any]
-"""Any other saved tensor, its version, and the object that counts its storage as long as the graph holds it.
+"""Any other saved tensor, its version, and the result of :attr:`Engine.count_saved`.
 
 A leaf is kept as the same object, as autograd keeps it, so an assignment to its ``.data`` has an effect on the graph. Other
 tensors are detached: a node that kept its own output would keep itself alive, and would never be freed.
@@ -95,7 +95,7 @@ class SavedTensors:
         engine = self.engine
         outer = top_saved_tensors_hooks()
         slots, store = engine.residency.slots.by_address, engine.activations.store
-        hold = None if engine.held is None else engine.held.hold
+        count = engine.count_saved
 
         def pack(tensor: Tensor) -> Any:
             kind = type(tensor)
@@ -118,11 +118,10 @@ class SavedTensors:
                 return _Outer(outer[0](tensor), outer[1])
             if store is not None and address and (saved := store(tensor)) is not None:
                 return saved
-            held = None if hold is None else hold(tensor)
             return (
                 tensor if tensor.is_leaf and not _is_of_frozen_weight(tensor) else tensor.detach(),
                 tensor._version,
-                held,
+                None if count is None else count(tensor),
             )
 
         _our_packs.add(pack)

@@ -6,5 +6,5 @@
 
 To *absorb* a parameter is to copy its value to its place in a block, and to make the parameter a view of that place. The store
 absorbs the model's parameters layer by layer at set-up. Uploads read the blocks, and downloads and optimizers write them.
-This folder may import ``plan``, ``model``, ``observe`` and the folders below them.
+This folder may import ``plan``, ``model`` and the folders below them.
 """

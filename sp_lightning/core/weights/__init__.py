@@ -18,7 +18,7 @@
 By default a layer is uploaded whole. If a :class:`~sp_lightning.core.model.rows.RowFinder` has replaced the layer's ``rows``,
 single rows may be uploaded.
 
-This package gets host blocks (``store``) and a plan. It may import ``store``, ``observe``, ``plan``, ``model``, ``device``
-and ``torch_compat``. It imports nothing of the engine, and calls the engine only as ``ParameterGroup.engine``, which is ``Uses``,
+This package gets host blocks (``store``) and a plan. It may import ``store``, ``plan``, ``model``, ``device`` and
+``torch_compat``. It imports nothing of the engine, and calls the engine only as ``ParameterGroup.engine``, which is ``Uses``,
 and through the base class ``BlockSource``.
 """

@@ -9,7 +9,7 @@ with the command line. **Unused** this folder is not imported.
 - ``runs``: runs one variant. ``reference`` is the strategy of plain Lightning if optimizers step on the CPU.
 - ``record``: the values of a run, in files, and their comparison.
 - ``report``: the result as a table and as JSON.
-- ``dial``: memory and time of some windows, as a table and a page.
+- ``dial``: memory and time of some windows, as a table and a page. ``activations`` counts activations on a CPU.
 - ``first_check``: a check without a model: small models in several modes, and rates, in one file for a report.
 - ``small_models``: models for both.
 - ``command``, ``options``: the command line. These files do not import torch.

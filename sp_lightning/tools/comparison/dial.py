@@ -199,13 +199,13 @@ class _Measuring:
         """Runs plain Lightning and all windows, and fills the rows."""
         settings, given, _ = self._subject.described()
         task = self._found.task
+        counts = task == "training" and root_device(settings).type == "cpu"
         ways = [RunVariant("plain", on_device=True, only=task)]
         for k, k_prime in windows:
             options = {**given, **options, "k": k, "k_prime": k_prime}
             mode = options.get("activations")
             mode = f", {mode}" if isinstance(mode, str) and mode not in ("auto", "keep") else ""
-            ways.append(RunVariant(f"k={k}, k'={k_prime}{mode}", options, only=task))
-        counts = task == "training" and root_device(settings).type == "cpu"
+            ways.append(RunVariant(f"k={k}, k'={k_prime}{mode}", options, only=task, counts=counts))
         runs = len(ways) + counts
         found = [self._run(way, f"{number} of {runs}") for number, way in enumerate(ways, 1)]
         activations = self._count(f"{runs} of {runs}") if counts and found[0] is not None else 0
@@ -295,7 +295,7 @@ def _memory(done: RunResult) -> Memory:
     assert done.stats is not None
     stats = done.stats
     counted = stats.peak_weight_bytes, stats.peak_gradient_bytes, stats.peak_optimizer_bytes + done.state_bytes
-    return with_activations(counted, done.peak_bytes, stats.peak_activation_bytes)
+    return with_activations(counted, done.peak_bytes, done.activation_bytes)
 
 
 def _plain_memory(found: Sequence[RunResult | None], task: str, activations: int | None) -> Memory | None:

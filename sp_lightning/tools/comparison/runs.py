@@ -28,8 +28,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from sp_lightning.core.device.accelerator import device_for
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.model.find import find_layers
-from sp_lightning.core.observe.activations import HeldActivations
 from sp_lightning.core.plan.plan import Plan
+from sp_lightning.tools.comparison.activations import CountingStrategy, HeldActivations
 from sp_lightning.tools.comparison.record import Entry, Record, flatten, held
 from sp_lightning.tools.comparison.reference import StepsOnHost
 from sp_lightning.tools.comparison.subject import NotRunError, RunInputs, Subject, without_files
@@ -49,8 +49,8 @@ class RunVariant:
         stay: the options with which the strategy chooses layers that stay on the device; empty if none stays.
         begins: a checkpoint from which one batch is trained; None for a whole run.
         only: the run only trains or only predicts, and records the outputs of steps alone; None for everything.
-        counts: True to count the activations of plain Lightning on a CPU. The saved-tensor hooks that count take time, and some
-            programs do not run with any.
+        counts: True to count activations on a CPU. Of plain Lightning this takes saved-tensor hooks, with which some programs do
+            not run. Counting takes time.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Recorder(Callback):
 
     Args:
         record: receives the values.
-        held: the count of activations, which is told when a batch begins.
+        held: the count of plain Lightning's activations, which is told when a batch begins.
     """
 
     def __init__(self, record: Record, held: HeldActivations | None = None) -> None:
@@ -133,7 +133,7 @@ class Recorder(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._held is not None:
-            self._held.begin()
+            self._held.begin((*pl_module.parameters(), *pl_module.buffers()))
 
     def _ended(self, trainer: Any, phase: str, kind: str, outputs: Any) -> None:
         peak = self._device.peak_bytes()  # read in each batch, because the choice of a window resets the peak
@@ -206,7 +206,7 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
     record = Record(folder / "record")
     pl.seed_everything(subject.seed, workers=True, verbose=False)
     made = subject.make()
-    held = HeldActivations(lambda: (*made.module.parameters(), *made.module.buffers())) if way.counts else None
+    held = HeldActivations() if way.counts and way.options is None else None
     recorder = Recorder(record, held)
     trainer = _trainer(made, way, folder, subject.steps, recorder)
     start = perf_counter()
@@ -241,7 +241,8 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
             record.add("predictions", "prediction", f"{STOPPED} {type(error).__name__}: {error}")
     times = [after - before for before, after in pairwise(ends if len(ends) > 1 else [start, *ends])]
     moved = getattr(trainer.strategy, "moved", False)
-    activations = 0 if held is None else held.peak
+    counted = strategy.held if isinstance(strategy, CountingStrategy) else held
+    activations = 0 if counted is None else counted.peak
     return RunResult(way, record, checkpoint, times, peak, state_bytes, activations, plan, stats, moved, trained)
 
 
@@ -280,7 +281,7 @@ def _trainer(made: RunInputs, way: RunVariant, folder: Path, steps: int, recorde
 
 def _strategy(made: RunInputs, way: RunVariant) -> Any:
     if way.options is not None:
-        return SuperpipelineStrategy(**way.options)
+        return (CountingStrategy if way.counts else SuperpipelineStrategy)(**way.options)
     device = root_device(made.settings)
     plainly = way.on_device or (device.type == "cpu" and not way.fuse)
     return "auto" if plainly else StepsOnHost(device, fuse=way.fuse, stay=partial(_staying, way.stay))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core.observe.activations import HeldActivations
+from sp_lightning.core.device.stats import Stats
+from sp_lightning.tools.comparison.activations import CountingStrategy, HeldActivations
 from tests.support.models import Module
 from tests.support.runs import loader, superpipeline, trainer_for
 from tests.support.simdevice import SimDevice, simulated
@@ -24,13 +25,17 @@ def block() -> nn.Module:
     return nn.Sequential(nn.Linear(NARROW, WIDE), nn.ReLU(), nn.Linear(WIDE, NARROW))
 
 
+def blocks() -> nn.Module:
+    return nn.Sequential(*(block() for _ in range(BLOCKS)))
+
+
 def batches(count: int = 2) -> list[Tensor]:
     return [torch.randn(ROWS, NARROW) for _ in range(count)]
 
 
 def counted(net: nn.Module) -> HeldActivations:
-    held = HeldActivations(lambda: (*net.parameters(), *net.buffers()))
-    held.begin()
+    held = HeldActivations()
+    held.begin((*net.parameters(), *net.buffers()))
     return held
 
 
@@ -40,19 +45,25 @@ class Blocks(Module):
     in_forward = 0
 
     def __init__(self, *, retains: bool = False) -> None:
-        super().__init__(nn.Sequential(*(block() for _ in range(BLOCKS))))
+        super().__init__(blocks())
         self.retains = retains
 
     def on_before_backward(self, loss: Tensor) -> None:
-        self.in_forward = self.trainer.strategy.stats().peak_activation_bytes
+        self.in_forward = self.trainer.strategy.held.peak
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(retain_graph=self.retains)
 
 
-def stats_of(module: Blocks | None = None, **options: Any) -> Any:
-    strategy = superpipeline(k=1, k_prime=1, **options)
-    trainer_for(strategy).fit(module or Blocks(), loader(batches(1)))
+def peak_of(module: Blocks | None = None, batch_count: int = 1, **options: Any) -> int:
+    strategy = CountingStrategy(k=1, k_prime=1, **options)
+    trainer_for(strategy).fit(module or Blocks(), loader(batches(batch_count)))
+    return strategy.held.peak
+
+
+def stats_of() -> Stats:
+    strategy = superpipeline(k=1, k_prime=1)
+    trainer_for(strategy).fit(Module(blocks()), loader(batches(1)))
     return strategy.stats()
 
 
@@ -89,10 +100,31 @@ def test_views_share_their_storage_and_a_buffer_is_a_weight() -> None:
     assert output.requires_grad
 
 
-def test_the_strategy_counts_the_same_and_has_all_parts_after_a_batch() -> None:
-    stats = stats_of()
-    layer = block()
-    assert stats.peak_activation_bytes == BLOCKS * (INPUT + HIDDEN) + INPUT  # the loss squares the output
+KEPT = BLOCKS * (INPUT + HIDDEN) + INPUT  # the loss squares the output
+
+
+def test_the_strategy_counts_the_same() -> None:
+    assert peak_of() == KEPT
+
+
+def test_each_engine_of_a_run_counts() -> None:
+    """A parameter is exchanged before the second batch, which is larger and for which another engine is made."""
+
+    class Exchanges(Blocks):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.larger = batch_idx == 1
+            if self.larger:
+                self.net[0][0].weight = nn.Parameter(self.net[0][0].weight.detach().clone())
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch.repeat(2, 1) if self.larger else batch)
+
+    assert peak_of(Exchanges(), 2) == 2 * KEPT
+
+
+def test_a_run_on_a_cpu_has_all_parts_but_activations_after_a_batch() -> None:
+    stats, layer = stats_of(), block()
+    assert (stats.peak_activation_bytes, stats.peak_allocated_bytes) == (0, 0)  # no allocator counts
     assert stats.peak_weight_bytes >= 2 * sum(each.nbytes for each in layer.parameters())  # k + k' slots
     assert stats.peak_gradient_bytes > 0
     assert stats.peak_optimizer_bytes == 0  # optimizers step on the CPU
@@ -103,8 +135,7 @@ def test_the_strategy_counts_the_same_and_has_all_parts_after_a_batch() -> None:
 @pytest.mark.parametrize("retains", [False, True])
 def test_recomputed_activations_are_the_inputs_and_those_of_one_block(retains: bool) -> None:
     """A graph that is retained also keeps the output, and nothing that was computed again."""
-    stats = stats_of(Blocks(retains=retains), activations="recompute")
-    assert stats.peak_activation_bytes == (BLOCKS + retains) * INPUT + HIDDEN
+    assert peak_of(Blocks(retains=retains), activations="recompute") == (BLOCKS + retains) * INPUT + HIDDEN
 
 
 def test_offloaded_activations_count_while_they_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +143,7 @@ def test_offloaded_activations_count_while_they_are_on_the_device(monkeypatch: p
     monkeypatch.setattr("sp_lightning.capabilities.activations.offload.WORTH_MOVING", 0)
     monkeypatch.setattr("sp_lightning.capabilities.activations.calls.EXEMPT", 0)
     module = Blocks()
-    stats = stats_of(module, activations="offload")
-    assert module.in_forward == stats.peak_activation_bytes == 2 * (INPUT + HIDDEN)
+    assert peak_of(module, activations="offload") == module.in_forward == 2 * (INPUT + HIDDEN)
 
 
 def test_on_an_accelerator_activations_are_the_rest_of_allocated_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Counts activations on a CPU: the storages that autograd holds for backward.
+"""Counts activations on a CPU, for ``dial``: the storages that autograd holds for backward.
 
 On a GPU the allocator counts (:meth:`~sp_lightning.core.device.device.Device.most_bytes`). The count has each storage once, from
 the moment when autograd saves the first tensor of the storage until the graph frees the last one. It does not have:
@@ -14,7 +14,7 @@ the moment when autograd saves the first tensor of the storage until the graph f
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sp_lightning.core.model.wrapped import parts
 from sp_lightning.core.torch_compat.private import is_traceable_wrapper_subclass
+from sp_lightning.trainer.strategy import SuperpipelineStrategy
 
 
 class _HeldStorage:
@@ -43,28 +44,27 @@ class _Reference(ref[_HeldStorage]):
 class HeldActivations:
     """The bytes of the activations that autograd holds.
 
-    Args:
-        staying: returns the tensors that are on the device anyway: parameters and buffers.
-        storages: collections of the addresses of other storages that are on the device anyway. They may change at any time.
-
     Attributes:
         nbytes: the bytes that autograd holds now.
         peak: the most bytes that it has held.
     """
 
-    def __init__(self, staying: Callable[[], Iterable[Tensor]], storages: Sequence[Container[int]] = ()) -> None:
-        self._get_staying = staying
-        self._storages = storages
-        self._staying: frozenset[int] = frozenset()
+    def __init__(self) -> None:
+        self._staying: Sequence[Container[int]] = ()
         self._held: dict[
             int, _Reference
         ] = {}  # by the address of the storage, which is unique as long as autograd holds it
         self._lock = threading.RLock()  # backward may run in other threads, and so may the release of a graph
         self.nbytes = self.peak = 0
 
-    def begin(self) -> None:
-        """Called before a batch: user code may have replaced parameters or buffers."""
-        self._staying = frozenset(_address(part) for each in self._get_staying() for _, part in parts("", each))
+    def begin(self, staying: Iterable[Tensor], *storages: Container[int]) -> None:
+        """Called before each batch, because user code may have replaced parameters or buffers.
+
+        Args:
+            staying: the tensors that are on the device anyway.
+            storages: collections of the addresses of other storages that are on the device anyway. They may change at any time.
+        """
+        self._staying = (frozenset(_address(part) for each in staying for _, part in parts("", each)), *storages)
 
     def hold(self, tensor: Tensor) -> Any:
         """Counts the storage of a saved tensor, as long as the result exists. The graph holds the result beside the tensor.
@@ -74,7 +74,7 @@ class HeldActivations:
         if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
             return [self.hold(part) for _, part in parts("", tensor)]
         address = _address(tensor)
-        if not address or address in self._staying or any(address in each for each in self._storages):
+        if not address or any(address in each for each in self._staying):
             return None
         with self._lock:
             if (found := self._held.get(address)) is not None and (held := found()) is not None:
@@ -104,6 +104,28 @@ class HeldActivations:
             self.nbytes -= reference.nbytes
             if self._held.get(address) is reference:  # another storage may have got the address in the meantime
                 del self._held[address]
+
+
+class CountingStrategy(SuperpipelineStrategy):
+    """The strategy, with a count of the activations of its training batches.
+
+    Saved-tensor hooks around the run would see nothing, because only the innermost hooks are called. So the engine's hooks count.
+
+    Attributes:
+        held: the count.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.held = HeldActivations()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)  # may make another engine
+        if self._run is not None:
+            engine = self._run.engine
+            staying = (*engine.found.on_gpu, *engine.module.buffers())
+            self.held.begin(staying, engine.slots.by_address, engine.device_storages)
+            engine.count_saved = self.held.hold
 
 
 def _address(tensor: Tensor) -> int:
