@@ -61,6 +61,7 @@ def collect(
         on_cpu=_computes_on_host(trainer),
         disk=options.disk is not None,
     )
+    both = [each for each in optimizers if _trains_both(each, found.stay)]
     against_layers, instead = _against_layerwise_steps(optimizers, found.on_gpu)
     after, any_hook = _parameter_hooks(trainer.lightning_module)
     # True if user code runs between backward and the optimizer's step; and between the step and the reset of gradients to None.
@@ -69,7 +70,7 @@ def collect(
     return replace(
         facts,
         optimizers=tuple(OptimizerFacts(identity=id(each)) for each in optimizers),
-        against_both=registry.against_gpu([each for each in optimizers if _trains_both(each, found.stay)]),
+        against_both=registry.against_gpu(both) if both else "",
         batch=batch_facts(trainer),
         against_background=_against_background(trainer),
         against_layers=against_layers,
