@@ -134,7 +134,7 @@ class StepHooks:
 
     def steps_on_device(self, optimizer: Optimizer) -> bool:
         """Returns True if this run is running a step of the optimizer, and the run's layers step on the GPU."""
-        return self._layerwise(optimizer) is not None and self._engine.updates.stepper.steps_all
+        return self._layerwise(optimizer) is not None and self._engine.stepper.steps_all
 
     # ------------------------------------------------------------------ before the optimizer's own code
 
@@ -154,7 +154,7 @@ class StepHooks:
         # An optimizer may call the step of another one that it wraps.
         if self._refuse_other and not self._stepping and any(_is_ours(p, self._engine) for p in _parameters(optimizer)):
             self._refuse_other(optimizer)
-        if self._engine.updates.stepper.steps_all:
+        if self._engine.stepper.steps_all:
             self._refuse_without_gpu(optimizer, args, kwargs)
         self._stepping.append(optimizer)
         self._remove_hooks(optimizer)  # hooks of an earlier step that raised an error

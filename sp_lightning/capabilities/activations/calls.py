@@ -90,7 +90,7 @@ class UnitModes:
         self._residents = [layer.parameters for layer in engine.layers if layer.kind is Kind.RESIDENTS]
         self._set_of_units = frozenset(self._units.values())
         rows = {layer.name: layer.index for layer in engine.layers if layer.kind is Kind.BLOCK}
-        self._rows = {name: rows.get(name, engine.residents.layer.index) for name in self._units}  # in timelines
+        self._rows = {name: rows.get(name, engine.layers[-1].index) for name in self._units}  # in timelines
         self.ring = HostRing(engine.device, pin=engine.pin, limit=None)
         self.offload = Offload(engine, self.ring)
         self.recompute = Recompute(engine, choice)

@@ -81,7 +81,6 @@ class Recompute:
     def __init__(self, engine: Engine, choice: ActivationChoice) -> None:
         self._engine = engine
         self._layers_of = {name: engine.visits.get(module, ()) for name, module in engine.found.units.items()}
-        self._layer_at = engine.uses.layer_at
         self._remedies = Remedies(engine.module, engine.found.units, choice)
         self._of_step: WeakSet[FirstRun] = WeakSet()  # the first runs of this step whose graphs are alive
         self.differences = Differences(engine.device, pin=engine.pin)
@@ -121,7 +120,13 @@ class Recompute:
         positions = [position[id(leaf)] for leaf in leaves]
         plain = plain_has_no_hooks()
         first = FirstRun(
-            unit, module, list(once.values()), self._volatile[unit], self._layer_at, self._remedies, self._of_step
+            unit,
+            module,
+            list(once.values()),
+            self._volatile[unit],
+            self._engine.uses.layer_at,
+            self._remedies,
+            self._of_step,
         )
 
         def run(anchor: Tensor, *once: Any) -> Any:
@@ -176,7 +181,7 @@ class Recompute:
         count = self._engine.count_saved
         # The tensors of this run are on the device until the next forward runs again, or the graph is freed.
         hold = None if count is None else lambda tensor: first.held.append(count(tensor))
-        second = SavedRun(self._layer_at, hold)
+        second = SavedRun(self._engine.uses.layer_at, hold)
         try:
             yield second
         except Unrepeatable:  # it has a reason to name
@@ -201,7 +206,7 @@ class Recompute:
             take: returns its positional and keyword arguments.
             around: the random states and autocast of the first run.
         """
-        run = SavedRun(self._layer_at)
+        run = SavedRun(self._engine.uses.layer_at)
         with around.again():
             args, kwargs = take()
             with (

@@ -73,6 +73,7 @@ class Engine:
         layers: all layers. The residents are last.
         visits: by module, the layers that a call of the module uses, without tables.
         device_storages: the addresses of storages that are on the device in any case, beside the slots.
+        stepper: steps layers on the GPU.
         count_saved: None, or a function that a tool sets between two steps to count activations. It gets each tensor that
             autograd saves and that stays on the device, also when a forward runs again. Its result is held as long as the tensor.
     """
@@ -101,7 +102,7 @@ class Engine:
         self._staying = found.staying[0]
         self._staying_gradients = 0
 
-        # Memory on the host and on the device, and updates.
+        # Memory on the host and on the device, activations, and updates.
         self.staging = Staging(device, pin=pin)
         self.layers = _make_layers(self, placement)
         *moving, residents = self.layers
@@ -110,13 +111,14 @@ class Engine:
         self.visits = {module: tuple(self.layers[index] for index in used) for module, used in found.visits.items()}
         self._embeddings = row_finder().make_rows(found, self.layers, device, log, pin=pin)
         self.device_storages: set[int] = set()
+        self.count_saved: Callable[[Tensor], Any] | None = None
+        self.activations = make_activations(self)
         self.slots = Slots(plan, moving, device, placement.uploads(self))
         self.gradients = placement.gradients(self)
-        self.gradients.keep_for_step = plan.steps_on_device
-        self.updates = placement.updates(self)
-        self.updates.threads = self.threads
+        self.stepper = LayerStepper()
         if make_stepper is not None and plan.steps_on_device:
-            self.updates.stepper = make_stepper(device, plan, pin)
+            self.stepper = make_stepper(device, plan, pin)
+        self.updates = placement.updates(self)
 
         # A layer's way to the device and back.
         await_update = partial(self.updates.wait, why=Wait.READ_AFTER_UPDATE)
@@ -135,9 +137,6 @@ class Engine:
         self.saved_tensors = SavedTensors(self)
         self.uses = Uses(self)
         self.calls = Calls(self)
-        self.count_saved: Callable[[Tensor], Any] | None = None
-        self.activations = make_activations(self)
-        self.gradients.transfers.check = self.activations.check
         self.swap = ParameterSwap(
             module,
             found.places,
@@ -303,7 +302,7 @@ class Engine:
             rings = tuple(replace(ring, slots=0) for ring in self.plan.rings)
             self.resize(replace(self.plan, rings=rings))
             self.residents.leave()
-            self.updates.stepper.close()
+            self.stepper.close()
 
     def recount(self, plan: Plan) -> None:
         """Takes a plan of the same layers and slots that counts other gradients, because layers were unfrozen."""
@@ -336,7 +335,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Bytes of device memory that weights, buffers and optimizer steps take now."""
-        return self.slots.device_bytes + self.residents.nbytes + self._staying + self.updates.stepper.nbytes
+        return self.slots.device_bytes + self.residents.nbytes + self._staying + self.stepper.nbytes
 
     def note_memory(self, *, staying: bool = False) -> None:
         """Updates the peak of device memory: weights, and gradients. Called whenever memory use may have grown.
@@ -351,7 +350,7 @@ class Engine:
         gradients = self.gradients.transfers.device_bytes + self._staying_gradients
         if weights + gradients > stats.peak_device_bytes:
             stats.peak_device_bytes, stats.peak_gradient_bytes = weights + gradients, gradients
-            stats.peak_optimizer_bytes = steps = self.updates.stepper.nbytes
+            stats.peak_optimizer_bytes = steps = self.stepper.nbytes
             stats.peak_weight_bytes = weights - steps
 
     def begin_peaks(self) -> None:
@@ -389,7 +388,7 @@ class Engine:
                 self.slots.free,
                 self.activations.close,
                 self.residents.close,
-                self.updates.stepper.close,
+                self.stepper.close,
                 self.swap.close,
                 *(layer.close for layer in self.layers),
                 *(layer.block.unpin for layer in self.layers),

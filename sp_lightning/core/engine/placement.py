@@ -71,11 +71,17 @@ class Placement:
 
     def gradients(self, engine: Engine) -> GradientSink:
         """Returns the part that takes gradients."""
-        return Gradients(engine.device, engine.staging, in_flight=engine.plan.k_prime + 1)
+        return Gradients(
+            engine.device,
+            engine.staging,
+            in_flight=engine.plan.k_prime + 1,
+            check=engine.activations.check,
+            keep_for_step=engine.plan.steps_on_device,
+        )
 
     def updates(self, engine: Engine) -> BackgroundUpdates:
         """Returns the part that runs updates in the background."""
-        return BackgroundUpdates(engine.layers, engine.device)
+        return BackgroundUpdates(engine)
 
     @property
     def source(self) -> type[HostSource]:

@@ -10,20 +10,21 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from sp_lightning.core.device.device import Device, Stream, Wait
-from sp_lightning.core.device.own_threads import OwnThreads
+from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.torch_compat.metadata import UNCHANGED_BY_UPDATES
 from sp_lightning.core.torch_compat.private import tree_leaves
-from sp_lightning.core.updates.layer_stepper import LayerStepper
 from sp_lightning.core.updates.step_context import awaiting_steps
 from sp_lightning.core.weights.layer import StreamedLayer
 from sp_lightning.core.weights.roles import ParameterRole, leave, take, writes_in_place
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 TORN_IN_BACKWARD = 'a backward with optimizer_overlap="backward" failed after it had updated some layers'
 """A value of :attr:`BackgroundUpdates.torn`."""
@@ -53,21 +54,20 @@ class BackgroundUpdates:
     =====================  ===========  ======  ========  ======================================================
 
     Args:
-        layers: all layers.
-        device: runs work in its background thread, and waits for it.
+        engine: the engine. Its device runs work in a background thread, and waits for it.
 
     Attributes:
         failure: the error of the update that has failed; None if all have succeeded.
         torn: the reason if only some layers have the weights of the last step; None if all have them.
         urgency: a number for each layer: updates with lower numbers run first. Empty if updates run in the order of submission.
         threads: the threads that belong to the run. Other threads only wait: an update's ``then`` is called by the run.
-        stepper: steps layers on the GPU.
     """
 
-    def __init__(self, layers: Sequence[StreamedLayer], device: Device) -> None:
-        self._layers = layers
-        self._layer_of = {id(p): layer.owner for layer in layers for p in layer.block.parameters}
-        self._device = device
+    def __init__(self, engine: Engine) -> None:
+        self.threads = engine.threads
+        self._layers = engine.layers
+        self._layer_of = {id(p): layer.owner for layer in engine.layers for p in layer.block.parameters}
+        self._device = engine.device
         # The layers whose updates are under way, in the order of submission, and the function to call after each.
         self._under_way: dict[StreamedLayer, Callable[[], None] | None] = {}
         self._lock = threading.RLock()  # several threads may wait; the background never takes the lock
@@ -75,11 +75,9 @@ class BackgroundUpdates:
         self._afterwards: list[Callable[[], None]] = []
         # Each object has its own subclass, because a parameter finds the updates that it waits for by its class.
         self._waiting_role = type("PendingUpdate", (_PendingUpdate,), {"_updates": self})
-        self.stepper = LayerStepper()
         self.torn: str | None = None
         self.urgency: Mapping[StreamedLayer, int] = {}
         self._updated: list[str] = []  # the layers that the present step has updated, by name
-        self.threads = OwnThreads()
         _instances.add(self)  # before a fork, all updates are waited for (_before_fork)
 
     @property

@@ -41,7 +41,7 @@ class Clipping:
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self._optimizer = optimizer
-        self._on_gpu = engine.updates.stepper.steps_all  # norms are computed where layers are stepped
+        self._on_gpu = engine.stepper.steps_all  # norms are computed where layers are stepped
         self._engine = engine
         self._measured: Measured = {}
         self.pending: Change | None = None
@@ -66,7 +66,7 @@ class Clipping:
             clip_grads_with_norm_(stay, clip_val, total)
         coefficient = torch.clamp(clip_val / (total + 1e-6), max=1.0).cpu()
         if self._on_gpu:
-            self._engine.updates.stepper.synchronize_norms()
+            self._engine.stepper.synchronize_norms()
         # As torch.nn.utils.clip_grads_with_norm_ does, for a gradient or a part of one.
         self._clip(Factor(coefficient) if coefficient != 1 else None)
 
@@ -91,9 +91,7 @@ class Clipping:
         stay = self._engine.found.on_gpu
         gradients = [(p, gradient) for p in parameters if (gradient := stored(p)) is not None]
         normed = [p not in stay and gradient.layout is torch.strided for p, gradient in gradients]
-        norms = iter(
-            self._engine.updates.stepper.norms([g for (_, g), by in zip(gradients, normed, strict=True) if by])
-        )
+        norms = iter(self._engine.stepper.norms([g for (_, g), by in zip(gradients, normed, strict=True) if by]))
         return [next(norms) if by else gradient for (_, gradient), by in zip(gradients, normed, strict=True)]
 
     def _norm_or_gradient(self, measured: Measured, parameter: nn.Parameter) -> Tensor:

@@ -96,10 +96,10 @@ class _Traits:
 
 def _traits(optimizer: Optimizer, engine: Engine, policy: UpdatePolicy, own: OptimizerPolicy) -> _Traits:
     """Decides, once, how the steps of an optimizer run; see :class:`_Traits`."""
-    on_gpu = engine.updates.stepper.steps_all
+    on_gpu = engine.stepper.steps_all
     waits = policy.overlap == "off"
     separable = waits or on_gpu or is_separable(optimizer)
-    checked = engine.updates.stepper.is_declared(optimizer)
+    checked = engine.stepper.is_declared(optimizer)
     return _Traits(
         on_gpu=on_gpu,
         waits=waits,
@@ -160,7 +160,7 @@ class LayerwiseStep:
         self._updates = engine.updates
         self._state = state
         in_backward = traits.early.in_backward
-        engine.updates.stepper.arrange(state_on_disk=state.elsewhere, ahead=not (in_backward or traits.waits))
+        engine.stepper.arrange(state_on_disk=state.elsewhere, ahead=not (in_backward or traits.waits))
         self.clipping = Clipping(optimizer, engine)
         self.clip_value = clip_value if in_backward else None
 
@@ -353,7 +353,7 @@ class LayerwiseStep:
             part = self._part(groups)
             step = self._step_of(part)
             with torch.no_grad():
-                self._engine.updates.stepper.step_checked(part, step) if self._traits.checked else step()
+                self._engine.stepper.step_checked(part, step) if self._traits.checked else step()
 
     def refuse_other_clipping(self, clip_value: float | None) -> None:
         """Checks that the updates in this step's backward have clipped in the same way.
@@ -556,7 +556,7 @@ class LayerwiseStep:
         # Two references are ours: the optimizer's, and that of the list.
         if any(references(own, index) > ALONE + 1 for index in range(len(own))):
             return True  # the update fills a dictionary that user code holds
-        return held_elsewhere(own, self._engine.updates.stepper.references((layer, self._optimizer)))
+        return held_elsewhere(own, self._engine.stepper.references((layer, self._optimizer)))
 
     def _is_state_held(self) -> bool:
         """Returns True if user code holds ``optimizer.state`` or ``vars(optimizer)``. Nothing notices when it reads these.
@@ -607,7 +607,7 @@ class LayerwiseStep:
             context: the settings of the thread that has called the step.
         """
         step = partial(context.run, self._step_of(part))
-        stepper = self._engine.updates.stepper
+        stepper = self._engine.stepper
         if self._traits.on_gpu:
             _clip(trained, clips)
             stepper.step((layer, self._optimizer), part, step, declared=self._traits.checked)

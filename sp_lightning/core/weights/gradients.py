@@ -57,20 +57,22 @@ class Transfers(Generic[W]):
         device: copies, and waits for the transfers.
         in_flight: the number of transfers, each with the gradients of a layer, that may be on the device at once (k' + 1).
         apply: applies the gradients of a transfer, given its value. Called after the host has waited for the transfer.
+        check: called before gradients are applied. It raises an error if the gradients are known to be wrong. None for no call.
 
     Attributes:
         in_flight: the same number.
-        check: called before gradients are applied. It raises an error if the gradients are known to be wrong. None for no call.
         retired: transfers that compute has waited for, and whose gradients are not applied yet: the value, and the copy's event
             (None: nothing was copied).
         device_bytes: bytes of gradients that are on the device now.
     """
 
-    def __init__(self, device: Device, in_flight: int, apply: Callable[[W], None]) -> None:
+    def __init__(
+        self, device: Device, in_flight: int, apply: Callable[[W], None], check: Callable[[], None] | None = None
+    ) -> None:
         self.device = device
         self.in_flight = in_flight
         self._apply = apply
-        self.check: Callable[[], None] | None = None
+        self._check = check
         self.device_bytes = 0
         # Transfers in flight: the value, the device tensors to keep until compute has waited for the copy, the copy's event.
         self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
@@ -110,8 +112,8 @@ class Transfers(Generic[W]):
         while len(self.retired) > keep:
             what, copied = self.retired.popleft()
             self.device.synchronize(copied, Wait.APPLY_AFTER_DRAIN)
-            if self.check is not None:
-                self.check()
+            if self._check is not None:
+                self._check()
             self._apply(what)
 
     @property
@@ -143,15 +145,13 @@ class GradientSink:
     Attributes:
         transfers: the same object.
         keep_narrow: True if gradients in a lower dtype than their parameter's keep that dtype until user code reads them.
-        keep_for_step: True if all layers step on the GPU. If a step waits for a layer, the layer's gradients are then not copied
-            to the host.
         arriving: the layers with gradients that have arrived, and whose transfer is not issued yet.
     """
 
     def __init__(self, device: Device, transfers: Transfers[Any]) -> None:
         self.device = device
         self.transfers = transfers
-        self.keep_narrow = self.keep_for_step = False
+        self.keep_narrow = False
         self.arriving: dict[Any, None] = {}
 
     def arrived(self, layer: StreamedLayer, index: int, gradient: Tensor) -> bool:
@@ -238,11 +238,23 @@ class Gradients(GradientSink):
         device: copies gradients.
         staging: provides host memory for gradients that are added to earlier ones or converted, and for sparse gradients.
         in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
+        check: see :class:`Transfers`.
+        keep_for_step: True if all layers step on the GPU. If a step waits for a layer, the layer's gradients are then not copied
+            to the host.
     """
 
-    def __init__(self, device: Device, staging: Staging, *, in_flight: int) -> None:
-        super().__init__(device, Transfers(device, in_flight, self._apply_drain))
+    def __init__(
+        self,
+        device: Device,
+        staging: Staging,
+        *,
+        in_flight: int,
+        check: Callable[[], None] | None,
+        keep_for_step: bool = False,
+    ) -> None:
+        super().__init__(device, Transfers(device, in_flight, self._apply_drain, check))
         self._staging = staging
+        self._keep_for_step = keep_for_step
         self._received: dict[StreamedLayer, Received] = {}
         # The thread that applies gradients holds this lock, so that several gradients of a parameter are added in order.
         self._applying = threading.RLock()
@@ -307,7 +319,7 @@ class Gradients(GradientSink):
         This needs all gradients of the layer at once, no sparse gradient, no hook of the user for accumulated gradients, and no
         earlier gradient, and a step must wait for the layer.
         """
-        if not self.keep_for_step or self._wanted is None or len(gradients) != received.expected:
+        if not self._keep_for_step or self._wanted is None or len(gradients) != received.expected:
             return False
         parameters = [layer.block.parameters[index] for layer, index in gradients]
         dense = all(gradient.layout is torch.strided for gradient in gradients.values())

@@ -13,14 +13,13 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sp_lightning.core.device.device import Device, Stream, Wait
+from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.layout import lay_out, part, total_bytes
-from sp_lightning.core.store.block_memory import Staging
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.weights.freed_gradient import set_elsewhere
 from sp_lightning.core.weights.gradients import Gradients, Received, Wanted, accumulate, each_row_once
@@ -28,6 +27,9 @@ from sp_lightning.core.weights.layer import Kind, StreamedLayer
 from sp_lightning.experimental.ranks.collectives import Collectives
 from sp_lightning.experimental.ranks.gradient_copies import HasCopiedGradient
 from sp_lightning.experimental.ranks.owners import RankOwners
+
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
 
 Place = tuple[StreamedLayer, int]
 """A layer and the index of one of its parameters."""
@@ -37,28 +39,17 @@ class SummedGradients(Gradients):
     """The :class:`~sp_lightning.core.weights.gradients.GradientSink` of several ranks.
 
     Args:
-        device: copies the gradients.
+        engine: the engine.
         ranks: the ranks to sum over.
         owners: the owners of the layers.
-        layers: all layers.
-        staging: provides host memory for gradients, as on one device.
-        in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
     """
 
-    def __init__(
-        self,
-        device: Device,
-        ranks: Collectives,
-        owners: RankOwners,
-        layers: Sequence[StreamedLayer],
-        staging: Staging,
-        *,
-        in_flight: int,
-    ) -> None:
-        super().__init__(device, staging, in_flight=in_flight)
+    def __init__(self, engine: Engine, ranks: Collectives, owners: RankOwners) -> None:
+        in_flight = engine.plan.k_prime + 1
+        super().__init__(engine.device, engine.staging, in_flight=in_flight, check=engine.activations.check)
         self._ranks = ranks
         self._owners = owners
-        families = [layer for layer in layers if layer.owner is layer]
+        families = [layer for layer in engine.layers if layer.owner is layer]
         self._families = {
             layer: [(m, i) for m in layer.with_masters for i in range(len(m.block.parameters))] for layer in families
         }

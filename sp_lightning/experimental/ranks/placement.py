@@ -44,11 +44,10 @@ class RankPlacement(Placement):
     def gradients(self, engine: Engine) -> GradientSink:
         engine.device.check = self._ranks.check
         self._owners = owners = RankOwners(self._ranks, engine)
-        in_flight = engine.plan.k_prime + 1
-        return SummedGradients(engine.device, self._ranks, owners, engine.layers, engine.staging, in_flight=in_flight)
+        return SummedGradients(engine, self._ranks, owners)
 
     def updates(self, engine: Engine) -> BackgroundUpdates:
-        return OwnerUpdates(engine.layers, engine.device, self._owners)
+        return OwnerUpdates(engine, self._owners)
 
     @property
     def source(self) -> type[HostSource]:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sp_lightning.core.device.device import Device, Wait
+from sp_lightning.core.device.device import Wait
 from sp_lightning.core.updates.background import BackgroundUpdates
 from sp_lightning.core.weights.layer import StreamedLayer
 from sp_lightning.experimental.ranks.block_memory import written_in_common
 from sp_lightning.experimental.ranks.failures import LOST
 from sp_lightning.experimental.ranks.owners import RankOwners
 
+if TYPE_CHECKING:
+    from sp_lightning.core.engine.engine import Engine
+
 
 class OwnerUpdates(BackgroundUpdates):
     """Updates of several ranks in the background.
 
     Args:
-        layers: all layers.
-        device: runs work in its background thread, and waits for it.
+        engine: the engine.
         owners: the owners of the layers.
     """
 
-    def __init__(self, layers: Sequence[StreamedLayer], device: Device, owners: RankOwners) -> None:
-        super().__init__(layers, device)
+    def __init__(self, engine: Engine, owners: RankOwners) -> None:
+        super().__init__(engine)
         self._owners = owners
 
     def submit(self, layer: StreamedLayer, work: Callable[[], None], then: Callable[[], None] | None = None) -> None:
