@@ -261,7 +261,7 @@ def is_declared(optimizer: Optimizer) -> bool:
 
 
 def make_tuner(
-    window: Window, streamer: Engine, device: Device, log: logging.Logger, *, evicts: bool, alone: bool
+    window: Window, engine: Engine, device: Device, log: logging.Logger, *, evicts: bool, alone: bool
 ) -> BaseTuner:
     """Returns the tuner, which chooses k between batches, and has activations offloaded if not all fit.
 
@@ -269,7 +269,7 @@ def make_tuner(
 
     Args:
         window: the user's k, k' and GPU memory, and the plans that fit.
-        streamer: the engine.
+        engine: the engine.
         device: its device.
         log: the logger for choices.
         evicts: True to offload the oldest activations when not all activations fit.
@@ -279,13 +279,13 @@ def make_tuner(
         if is_installed("capabilities.tuning"):
             from sp_lightning.capabilities.tuning.tuner import Tuner
 
-            return Tuner(window, streamer, device, log, window_too=window.auto, evicts=evicts, alone=alone)
+            return Tuner(window, engine, device, log, window_too=window.auto, evicts=evicts, alone=alone)
         log.info(
             "Superpipeline: k and activations stay as they are planned: sp_lightning/capabilities/tuning is not installed."
         )
     from sp_lightning.trainer.tuner import BaseTuner
 
-    return BaseTuner(window, streamer)
+    return BaseTuner(window, engine)
 
 
 # ---------------------------------------------------------------------- ranks

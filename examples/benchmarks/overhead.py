@@ -89,14 +89,14 @@ def superpipeline(kind: str, k: int = 2, k_prime: int = 1) -> Step:
     found = find_layers(stack)
     plan = make_plan(found, k=k, k_prime=k_prime)
     assert len(plan.layers) == LAYERS
-    streamer = Engine(stack, found, plan, Device(torch.device("cpu")), pin=False)
+    engine = Engine(stack, found, plan, Device(torch.device("cpu")), pin=False)
 
     def step() -> None:
-        streamer.begin("train", training=True)
-        with streamer.saving():
+        engine.begin("train", training=True)
+        with engine.saving():
             loss = stack(x).square().mean()
-            streamer.await_backward()
-            streamer.announce_backward(loss, quiet=True)
+            engine.await_backward()
+            engine.announce_backward(loss, quiet=True)
         loss.backward()
         stack.zero_grad()
 
@@ -113,13 +113,13 @@ def predicting(kind: str, k: int) -> Step:
     """The same, streamed: what the strategy does in a step of prediction where no hook may write weights."""
     stack, x = build(kind)
     found = find_layers(stack)
-    streamer = Engine(stack, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
+    engine = Engine(stack, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
 
     def step() -> None:
-        streamer.begin("predict", training=False, quiet=True)
-        with streamer.saving():
+        engine.begin("predict", training=False, quiet=True)
+        with engine.saving():
             _infer(stack, x)
-        streamer.end()
+        engine.end()
 
     return step
 
@@ -163,13 +163,13 @@ def generators() -> dict[str, Callable[[], Tensor]]:
 def _streamed_generator(k: int) -> Callable[[], Tensor]:
     net, prompts = build_generator()
     found = find_layers(net)
-    streamer = Engine(net, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
+    engine = Engine(net, found, make_plan(found, k=k, k_prime=1), Device(torch.device("cpu")), pin=False)
 
     def step() -> Tensor:
-        streamer.begin("predict", training=False, quiet=True)
-        with streamer.saving():
+        engine.begin("predict", training=False, quiet=True)
+        with engine.saving():
             tokens = generate(net, prompts)
-        streamer.end()
+        engine.end()
         return tokens
 
     return step

@@ -271,7 +271,7 @@ class StreamedLoop(WatchesEngine):
             patch.remove()
         release(self._module, self)
         run = self._run
-        found = None if run.streamer is None else run.streamer.found
+        found = None if run.engine_or_none is None else run.engine_or_none.found
         close_all(
             *([run.finish_updates] if found is not None and sys.exception() is None else []),
             self._replaced.close,

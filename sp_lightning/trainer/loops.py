@@ -58,7 +58,7 @@ class ReadableStrategy(HostStrategy):
         if run is None:
             return
         try:
-            if run.streamer is not None:  # otherwise building the engine again has failed
+            if run.engine_or_none is not None:  # otherwise building the engine again has failed
                 # Counted now, when the size of the optimizers' state is known.
                 self._ledger = run.steps.ledger or self._ledger
                 self._remarks = run.remarks()
@@ -397,7 +397,7 @@ class LoopStrategy(ReadableStrategy):
         try:
             run.batch_starts(phase, batch)
         except BaseException:
-            if run.streamer is None:  # building the engine again has failed
+            if run.engine_or_none is None:  # building the engine again has failed
                 self._close()
             raise
 

@@ -77,7 +77,7 @@ class OptimizerSteps:
         self._applied: tuple[Engine, UpdateFacts, UpdatePolicy] | None = None
         self._logged = ""  # the mode that was logged last
         self._step_hooks = StepHooks(
-            lambda: run.streamer,
+            lambda: run.engine_or_none,
             run.module,
             self._may_fuse,
             getattr(run.trainer, "refuse_other", None),
@@ -102,7 +102,7 @@ class OptimizerSteps:
 
     def hold_host_parameters(self) -> None:
         """Replaces device parameters that user code has put into the optimizers. Called after the user's code of a step."""
-        engine = self._run.streamer
+        engine = self._run.engine_or_none
         for optimizer in self._real_optimizers:
             hold_host_parameters(optimizer, None if engine is None else engine.updating)
 

@@ -121,7 +121,7 @@ class Run:
         group: as the argument.
         trains: as the argument.
         trainer: as the argument.
-        streamer: the engine; None when the run is over.
+        engine_or_none: the engine; None when the run is over.
         hooks: finds the points at which user code could read or write weights.
         steps: the steps of the optimizers.
         tuner: changes the window and the modes of activations between batches.
@@ -169,7 +169,7 @@ class Run:
         self._stay: set[nn.Parameter] = set()  # the parameters of layers that `gpu_layers=` chose
         self._has_moved = False  # True when an engine of this run has moved the weights
         _refuse_in_step(module)
-        self.streamer: Engine | None = None
+        self.engine_or_none: Engine | None = None
         self.tuner: BaseTuner
         self.hooks = UserHooks(trainer)
         self.steps = OptimizerSteps(self, options, log)
@@ -184,8 +184,8 @@ class Run:
     @property
     def engine(self) -> Engine:
         """The engine of a run that is not over."""
-        assert self.streamer is not None
-        return self.streamer
+        assert self.engine_or_none is not None
+        return self.engine_or_none
 
     @property
     def automatic(self) -> bool:
@@ -228,13 +228,13 @@ class Run:
         """
         training = phase == "train"
         self.step_begins()
-        streamer, hooks = self.engine, self.hooks
+        engine, hooks = self.engine, self.hooks
         if not ends_with_backward:  # otherwise an optimizer's step may be running, whose closure calls this method
             self.steps.forget_running_steps()
         with self.whole_after_failure(make_room=True):
             manual = training and not ends_with_backward
-            streamer.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
-            with streamer.saving():
+            engine.begin(phase, training=training, manual=manual, quiet=not hooks.may_have_written(phase))
+            with engine.saving():
                 output = user_code()
                 if training:
                     self.steps.hold_host_parameters()
@@ -242,11 +242,11 @@ class Run:
                     self.steps.forget_freed()
                 if ends_with_backward and output is not None and not skips_backward(self.trainer):
                     # A hook before or at zero_grad may read the last step's gradients, which only host parameters have.
-                    streamer.await_backward(seen=hooks.may_write_weights("zero_grad"))
+                    engine.await_backward(seen=hooks.may_write_weights("zero_grad"))
                 else:
                     # After the last batch of a validation within training, hooks of training run before the engine's next step.
                     follows = training or hooks.may_write_weights(phase) or hooks.may_write_weights("train")
-                    streamer.end(writes_follow=follows)
+                    engine.end(writes_follow=follows)
                 return output
 
     # ------------------------------------------------------------------ results for users
@@ -254,14 +254,14 @@ class Run:
     @property
     def results(self) -> Results:
         """The present results; after the end of the run, the results from when the engine was closed."""
-        streamer = self.streamer
-        if streamer is not None:
-            plan = streamer.plan
+        engine = self.engine_or_none
+        if engine is not None:
+            plan = engine.plan
             self._results = Results(
                 plan=replace(plan, updates=self.steps.policy),
-                activations=dict(streamer.activations.modes),
-                stats=streamer.stats(),
-                partially_updated=streamer.updates.partially_updated,
+                activations=dict(engine.activations.modes),
+                stats=engine.stats(),
+                partially_updated=engine.updates.partially_updated,
             )
         return self._results
 
@@ -325,9 +325,9 @@ class Run:
             self._refuse_ties()
             self._end_engine()
             self._build()
-        streamer = self.engine
-        if streamer.thawed():
-            streamer.recount(self._window.again(streamer.plan, streamer.found))
+        engine = self.engine
+        if engine.thawed():
+            engine.recount(self._window.again(engine.plan, engine.found))
             self.tuner.expect_more()
         if changed:
             self.steps.engine_rebuilt()
@@ -402,7 +402,7 @@ class Run:
             self._build()
             raise
         finally:
-            if self.streamer is not None:
+            if self.engine_or_none is not None:
                 self.steps.engine_rebuilt()
 
     @contextmanager
@@ -437,7 +437,7 @@ class Run:
             yield engine.weight_bytes - found.staying[0]
         finally:
             self._lent = False
-            if self.streamer is engine:  # otherwise the run has ended
+            if self.engine_or_none is engine:  # otherwise the run has ended
                 self.to_device(found)
                 try:
                     engine.resize(plan)
@@ -471,15 +471,15 @@ class Run:
 
         Layers that stay on the device return to the CPU.
         """
-        streamer = self.streamer
-        if streamer is None:  # building it may have failed after layers were moved
+        engine = self.engine_or_none
+        if engine is None:  # building it may have failed after layers were moved
             self._return_staying()
             return
         try:
             # The results are read after the abort, because their counters include transfers that it waits for.
-            close_all(partial(streamer.abort, over=True), lambda: self.results, streamer.close, self._return_staying)
+            close_all(partial(engine.abort, over=True), lambda: self.results, engine.close, self._return_staying)
         finally:
-            self.streamer = None
+            self.engine_or_none = None
 
     def _build(self) -> None:
         """Builds the engine: finds layers, plans memory, and moves weights to the host store and all else to the device."""
@@ -497,7 +497,7 @@ class Run:
         self._stay = {parameter for layer in found.stay for _, parameter in layer.parameters}
         with self._following():
             self.to_device(found)
-            self.streamer = Engine(
+            self.engine_or_none = Engine(
                 self.module,
                 found,
                 plan,
@@ -511,11 +511,11 @@ class Run:
                 log=self._log,
             )
         self._has_moved = True
-        self.streamer.activations.limit_host_memory(self._host_room)
+        self.engine_or_none.activations.limit_host_memory(self._host_room)
         self._overlapping += found.overlapping
         self.tuner = make_tuner(
             self._window,
-            self.streamer,
+            self.engine_or_none,
             device,
             self._log,
             evicts=self._activations.evicts,
@@ -775,8 +775,8 @@ class Run:
 
     def note_places(self, error: BaseException) -> None:
         """Adds a note to an error that was raised between two steps, if it is about tensors on two devices."""
-        if self.streamer is not None:
-            note_places(error, [layer.name for layer in self.streamer.found.stay])
+        if self.engine_or_none is not None:
+            note_places(error, [layer.name for layer in self.engine_or_none.found.stay])
 
     def abort(self) -> None:
         """Ends the step, and restores the host parameters. An error in this method is logged: it must not hide the first error.

@@ -118,15 +118,15 @@ class StepHooks:
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Returns True if a step belongs to another run, or this run is over. torch's hooks see the steps of all threads."""
-        streamer = self._engine_or_none()
-        if streamer is None or elsewhere(self._scope):
+        engine = self._engine_or_none()
+        if engine is None or elsewhere(self._scope):
             return True
         # Code outside the run's context has no scope, usually because user code has started a thread.
         has_no_scope = scope.get() is None and self._scope is not None
-        if not has_no_scope and threading.get_ident() == streamer.threads.main:
+        if not has_no_scope and threading.get_ident() == engine.threads.main:
             return False
         # In all other threads and contexts, only the optimizer's weights tell which run the step belongs to.
-        return not any(_is_ours(p, streamer) for p in _parameters(optimizer))
+        return not any(_is_ours(p, engine) for p in _parameters(optimizer))
 
     def _layerwise(self, optimizer: Optimizer) -> LayerwiseStep | None:
         """Returns the object that submits the updates of an optimizer's running step; None if torch's code does the step."""
@@ -333,16 +333,16 @@ class StepHooks:
         if updates_here() or self._is_elsewhere(optimizer):
             return
         self._remove_hooks(optimizer)
-        streamer = self._engine
+        engine = self._engine
         now = perf_counter()
-        if not streamer.device.computes_on_host:
-            streamer.device.stats.step_seconds += now - self._begun
+        if not engine.device.computes_on_host:
+            engine.device.stats.step_seconds += now - self._begun
         self._begun = now  # this step may run inside another step, whose time is measured from here
         while self._stepping and self._stepping.pop() is not optimizer:
             pass  # a step inside this step has raised an error, and torch calls no hook after an error
         # True if the own code of another step has called this step (not its closure): the other step still writes weights.
         is_part_of_another = self._stepping and self._stepping[-1] is not self._in_closure
-        streamer.invalidate(goes_on=not is_part_of_another)
+        engine.invalidate(goes_on=not is_part_of_another)
 
     def forget_running_steps(self) -> None:
         """Empties the list of running steps. Called when no step is running.
@@ -487,9 +487,9 @@ def _device_parameters(parameters: Iterable[Any]) -> list[DeviceParameter]:
     return [*filter(_is_device_parameter, parameters)] if any(issubclass(k, DeviceParameter) for k in kinds) else []
 
 
-def _is_ours(parameter: Any, streamer: Engine) -> bool:
+def _is_ours(parameter: Any, engine: Engine) -> bool:
     """Returns True if a parameter, of the host or the device, belongs to a layer of this engine."""
-    return streamer.updating.layer_of(getattr(parameter, "host", parameter)) is not None
+    return engine.updating.layer_of(getattr(parameter, "host", parameter)) is not None
 
 
 def _is_device_parameter(key: Any) -> TypeGuard[DeviceParameter]:

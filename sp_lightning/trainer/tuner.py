@@ -16,7 +16,7 @@ class BaseTuner:
 
     Args:
         window: the window that the user asked for, and the windows that fit.
-        streamer: the engine.
+        engine: the engine.
 
     Attributes:
         remark: a sentence for the user about the choice, before the first batch; empty if there is none.
@@ -24,9 +24,9 @@ class BaseTuner:
 
     remark = ""
 
-    def __init__(self, window: Window, streamer: Engine) -> None:
+    def __init__(self, window: Window, engine: Engine) -> None:
         self.window = window
-        self.streamer = streamer
+        self.engine = engine
 
     def batch_starts(self, batch: Any, accumulate: int) -> None:
         """Called before each batch of the loop that the run is for (not of a validation within training).
@@ -45,7 +45,7 @@ class BaseTuner:
     def shrink(self) -> None:
         """Takes the smallest window after the device has run out of memory. If the user gave k, this does nothing."""
         if self.window.auto:
-            plan = self.streamer.plan
+            plan = self.engine.plan
             smallest = self.window.smallest()
             if smallest.slot_bytes < plan.slot_bytes:
-                self.streamer.resize(smallest)
+                self.engine.resize(smallest)

@@ -71,7 +71,7 @@ class Phases:
 def test_nothing_changes_if_all_activations_fit(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits, transfers and batches are those of ``"keep"``, and no forward is called in another way."""
     # A simulated copy takes no time.
-    monkeypatch.setattr(Tuner, "_measured", lambda self, *_: (1 / self.streamer.plan.k,) * 2)
+    monkeypatch.setattr(Tuner, "_measured", lambda self, *_: (1 / self.engine.plan.k,) * 2)
     for cls, name in ((Offload, "_send"), (Recompute, "run"), (UnitForward, "__init__"), (Headroom, "_evict")):
         monkeypatch.setattr(cls, name, lambda *_: pytest.fail("something was offloaded, run twice or called otherwise"))
     case, runs = CASES["llama-dropout"], {}

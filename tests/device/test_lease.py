@@ -117,8 +117,8 @@ def test_a_saved_weight_holds_its_slot_before_anybody_else_may_take_it(monkeypat
 
     monkeypatch.setattr(SavedTensors, "_bring", watched)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)))
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        loss = step(streamer, lambda: net(torch.ones(2, 4)).sum())
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
+        loss = step(engine, lambda: net(torch.ones(2, 4)).sum())
         loss.backward()
     assert held
     assert all(held)

@@ -120,7 +120,7 @@ def _refuses_locks() -> AbstractContextManager[Any]:
 def _prefers_large() -> AbstractContextManager[Any]:
     """On a simulated device a copy takes no time, so uploads would not stall a batch."""
     return mock.patch(
-        "sp_lightning.capabilities.tuning.tuner.Tuner._measured", lambda tuner, *_: (1 / tuner.streamer.plan.k,) * 2
+        "sp_lightning.capabilities.tuning.tuner.Tuner._measured", lambda tuner, *_: (1 / tuner.engine.plan.k,) * 2
     )
 
 

@@ -27,7 +27,7 @@ from sp_lightning.core.weights.residents import Residents
 from sp_lightning.core.weights.swap import ParameterSwap
 from sp_lightning.core.weights.writes import WriteBack
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
-from tests.support.engine import Calls, Slots, Uploads, streamer_of
+from tests.support.engine import Calls, Slots, Uploads, engine_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_equal, assert_same, fit, superpipeline
 from tests.support.simdevice import simulated
@@ -193,14 +193,14 @@ NAMES = [
 
 def state_of(module: Catches) -> dict[str, Any]:
     """What a caught fault must leave as it was."""
-    streamer = streamer_of(module.trainer.strategy)
-    running, activations = streamer.uses.calls, streamer.activations
+    engine = engine_of(module.trainer.strategy)
+    running, activations = engine.uses.calls, engine.activations
     offload = getattr(activations, "offload", None)
     return {
-        "a step runs": streamer.step.running,
+        "a step runs": engine.step.running,
         "depth": (running.depth, running._here.depth),
-        "pins": [layer.running_calls for layer in streamer.layers],
-        "slots in use": sum(slot.locked for slot in streamer.slots.all) - len(streamer.residency.used),
+        "pins": [layer.running_calls for layer in engine.layers],
+        "slots in use": sum(slot.locked for slot in engine.slots.all) - len(engine.residency.used),
         "hooks on the thread": top_saved_tensors_hooks(),
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
         "activations": (getattr(activations, "_installed", None), sum("forward" in vars(m) for m in module.modules())),
@@ -246,13 +246,13 @@ class Catches(Module):
         for weight in self.kept:
             weight.data.mul_(0.99)
         self.seen.append(self.net(batch).detach().clone())
-        if streamer_of(self.trainer.strategy) is not None:
+        if engine_of(self.trainer.strategy) is not None:
             self.whole = self.whole or state_of(self)
             assert_equal(state_of(self), self.whole, "state")
 
     def meet(self) -> None:
         """Does it, with the fault."""
-        ours = streamer_of(self.trainer.strategy) is not None
+        ours = engine_of(self.trainer.strategy) is not None
         if not ours and not self.row.manual:
             return
         before = state_of(self) if ours else {}

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.weights.device_parameter import DeviceParameter
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.models import Module, Stack
 from tests.support.repository import result_row
 from tests.support.runs import assert_equal, loader, trainer_for
@@ -425,7 +425,7 @@ class Trial:
             assert (mine.device, mine.shape, mine.dtype) == (like.device, like.shape, like.dtype)
             assert mine.isfinite().all()
         assert not global_things() - self.before
-        assert streamer_of(self.trainer.strategy) is None
+        assert engine_of(self.trainer.strategy) is None
         assert [each.in_use for each in self.scene.devices] == [0] * len(self.scene.devices)
         assert not any(each._forward_hooks or each._forward_pre_hooks for each in self.scene.module.modules())
         assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

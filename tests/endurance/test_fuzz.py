@@ -179,9 +179,9 @@ def run(use: Use, device: Device | None) -> list[Any]:
             one(number, lambda work: work(), optimizer.step)
     else:
         autocast = torch.bfloat16 if use.autocast else None
-        with streamed(net, device, k=use.k, k_prime=use.k_prime, autocast=autocast) as streamer:
+        with streamed(net, device, k=use.k, k_prime=use.k_prime, autocast=autocast) as engine:
             for number in range(use.steps):
-                one(number, lambda work: step(streamer, work), lambda: update(streamer, optimizer))
+                one(number, lambda work: step(engine, work), lambda: update(engine, optimizer))
     return [*results, dict(net.state_dict()), optimizer.state_dict(), torch.get_rng_state()]
 
 

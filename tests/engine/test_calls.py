@@ -19,7 +19,7 @@ from sp_lightning.core.device.own_threads import OwnThreads
 from sp_lightning.core.torch_compat import around_calls
 from sp_lightning.core.weights.layer import AllRows
 from tests.equality.programs.checkpoints import HEADS, numbers
-from tests.support.engine import listen, streamer_of
+from tests.support.engine import engine_of, listen
 from tests.support.loops import Loop, assert_streams
 from tests.support.models import Module, Stack
 from tests.support.runs import superpipeline
@@ -174,7 +174,7 @@ def test_an_engine_that_is_dropped_is_forgotten() -> None:
 def test_after_a_run_nothing_is_around_calls() -> None:
     module = Module(Stack())
     start(superpipeline(k=1), module)
-    assert streamer_of(module.trainer.strategy) is None
+    assert engine_of(module.trainer.strategy) is None
     assert nn.Module.__call__ is CALL
     assert not around_calls._around
 

@@ -67,36 +67,36 @@ class Fails(Three):
         return self.c(y)
 
 
-def train(streamer: Engine, net: Any, x: Tensor) -> None:
-    step(streamer, lambda: net(x).sum().backward())
+def train(engine: Engine, net: Any, x: Tensor) -> None:
+    step(engine, lambda: net(x).sum().backward())
 
 
-def train_twice(streamer: Engine, net: Any, x: Tensor) -> None:
-    train(streamer, net, x)
-    train(streamer, net, x)
+def train_twice(engine: Engine, net: Any, x: Tensor) -> None:
+    train(engine, net, x)
+    train(engine, net, x)
 
 
-def predict(streamer: Engine, net: Any, x: Tensor) -> None:
+def predict(engine: Engine, net: Any, x: Tensor) -> None:
     with torch.inference_mode():
-        step(streamer, lambda: net(x), training=False)
+        step(engine, lambda: net(x), training=False)
 
 
-def validate_within_fit(streamer: Engine, net: Any, x: Tensor) -> None:
-    train(streamer, net, x)
-    predict(streamer, net, x)
-    train(streamer, net, x)
+def validate_within_fit(engine: Engine, net: Any, x: Tensor) -> None:
+    train(engine, net, x)
+    predict(engine, net, x)
+    train(engine, net, x)
 
 
-def train_another_way(streamer: Engine, net: Any, x: Tensor) -> None:
-    train(streamer, net, x)
+def train_another_way(engine: Engine, net: Any, x: Tensor) -> None:
+    train(engine, net, x)
     net.without_b = True
-    train(streamer, net, x)
+    train(engine, net, x)
 
 
-def fail(streamer: Engine, net: Any, x: Tensor) -> None:
+def fail(engine: Engine, net: Any, x: Tensor) -> None:
     with suppress(KeyError):
-        train(streamer, net, x)
-    streamer.abort()
+        train(engine, net, x)
+    engine.abort()
 
 
 FORWARD = """
@@ -157,8 +157,8 @@ def test_sequence(name: str, make: Callable[[], Device]) -> None:
     kind, run, expected = SEQUENCES[name]
     device = make()
     x = torch.ones(2, 4, device=device.device, requires_grad=True)
-    with events() as happened, streamed(kind(), device, k=1, k_prime=1) as streamer:
-        run(streamer, streamer.module, x)
+    with events() as happened, streamed(kind(), device, k=1, k_prime=1) as engine:
+        run(engine, engine.module, x)
         seen = list(happened)
     assert seen == words(expected)
 
@@ -166,8 +166,8 @@ def test_sequence(name: str, make: Callable[[], Device]) -> None:
 def test_two_layers_move_as_one_transfer() -> None:
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     x = torch.ones(2, 4, requires_grad=True)
-    with events() as happened, streamed(net, SimDevice(torch.device("cpu")), k=2, k_prime=2) as streamer:
-        train(streamer, net, x)
+    with events() as happened, streamed(net, SimDevice(torch.device("cpu")), k=2, k_prime=2) as engine:
+        train(engine, net, x)
         fetches = [each for each in happened if each.startswith("fetch")]
     assert fetches == ["fetch 0+1", "fetch 2+3", "fetch 4+5", "fetch 1+0"]
 
@@ -177,11 +177,11 @@ def test_the_peak_is_reached_exactly(k: int, k_prime: int) -> None:
     """For equal layers of which every gradient comes: slots, and gradients of k' + 1 layers."""
     net = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(9)))
     x = torch.ones(2, 128, requires_grad=True)
-    with streamed(net, SimDevice(torch.device("cpu")), k=k, k_prime=k_prime) as streamer:
-        train(streamer, net, x)
+    with streamed(net, SimDevice(torch.device("cpu")), k=k, k_prime=k_prime) as engine:
+        train(engine, net, x)
         layer = 128 * 128 * 4
-        assert streamer.plan.peak_device_bytes == (k + k_prime) * layer + (k_prime + 1) * layer
-        assert streamer.stats().peak_device_bytes == streamer.plan.peak_device_bytes
+        assert engine.plan.peak_device_bytes == (k + k_prime) * layer + (k_prime + 1) * layer
+        assert engine.stats().peak_device_bytes == engine.plan.peak_device_bytes
 
 
 @pytest.mark.rest("takes tenths of a second")
@@ -192,15 +192,15 @@ def test_an_engine_of_another_size_is_like_one_made_so(before: tuple[int, int], 
     x = torch.ones(2, 128, requires_grad=True)
 
     def run(k: int, k_prime: int, *then: int) -> tuple[list[str], int]:
-        with events() as happened, streamed(net, SimDevice(torch.device("cpu")), k=k, k_prime=k_prime) as streamer:
-            train(streamer, net, x)
+        with events() as happened, streamed(net, SimDevice(torch.device("cpu")), k=k, k_prime=k_prime) as engine:
+            train(engine, net, x)
             if then:
-                streamer.resize(make_plan(streamer.found, k=then[0], k_prime=then[1]))
+                engine.resize(make_plan(engine.found, k=then[0], k_prime=then[1]))
             happened.clear()
-            streamer.device.stats.peak_device_bytes = 0
-            train(streamer, net, x)
-            seen, most = list(happened), streamer.stats().peak_device_bytes
-            assert most == streamer.plan.peak_device_bytes
+            engine.device.stats.peak_device_bytes = 0
+            train(engine, net, x)
+            seen, most = list(happened), engine.stats().peak_device_bytes
+            assert most == engine.plan.peak_device_bytes
             return seen, most
 
     assert run(*before, *after) == run(*after)
@@ -208,9 +208,9 @@ def test_an_engine_of_another_size_is_like_one_made_so(before: tuple[int, int], 
 
 def test_no_device_memory_outlives_the_engine() -> None:
     net, device = Three(), SimDevice(torch.device("cpu"))
-    with streamed(net, device, k=2, k_prime=1) as streamer:
-        train(streamer, net, torch.ones(2, 4, requires_grad=True))
-    del streamer
+    with streamed(net, device, k=2, k_prime=1) as engine:
+        train(engine, net, torch.ones(2, 4, requires_grad=True))
+    del engine
     gc.collect()
     assert len(device.device_ranges) >= 3
     assert all(storage.expired() for *_, storage in device.device_ranges)
@@ -246,12 +246,12 @@ def test_unexpected_layers_evict_one_another(before: list[int], order: list[int]
         if training:
             output.sum().backward()
 
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
         net.order = before
-        step(streamer, run, training=training)
+        step(engine, run, training=training)
         net.order = order
         with events() as happened:
-            step(streamer, run, training=training)
+            step(engine, run, training=training)
     uploads = [int(each.removeprefix("fetch ")) for each in happened if each.startswith("fetch ")]
     assert uploads.count(late) <= (3 if training else 1)
     assert max(map(uploads.count, order)) <= (3 if training else 2)
@@ -265,15 +265,15 @@ def test_layers_rest_from_batch_to_batch() -> None:
 
     def predict(*, quiet: bool = True) -> list[str]:
         with torch.inference_mode():
-            step(streamer, lambda: net(x), training=False, quiet=quiet)
-        return [layer.name for layer in streamer.residency.resting]
+            step(engine, lambda: net(x), training=False, quiet=quiet)
+        return [layer.name for layer in engine.residency.resting]
 
     def train() -> None:
         loss = net(x).sum()
-        assert not streamer.residency.resting
+        assert not engine.residency.resting
         loss.backward()
 
-    with streamed(net, device, k=3, k_prime=1) as streamer:
+    with streamed(net, device, k=3, k_prime=1) as engine:
         assert predict(quiet=False) == ["a", "b", "c"]
         with events() as happened:
             predict()
@@ -283,8 +283,8 @@ def test_layers_rest_from_batch_to_batch() -> None:
         assert predict() == []
         device.timelines.clear()
         assert [each.layer for each in timeline.take() if each.kind == "forward"] == [0, 1, 2]
-        step(streamer, train, quiet=True)
+        step(engine, train, quiet=True)
         assert predict(quiet=False) == ["a", "b", "c"]
     assert all(torch.equal(p.grad, each) for p, each in zip(net.parameters(), plain, strict=True))  # type: ignore[arg-type]
-    with streamed(net, device, k=1, k_prime=1) as streamer:
+    with streamed(net, device, k=1, k_prime=1) as engine:
         assert predict(quiet=False) == predict() == [], "layers make room for others"

@@ -23,7 +23,7 @@ from sp_lightning.core.engine.schedule import Residency
 from sp_lightning.core.updates import background
 from sp_lightning.core.updates.layerwise import LayerwiseStep
 from sp_lightning.core.weights import swap
-from tests.support.engine import Calls, Uploads, step, streamed, streamer_of, three_linears
+from tests.support.engine import Calls, Uploads, engine_of, step, streamed, three_linears
 from tests.support.models import Module, Stack, vectors
 from tests.support.moments import At
 from tests.support.runs import assert_equal, loader, superpipeline, trainer_for
@@ -134,7 +134,7 @@ def test_a_checkpoint_on_exception_that_is_refused_leaves_nothing_behind(tmp_pat
     ):
         trainer.fit(module, loader(vectors()))
     assert raised.value.__context__ is error
-    assert streamer_of(trainer.strategy) is None
+    assert engine_of(trainer.strategy) is None
     assert all(type(p) is nn.Parameter for p in module.parameters())
     assert not list(tmp_path.iterdir())
 
@@ -176,9 +176,9 @@ def test_ctrl_c_as_a_call_between_steps_is_left_takes_its_hooks_off(monkeypatch:
 def test_after_a_transfer_that_fails_only_a_layer_in_use_keeps_its_slot() -> None:
     """The bytes of the others may be half of one layer and half of another."""
     net = three_linears()
-    with streamed(net, Device(torch.device("cpu")), k=2, k_prime=2) as streamer:
-        slots, send = streamer.slots, Uploads.send
-        (first, second), (slot, other) = streamer.layers[:2], slots.all[:2]
+    with streamed(net, Device(torch.device("cpu")), k=2, k_prime=2) as engine:
+        slots, send = engine.slots, Uploads.send
+        (first, second), (slot, other) = engine.layers[:2], slots.all[:2]
 
         def fails(self: Uploads, layer: Any, target: Tensor, source: Tensor) -> None:
             if layer is second:
@@ -200,7 +200,7 @@ def test_after_a_transfer_that_fails_only_a_layer_in_use_keeps_its_slot() -> Non
 def test_a_call_that_cannot_begin_ends_the_step_only_if_it_is_outside_of_one() -> None:
     net, x = three_linears(), torch.ones(1, 4)
     expected = net(x)
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
 
         def call_that_fails() -> None:
             failing = mock.patch.object(Residency, "begin_call", side_effect=OSError("not read"))
@@ -208,30 +208,30 @@ def test_a_call_that_cannot_begin_ends_the_step_only_if_it_is_outside_of_one() -
                 net(x)
 
         call_that_fails()
-        assert not streamer.swap.on_device
+        assert not engine.swap.on_device
 
         def goes_on() -> Tensor:
             call_that_fails()
-            assert streamer.step.running
+            assert engine.step.running
             result: Tensor = net(x)
             return result
 
-        assert torch.equal(step(streamer, goes_on), expected)
+        assert torch.equal(step(engine, goes_on), expected)
 
 
 def test_an_error_that_user_code_catches_ends_no_step_and_any_other_does() -> None:
     net, x = three_linears(), torch.ones(1, 4)
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
 
         def catches() -> bool:
             net(x)
-            streamer.abort()
-            return streamer.step.running
+            engine.abort()
+            return engine.step.running
 
-        assert step(streamer, catches)
+        assert step(engine, catches)
         for over in (False, True):
-            streamer.begin("train", training=True, manual=True)
+            engine.begin("train", training=True, manual=True)
             net(x)
-            streamer.abort(over=over)
-            assert not streamer.step.running
-            assert not streamer.swap.on_device
+            engine.abort(over=over)
+            assert not engine.step.running
+            assert not engine.swap.on_device

@@ -23,10 +23,10 @@ def test_a_layer_is_prefetched_once_its_update_has_ended(results: tuple[object, 
     """A prefetch before that would wait for the update. Without one, the layer would be waited for at its use."""
     device = Device(torch.device("cpu"))
     with (
-        streamed(three_linears(), device, k=1, k_prime=1) as streamer,
+        streamed(three_linears(), device, k=1, k_prime=1) as engine,
         mock.patch.object(device, "has_happened", return_value=not results),
     ):
-        source, layer = streamer.source, streamer.layers[0]
+        source, layer = engine.source, engine.layers[0]
         assert source.ready(layer)
         update: Future[None] = Future()
         with mock.patch.object(layer.owner, "update", update), mock.patch.object(layer, "step_results", results):
@@ -38,10 +38,10 @@ def test_a_layer_is_prefetched_once_its_update_has_ended(results: tuple[object, 
 def test_writes_are_counted_after_the_update() -> None:
     """Until then the update may change the version at any time. Without an update there is nothing to wait for."""
     with (
-        streamed(three_linears(), Device(torch.device("cpu")), k=1, k_prime=1) as streamer,
+        streamed(three_linears(), Device(torch.device("cpu")), k=1, k_prime=1) as engine,
         mock.patch.object(Uses, "write_back") as waits,
     ):
-        layer = streamer.layers[0]
+        layer = engine.layers[0]
         layer.parameters.writes(0)
         update: Future[None] = Future()
         with mock.patch.object(layer.owner, "update", update):
@@ -56,16 +56,16 @@ def test_writes_are_counted_after_the_update() -> None:
 def test_a_step_counts_writes_of_the_weights_that_have_a_gradient() -> None:
     """A fused step shows in no version, so a forward that runs again would miss its writes."""
     net = three_linears()
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        layer = streamer.layers[0]
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
+        layer = engine.layers[0]
         layer.block.parameters[1].grad = torch.ones(4)
-        streamer.updating.before(deferred=False, parameters=net.parameters())
+        engine.updating.before(deferred=False, parameters=net.parameters())
         assert layer.parameters.unversioned_writes == [0, 1]
 
 
 def test_a_layer_is_not_updated_before_the_backward_of_each_of_its_calls_has_begun() -> None:
-    with streamed(three_linears(), Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        backward, layer, begun = streamer.backward, streamer.layers[0], list[Any]()
+    with streamed(three_linears(), Device(torch.device("cpu")), k=1, k_prime=1) as engine:
+        backward, layer, begun = engine.backward, engine.layers[0], list[Any]()
         begins = lambda visits, gradient: begun.append(visits)  # noqa: E731
         assert not isinstance(backward.awaited(begins, [layer]), PendingCall), "no step updates layers in backward"
         with mock.patch.object(backward, "may_update", return_value=True):

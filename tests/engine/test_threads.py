@@ -46,17 +46,15 @@ def test_no_gradient_is_lost_while_another_thread_makes_room(monkeypatch: pytest
     plain = [p.grad for p in net.parameters()]
     net.zero_grad()
     arrived = Gradients.arrived
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        first, _, last, _ = streamer.layers
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
+        first, _, last, _ = engine.layers
 
         def arrives(self: Gradients, layer: Any, index: int, gradient: Tensor) -> bool:
             return arrived(self, layer, Interrupted(index) if layer is last else index, gradient)
 
-        monkeypatch.setattr(
-            Interrupted, "elsewhere", lambda _: streamer.calls._pre_backward((first,), x), raising=False
-        )
+        monkeypatch.setattr(Interrupted, "elsewhere", lambda _: engine.calls._pre_backward((first,), x), raising=False)
         monkeypatch.setattr(Gradients, "arrived", arrives)
-        step(streamer, lambda: net(x).sum().backward())
+        step(engine, lambda: net(x).sum().backward())
     assert_equal([p.grad for p in net.parameters()], plain, "gradients")
 
 
@@ -71,7 +69,7 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
         failed.append(backward.current_graph_task())
         raise KeyError
 
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
 
         def run() -> None:
             y = net[1](net[0](x))
@@ -81,10 +79,10 @@ def test_a_thread_that_comes_late_to_a_backward_that_has_failed_changes_nothing(
             with monkeypatch.context() as late:
                 late.setattr(backward, "current_graph_task", failed.pop)
                 with pytest.raises(RuntimeError, match="Call backward in one thread at a time"):
-                    streamer.calls._pre_backward(streamer.layers[:1], x)
-            assert not streamer.backward.tasks
+                    engine.calls._pre_backward(engine.layers[:1], x)
+            assert not engine.backward.tasks
 
-        step(streamer, run)
+        step(engine, run)
 
 
 def call(net: Any, x: Tensor) -> Any:
@@ -131,9 +129,9 @@ def test_each_step_may_be_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch
     net, (batch,) = Text(), numbers(1)
     stream = 0
     monkeypatch.setattr(Device, "compute_stream", lambda device: stream)
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
         for use in [call, operation, look_up, read_data] * 2:
             stream += 1
-            step(streamer, partial(use, net, torch.ones(1, 16)))
+            step(engine, partial(use, net, torch.ones(1, 16)))
             stream += 1
-            step(streamer, lambda: net(batch).sum().backward())
+            step(engine, lambda: net(batch).sum().backward())

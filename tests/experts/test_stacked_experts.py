@@ -307,10 +307,10 @@ def test_what_comes_ahead_leaves_a_slot_to_experts_on_demand(k: int, k_prime: in
     """Without it, a layer behind the experts is overwritten by each of their blocks, and fetched again after it."""
     torch.manual_seed(0)
     module, x = _AndOthers(), torch.randn(2, 16)
-    with streamed(module, Device(torch.device("cpu")), k=k, k_prime=k_prime) as streamer, torch.inference_mode():
+    with streamed(module, Device(torch.device("cpu")), k=k, k_prime=k_prime) as engine, torch.inference_mode():
         for number in range(4):
             with events() as happened:
-                step(streamer, lambda: module(x), training=False, quiet=number > 0)
-        names = [streamer.layers[int(i)].name for e in happened if e.startswith("fetch") for i in e[6:].split("+")]
+                step(engine, lambda: module(x), training=False, quiet=number > 0)
+        names = [engine.layers[int(i)].name for e in happened if e.startswith("fetch") for i in e[6:].split("+")]
     assert sorted(names) == sorted(set(names))
     assert "others.1" in names

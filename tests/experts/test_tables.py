@@ -20,7 +20,7 @@ from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import make_plan
 from sp_lightning.core.updates.background import BackgroundUpdates
 from sp_lightning.core.weights.layer import StreamedLayer
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.models import Module, Transformer, llama
 from tests.support.poison import poisoned
 from tests.support.runs import assert_equal, assert_same, fit, fused, loader, superpipeline, trainer_for
@@ -34,8 +34,8 @@ def test_tables_are_updated_first() -> None:
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            streamer = streamer_of(trainer.strategy)
-            self.order = [layer.name for layer in streamer.updating.order()]
+            engine = engine_of(trainer.strategy)
+            self.order = [layer.name for layer in engine.updating.order()]
 
     looks = Looks()
     fit(fused(CASES["looked-up"]), numbers(), superpipeline(k=1), recorded="losses", callbacks=[looks])
@@ -305,8 +305,8 @@ def test_rows_of_the_next_step_are_refused() -> None:
 
     class Again(Module):
         def loss(self, batch: Any) -> Tensor:
-            streamer = streamer_of(self.trainer.strategy)
-            streamer.layers[len(streamer.plan.layers)].updated_early = True
+            engine = engine_of(self.trainer.strategy)
+            engine.layers[len(engine.plan.layers)].updated_early = True
             return super().loss(batch)
 
     with pytest.raises(RuntimeError, match=r"had updated layer 'net.table' when.*its weights were needed again"):

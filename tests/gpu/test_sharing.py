@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.experimental.sharing.common import TrialBlock
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.runs import Outcome, assert_equal, fit
 from tests.support.trials import RATES, Learner, batches, shared
 
@@ -54,7 +54,7 @@ def test_all_that_a_trial_uploads_is_page_locked() -> None:
     class Looks(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             locked.extend(p.is_pinned() for p in pl_module.parameters() if p.requires_grad)
-            blocks = [layer.block for layer in streamer_of(trainer.strategy).layers]
+            blocks = [layer.block for layer in engine_of(trainer.strategy).layers]
             common.extend(block.base.is_pinned() for block in blocks if isinstance(block, TrialBlock))
 
     def run(rate: float) -> None:

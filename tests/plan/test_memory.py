@@ -27,7 +27,7 @@ from sp_lightning.core.weights.gradients import Gradients
 from sp_lightning.trainer.plan_text import sentence
 from tests.equality.cases import CASES as REGISTRY
 from tests.equality.cases import Case
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.models import CASES, Block, Module, Stack, llama, tokens, vectors
 from tests.support.quantised import opaque
 from tests.support.runs import fit, loader, superpipeline, trainer_for
@@ -214,7 +214,7 @@ def test_escaping_views_take_extra_slots_and_give_them_back() -> None:
 
     class AtEnd(Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            seen.append(streamer_of(trainer.strategy).slots.device_bytes)
+            seen.append(engine_of(trainer.strategy).slots.device_bytes)
 
     fit(CASES["returns-view"].make, CASES["returns-view"].batches(), strategy, callbacks=[AtEnd()])
     assert strategy.stats().extra_slots > 0
@@ -331,7 +331,7 @@ device = Device(torch.device("cpu"))
 found = find_layers(net)
 plan = make_plan(found, k=1, k_prime=1)
 before = high_water()
-streamer = Engine(net, found, plan, device, pin=False)
+engine = Engine(net, found, plan, device, pin=False)
 print((high_water() - before) / 2**24)
 """
 

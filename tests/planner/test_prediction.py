@@ -33,14 +33,14 @@ def of_slots(happened: list[str]) -> list[str]:
 
 def engine_events(net: nn.Module, run: Callable[[], Any], *, k: int, k_prime: int, training: bool) -> list[str]:
     """Of three batches."""
-    with events() as happened, streamed(net, SimDevice(torch.device("cpu")), k=k, k_prime=k_prime) as streamer:
+    with events() as happened, streamed(net, SimDevice(torch.device("cpu")), k=k, k_prime=k_prime) as engine:
         for batch in range(3):
             quiet = not training and batch > 0
             if training:
-                step(streamer, run, quiet=quiet)
+                step(engine, run, quiet=quiet)
             else:
                 with torch.no_grad():
-                    step(streamer, run, training=False, quiet=quiet)
+                    step(engine, run, training=False, quiet=quiet)
         return of_slots(happened)
 
 

@@ -31,10 +31,10 @@ from sp_lightning.core.weights.ring import Slots
 from sp_lightning.core.weights.ring import Uploads as Uploads
 
 
-def streamer_of(strategy: Any) -> Any:
+def engine_of(strategy: Any) -> Any:
     """The engine of a strategy's run; None outside of one, and for other strategies."""
     run = getattr(strategy, "_run", None)
-    return None if run is None else run.streamer
+    return None if run is None else run.engine_or_none
 
 
 def choose(strategy: Any, **options: Any) -> None:
@@ -48,31 +48,31 @@ def streamed(
 ) -> Iterator[Engine]:
     """Stream a module; host parameters are back in it afterwards."""
     found = find_layers(module, autocast=autocast)
-    streamer = Engine(module, found, make_plan(found, k=k, k_prime=k_prime), device, pin=False)
+    engine = Engine(module, found, make_plan(found, k=k, k_prime=k_prime), device, pin=False)
     try:
-        yield streamer
+        yield engine
     finally:
-        streamer.close()
+        engine.close()
 
 
 def three_linears() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
 
 
-def step(streamer: Engine, run: Callable[[], Any], *, training: bool = True, quiet: bool = False) -> Any:
+def step(engine: Engine, run: Callable[[], Any], *, training: bool = True, quiet: bool = False) -> Any:
     """One step, as the strategy does it in manual optimization."""
-    streamer.begin("train" if training else "predict", training=training, manual=training, quiet=quiet)
-    with streamer.saving():
+    engine.begin("train" if training else "predict", training=training, manual=training, quiet=quiet)
+    with engine.saving():
         result = run()
-    streamer.end()
+    engine.end()
     return result
 
 
-def update(streamer: Engine, optimizer: torch.optim.Optimizer) -> None:
+def update(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer's step, as the strategy's hooks on it do."""
-    streamer.updating.before(deferred=False)
+    engine.updating.before(deferred=False)
     optimizer.step()
-    streamer.invalidate()
+    engine.invalidate()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from tests.support.simdevice import poison
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Poison every streamer inside; each use of a layer fetches it anew.
+    """Poison every engine inside; each use of a layer fetches it anew.
 
     What the engine itself does with the host's weights meanwhile (takes back what was written, takes in memory that they were
     given, compares them) finds them as if they were not hidden. Otherwise the poison, and not the engine, changes numbers.

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.torch_compat.private import ENGINE_CALL
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.models import (
     Module,
     Stack,
@@ -70,9 +70,7 @@ def test_engines_are_freed_without_the_garbage_collector() -> None:
     module = llama()
     for _ in range(3):
         trainer = trainer_for(superpipeline())
-        notes = Does(
-            on_train_start=lambda trainer, _: alive.append(weakref.ref(streamer_of(trainer.strategy).gradients))
-        )
+        notes = Does(on_train_start=lambda trainer, _: alive.append(weakref.ref(engine_of(trainer.strategy).gradients)))
         trainer.callbacks.append(notes)  # type: ignore[attr-defined]
         trainer.fit(module, loader(tokens(1)))
         del trainer

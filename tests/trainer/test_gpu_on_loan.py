@@ -16,7 +16,7 @@ from sp_lightning.capabilities.tuning.tuner import Tuner
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.weights.ring import Slots
 from sp_lightning.trainer.run import Run
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.nets import Does, Stepped, on_device
 from tests.support.runs import Outcome, assert_same, fit, superpipeline
@@ -56,20 +56,20 @@ def train(strategy: Any, act: Any = lambda *_: None, make: Any = Stepped, batche
 
 def calls(trainer: Any, module: Any, *_: Any) -> None:
     """Calls the module, if nothing of it is in the host's memory while the GPU is lent: then a call uploads all that it uses."""
-    if not list(module.buffers()) and not streamer_of(trainer.strategy).found.stay:
+    if not list(module.buffers()) and not engine_of(trainer.strategy).found.stay:
         with torch.no_grad():
             module.net(vectors(1)[0])
 
 
 def lends(trainer: Any, module: Any, *_: Any) -> None:
     """Lends the GPU, and uses the module meanwhile."""
-    streamer = streamer_of(trainer.strategy)
-    plan = streamer.plan
+    engine = engine_of(trainer.strategy)
+    plan = engine.plan
     with trainer.strategy.gpu_released() as staying:
         assert staying == 0
         calls(trainer, module)
         assert all(parameter.isfinite().all() for parameter in module.parameters())
-    assert streamer.plan == plan
+    assert engine.plan == plan
 
 
 @pytest.mark.rest("takes a second")
@@ -190,7 +190,7 @@ def test_a_loan_in_a_loop_of_the_users() -> None:
 def test_another_limit_between_batches(monkeypatch: pytest.MonkeyPatch, limits: list[Any]) -> None:
     """The window follows the limit, up and down, and results do not."""
     # On a simulated device a copy takes no time. With these times and stalls larger windows are faster.
-    monkeypatch.setattr(Tuner, "_measured", lambda self, *_: (1 / self.streamer.plan.k, 0.5 / self.streamer.plan.k))
+    monkeypatch.setattr(Tuner, "_measured", lambda self, *_: (1 / self.engine.plan.k, 0.5 / self.engine.plan.k))
     plans = []
 
     def changes(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -207,12 +207,10 @@ def test_refused_pinning_warns_once_and_goes_on() -> None:
     module = Stack()
     found = find_layers(module)
     with pytest.warns(UserWarning, match=r"GiB of CPU memory could not be page-locked.*pin_memory=False") as caught:
-        streamer = Engine(
-            module, found, make_plan(found, k=1, k_prime=1), RefusesPinning(torch.device("cpu")), pin=True
-        )
+        engine = Engine(module, found, make_plan(found, k=1, k_prime=1), RefusesPinning(torch.device("cpu")), pin=True)
     assert len(caught) == 1
     assert module(torch.ones(1, 16)).isfinite().all()
-    streamer.close()
+    engine.close()
 
 
 def test_plan_and_stats_before_setup() -> None:

@@ -10,7 +10,7 @@ from lightning.fabric.plugins.environments import KubeflowEnvironment, SLURMEnvi
 from torch import nn
 
 from sp_lightning import SuperpipelineStrategy
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.nets import Does
 from tests.support.runs import fit, loader, superpipeline, trainer_for
@@ -31,7 +31,7 @@ def test_a_copy_answers_as_its_original_did() -> None:
         stack, vectors(), superpipeline(k=1), callbacks=[Does(on_train_batch_end=copies)]
     ).trainer.strategy
     twin, noted = copied
-    assert streamer_of(twin) is None
+    assert engine_of(twin) is None
     assert twin.stats() == noted
     assert twin.stats().fetched_layers < strategy.stats().fetched_layers
     assert (twin.plan, twin.activations) == (strategy.plan, strategy.activations)
@@ -46,7 +46,7 @@ def test_an_engine_that_cannot_be_built_anew_leaves_what_was_known() -> None:
     strategy, module = SuperpipelineStrategy(k=1), stack()
     with pytest.raises(ValueError, match=r"blocks\.1\.inner\.weight' are two Parameter objects over the same memory"):
         trainer_for(strategy, callbacks=[Does(on_train_batch_end=ties)]).fit(module, loader(vectors()))
-    assert streamer_of(strategy) is None
+    assert engine_of(strategy) is None
     assert strategy.stats().fetched_layers > 0
     assert strategy.plan.k == 1
     assert all(type(p) is nn.Parameter and p.device.type == "cpu" for p in module.parameters())

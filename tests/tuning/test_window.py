@@ -73,7 +73,7 @@ def train(capacity: int | None, batches: list[Tensor], make: Any = None, **optio
 @pytest.fixture
 def slow_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a simulated device a copy takes no time. Here a batch is nothing but stalls, and shorter with more layers."""
-    monkeypatch.setattr(Tuner, "_measured", lambda self, *_: (1 / self.streamer.plan.k,) * 2)
+    monkeypatch.setattr(Tuner, "_measured", lambda self, *_: (1 / self.engine.plan.k,) * 2)
 
 
 @pytest.mark.long("takes a second or more")

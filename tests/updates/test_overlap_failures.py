@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.updates.background import BackgroundUpdates
 from sp_lightning.core.weights.layer import StreamedLayer
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import Outcome, assert_equal, assert_same, fit, fused, loader, trainer_for
 from tests.support.ways import OVERLAP, overlapping
@@ -167,7 +167,7 @@ def test_after_an_update_that_failed_no_layer_is_fetched() -> None:
 
     class Joins(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            streamer_of(trainer.strategy).updates.join()
+            engine_of(trainer.strategy).updates.join()
 
     with failing(1, 2), pytest.raises(FloatingPointError, match="in the update"):
         trainer_for(overlapping("forward"), callbacks=[Joins()]).fit(Counts(), loader(vectors()))

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from sp_lightning.core.weights.layer import Kind, StreamedLayer
 from sp_lightning.core.weights.write_guard import guard_of
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.moments import At, multiply, net_of
 from tests.support.nets import Does
@@ -117,7 +117,7 @@ def test_plain_code_has_no_write_guard(k: int) -> None:
     found: list[Any] = []
 
     def look(trainer: Any, *_: Any) -> None:
-        found.extend(layer.guard for layer in streamer_of(trainer.strategy).layers)
+        found.extend(layer.guard for layer in engine_of(trainer.strategy).layers)
 
     looks = Does(on_train_batch_start=look, on_before_backward=look, on_train_batch_end=look)
     strategy = superpipeline(k=k)
@@ -146,7 +146,7 @@ def test_a_weight_is_not_compared_with_a_slot_that_may_have_other_values_than_th
     found: list[set[int]] = []
 
     def ask(m: At) -> None:
-        writes = streamer_of(m.trainer.strategy).writes
+        writes = engine_of(m.trainer.strategy).writes
         slot = next(each for each in writes._slots.all if each.layer is not None)
         given = {0: writes._slots.views(slot.layer, slot)[0].clone()}
         found.append(writes._alike(slot, given))

@@ -35,10 +35,10 @@ def test_gradients_of_the_parameters_dtype_come_without_staging_memory(monkeypat
 
     monkeypatch.setattr(Gradients, "_place", note)
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
-        step(streamer, lambda: net(torch.ones(1, 4)).sum().backward())
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
+        step(engine, lambda: net(torch.ones(1, 4)).sum().backward())
         assert all(p.grad is not None for p in net.parameters())
-        step(streamer, lambda: net(torch.ones(1, 4)).sum().backward())  # added to the first ones
+        step(engine, lambda: net(torch.ones(1, 4)).sum().backward())  # added to the first ones
     assert staged == [False] * 3 + [True] * 3
 
 
@@ -48,11 +48,11 @@ def test_a_backward_that_meets_nothing_but_a_saved_weight_releases_its_layer() -
         nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).requires_grad_(False),
         torch.ones(1, 4).requires_grad_(),
     )
-    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as streamer:
+    with streamed(net, Device(torch.device("cpu")), k=1, k_prime=1) as engine:
 
         def use() -> list[Any]:
             F.linear(x, net[0].weight).square().sum().backward()  # type: ignore[arg-type]
-            return list(streamer.residency.used)
+            return list(engine.residency.used)
 
-        assert step(streamer, use) == []
+        assert step(engine, use) == []
     assert x.grad is not None

@@ -102,13 +102,13 @@ def test_on_a_device_of_its_own(way: str) -> None:
 def test_an_extra_slot_is_not_freed_while_a_layer_comes_to_it() -> None:
     """A view had the layer fetched again, and was dropped before compute had waited for that: its memory was free too early."""
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    with streamed(net, SimDevice(torch.device("cpu")), k=1, k_prime=1) as streamer:
+    with streamed(net, SimDevice(torch.device("cpu")), k=1, k_prime=1) as engine:
         views = list[Any]()
-        step(streamer, lambda: views.extend(layer.weight.data for layer in net))
-        slots = streamer.slots
+        step(engine, lambda: views.extend(layer.weight.data for layer in net))
+        slots = engine.slots
         extra = next(slot for slot in slots.all if slot.extra and slot.layer is not None)
         layer: Any = extra.layer
-        slots.fetch([(layer, extra, streamer.source.stage(layer))])
+        slots.fetch([(layer, extra, engine.source.stage(layer))])
         views.clear()
         slots.give_back_extra()
         assert extra not in slots.all

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from tests.equality.programs.repeated import WIDTH, Kept
-from tests.support.engine import streamer_of
+from tests.support.engine import engine_of
 from tests.support.models import Module
 from tests.support.runs import fit, superpipeline
 
@@ -25,10 +25,10 @@ def test_weights_that_graphs_keep_are_let_go() -> None:
 
     class Looks(Callback):
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-            held.append(sum(slot.extra for slot in streamer_of(strategy).slots.all))
+            held.append(sum(slot.extra for slot in engine_of(strategy).slots.all))
 
         def on_train_batch_end(self, *arguments: Any) -> None:
-            held.append(sum(slot.extra for slot in streamer_of(strategy).slots.all))
+            held.append(sum(slot.extra for slot in engine_of(strategy).slots.all))
 
     net = [Kept() for _ in range(6)]
     fit(lambda: Module(nn.Sequential(*net)), list(torch.randn(2, 3, 6, WIDTH)), strategy, callbacks=[Looks()])

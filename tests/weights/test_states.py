@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sp_lightning.core import engine
+from sp_lightning.core import engine as engine_package
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.weights.layer import Kind, StreamedLayer
@@ -42,31 +42,31 @@ class Net(nn.Module):
         return x * self.scale
 
 
-def train(streamer: Engine, net: Net, optimizer: torch.optim.Optimizer) -> None:
+def train(engine: Engine, net: Net, optimizer: torch.optim.Optimizer) -> None:
     def run() -> Tensor:
         loss = net(X).square().mean()
-        streamer.await_backward()
-        streamer.announce_backward(loss, quiet=False)
+        engine.await_backward()
+        engine.announce_backward(loss, quiet=False)
         return loss
 
-    step(streamer, run).backward()
-    update(streamer, optimizer)
+    step(engine, run).backward()
+    update(engine, optimizer)
 
 
-def predict(streamer: Engine, net: Net, *, quiet: bool = False) -> None:
+def predict(engine: Engine, net: Net, *, quiet: bool = False) -> None:
     def run() -> None:
         with torch.inference_mode():
             net(X)
 
-    step(streamer, run, training=False, quiet=quiet)
+    step(engine, run, training=False, quiet=quiet)
 
 
 def _keep(kept: list[Tensor], net: Net) -> None:
     kept.append(net.layers[1].weight.data)
 
 
-def layer(streamer: Engine, index: int) -> StreamedLayer:
-    return next(each for each in streamer.layers if each.name == f"layers.{index}")
+def layer(engine: Engine, index: int) -> StreamedLayer:
+    return next(each for each in engine.layers if each.name == f"layers.{index}")
 
 
 @pytest.fixture(params=["cpu", "simulated"])
@@ -79,25 +79,25 @@ def runs(device: Device) -> Iterator[set[Change]]:
     """Trains, predicts and keeps views. Yields the changes of each."""
     for k in (1, 2, 4):
         net = Net()
-        with checked_states() as seen, streamed(net, device, k=k, k_prime=1) as streamer:
+        with checked_states() as seen, streamed(net, device, k=k, k_prime=1) as engine:
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             for _ in range(3):
-                train(streamer, net, optimizer)
-            predict(streamer, net)
-            predict(streamer, net, quiet=True)
+                train(engine, net, optimizer)
+            predict(engine, net)
+            predict(engine, net, quiet=True)
             kept: list[Tensor] = []
             keep = partial(_keep, kept)
             net.between = keep
-            train(streamer, net, optimizer)
+            train(engine, net, optimizer)
             net.between = lambda net: None
-            train(streamer, net, optimizer)
+            train(engine, net, optimizer)
             kept.clear()
-            train(streamer, net, optimizer)
-            for run in (partial(train, streamer, net, optimizer), partial(predict, streamer, net)):
+            train(engine, net, optimizer)
+            for run in (partial(train, engine, net, optimizer), partial(predict, engine, net)):
                 net.between = lambda net: setattr(net.layers[2].weight, "data", torch.ones(4, 4))
                 run()
             net.between = keep
-            predict(streamer, net)
+            predict(engine, net)
         yield seen
 
 
@@ -119,7 +119,7 @@ def test_each_state_is_reached_and_left() -> None:
 
 
 def test_the_diagram_has_all_states_and_transitions() -> None:
-    page = engine.__doc__ or ""
+    page = engine_package.__doc__ or ""
     assert [each.name for each in LayerState if each.name not in page] == []
     assert [name for name in TRANSITIONS if name not in page] == []
 
@@ -129,7 +129,7 @@ def test_what_a_layer_has_agrees_with_its_state(device: Device) -> None:
     seen: list[LayerState] = []
 
     def look(net: Net) -> None:
-        for each in streamer.layers:
+        for each in engine.layers:
             slot, group = each.slot, each.parameters
             views = (
                 [] if slot is None else [p for p in map(group.value, range(len(group.all))) if is_in(p, slot.memory)]
@@ -137,22 +137,22 @@ def test_what_a_layer_has_agrees_with_its_state(device: Device) -> None:
             assert (slot is None) == (each.state is HOST)
             assert len(views) == len(group.all) * each.state.attached
             assert slot is None or slot.locked == each.state.locked
-            assert (each in streamer.residency.resting) == (each.state is RESTING)
+            assert (each in engine.residency.resting) == (each.state is RESTING)
             if each.kind is not Kind.RESIDENTS:
-                assert (each in streamer.residency.used) == (each.state in (UNPACKED, IN_USE))
+                assert (each in engine.residency.used) == (each.state in (UNPACKED, IN_USE))
             seen.append(each.state)
 
-    with streamed(net, device, k=2, k_prime=1) as streamer:
+    with streamed(net, device, k=2, k_prime=1) as engine:
         net.between = look
         for each in net.layers:
             each.register_forward_hook(lambda *_: look(net))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         net.layers[1].register_full_backward_hook(lambda *_: look(net))
-        train(streamer, net, optimizer)
+        train(engine, net, optimizer)
         look(net)
-    with streamed(net, device, k=4, k_prime=1) as streamer:
+    with streamed(net, device, k=4, k_prime=1) as engine:
         for _ in range(2):
-            predict(streamer, net)
+            predict(engine, net)
             look(net)
     assert {HOST, FETCHED, IN_USE, RESTING, UNPACKED} <= set(seen)
 
@@ -167,7 +167,7 @@ def is_in(tensor: Tensor, memory: Tensor) -> bool:
 def test_a_change_that_is_not_listed_fails() -> None:
     net = Net()
     with (
-        streamed(net, Device(CPU), k=1, k_prime=1) as streamer,
+        streamed(net, Device(CPU), k=1, k_prime=1) as engine,
         pytest.raises(AssertionError, match="changes the state"),
     ):
-        layer(streamer, 0).state = RESTING
+        layer(engine, 0).state = RESTING

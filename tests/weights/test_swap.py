@@ -38,11 +38,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_change_is_noticed(what: str) -> None:
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     found = find_layers(net, layers=["0", "1", "2"])
-    streamer = Engine(net, found, make_plan(found, k=1, k_prime=1), Device(torch.device("cpu")), pin=False)
-    assert not streamer.changed()
+    engine = Engine(net, found, make_plan(found, k=1, k_prime=1), Device(torch.device("cpu")), pin=False)
+    assert not engine.changed()
     CHANGES[what](net)
-    assert streamer.changed()
-    streamer.close()
+    assert engine.changed()
+    engine.close()
 
 
 def test_a_captured_weight_is_where_its_data_is() -> None:

@@ -193,11 +193,11 @@ def open_store(
     assert options.disk is not None
     tier = DiskTier(options.disk, options.host_memory, log)
     run.placement.leave()  # weights on the disk must not count in the memory that is measured next
-    streamer, below = run.engine, on_disk(run.placement)
-    on_host = streamer.plan.allocated_bytes * ledger.ranks * streamer.device.computes_on_host
+    engine, below = run.engine, on_disk(run.placement)
+    on_host = engine.plan.allocated_bytes * ledger.ranks * engine.device.computes_on_host
     others = ledger.gradients + on_host + below.window
     beside = below.weight_bytes + below.gradient_bytes
-    tier.place(optimizers, streamer.updating.layer_of, others, elsewhere, beside, among=run.group.size)
+    tier.place(optimizers, engine.updating.layer_of, others, elsewhere, beside, among=run.group.size)
     return tier, sum(run.group.gather(tier.placement.memory_bytes, "where optimizers' state is"))
 
 

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class Tuner(BaseTuner):
-    """Chooses a streamer's window, and has activations offloaded before memory is full.
+    """Chooses an engine's window, and has activations offloaded before memory is full.
 
     Args:
         window: the options of the user, and the plans that fit.
-        streamer: the engine whose slots change between batches.
-        device: the streamer's device. The tuner resets the device's peak-memory counter for its measurements.
+        engine: the engine whose slots change between batches.
+        device: the engine's device. The tuner resets the device's peak-memory counter for its measurements.
         log: the logger for choices.
         window_too: True to choose k.
         evicts: True to offload the oldest activations if not all fit.
@@ -48,7 +48,7 @@ class Tuner(BaseTuner):
     def __init__(
         self,
         window: Window,
-        streamer: Engine,
+        engine: Engine,
         device: Device,
         log: logging.Logger,
         *,
@@ -56,11 +56,11 @@ class Tuner(BaseTuner):
         evicts: bool = False,
         alone: bool = True,
     ) -> None:
-        super().__init__(window, streamer)
+        super().__init__(window, engine)
         self._log = log
         self._device = device
         self._window_too = window_too
-        self._activations = cast("UnitModes", streamer.activations) if evicts else None
+        self._activations = cast("UnitModes", engine.activations) if evicts else None
         self._alone = alone
         self._batches = 0
         self._accumulate = 1  # the number of batches of an optimizer step
@@ -107,14 +107,14 @@ class Tuner(BaseTuner):
             self._time()
         self._forget_larger()
         more = math.ceil(self.window.rest * (factor - 1))
-        if more and not self.window.fits(self.streamer.plan, more=more):
+        if more and not self.window.fits(self.engine.plan, more=more):
             self.expect_more()
         self._batches += 1
 
     def expect_more(self) -> None:
         """Runs the next batch with headroom, because it may use more memory."""
         if self._activations is not None:
-            self._activations.watch_memory(self._left, lambda: self.streamer.plan.gradient_bytes)
+            self._activations.watch_memory(self._left, lambda: self.engine.plan.gradient_bytes)
 
     def _look_at_headroom(self) -> None:
         """Ends headroom if the last batch has fitted. If its activations were offloaded, changes to the smallest window for good.
@@ -126,7 +126,7 @@ class Tuner(BaseTuner):
             return
         if headroom.evicted_bytes:
             self._full = True
-            if (smallest := self.window.smallest()).slot_bytes < self.streamer.plan.slot_bytes:
+            if (smallest := self.window.smallest()).slot_bytes < self.engine.plan.slot_bytes:
                 self._resize(smallest)
         elif headroom.used and self._activations is not None:
             self._activations.headroom = None
@@ -141,10 +141,10 @@ class Tuner(BaseTuner):
         room = window.filled_room
         assert room is not None  # activations are offloaded only if there is a budget
         if free is None or window.free is None:  # on the CPU
-            return room - self.streamer.weight_bytes - kept()
+            return room - self.engine.weight_bytes - kept()
         if self._alone:  # window.free - free is what this process has allocated since set-up, workspaces included
             return min(room - (window.free - free), free)
-        return min(room - self.streamer.weight_bytes - kept(), free)
+        return min(room - self.engine.weight_bytes - kept(), free)
 
     def stop_timing(self) -> None:
         """Reads the time and the stalls of the batch that is timed, which is over."""
@@ -159,7 +159,7 @@ class Tuner(BaseTuner):
         """
         self._observe()  # first, because the next lines change how much of the memory was used by weights
         smallest = self.window.smallest()
-        if smallest.slot_bytes < self.streamer.plan.slot_bytes:
+        if smallest.slot_bytes < self.engine.plan.slot_bytes:
             self._resize(smallest)
             self._again = True
         elif self._activations is not None and self._activations.headroom is not None:
@@ -170,7 +170,7 @@ class Tuner(BaseTuner):
 
     def _time(self) -> None:
         """Times the next batch, if k is not chosen yet."""
-        if self._doublings.over or self.streamer.plan.k != self._doublings.k:
+        if self._doublings.over or self.engine.plan.k != self._doublings.k:
             return
         if not self._resized:
             self._begun = self._device.clock(), self._stalls()
@@ -197,9 +197,9 @@ class Tuner(BaseTuner):
     def _forget_larger(self) -> None:
         """When the search has ended with a smaller window than it has tried, gives back the memory, and measures peaks anew."""
         if self._doublings.over or self._full:
-            if self._most_slots > self.streamer.plan.slot_bytes:
+            if self._most_slots > self.engine.plan.slot_bytes:
                 self._device.release_unused()
-                self.streamer.begin_peaks()
+                self.engine.begin_peaks()
             self._most_slots = 0
 
     def _observe(self) -> None:
@@ -210,9 +210,9 @@ class Tuner(BaseTuner):
             return
         if peak is None:
             window.rest = max(window.rest, 0 if headroom is None else headroom.most_kept)
-        elif (rest := peak - self.streamer.weight_bytes) > window.rest:
-            window.rest, window.rest_gradients = rest, self.streamer.plan.gradient_bytes
-            window.rest_steps = self.streamer.plan.staying_bytes if self._batches > self._accumulate else 0
+        elif (rest := peak - self.engine.weight_bytes) > window.rest:
+            window.rest, window.rest_gradients = rest, self.engine.plan.gradient_bytes
+            window.rest_steps = self.engine.plan.staying_bytes if self._batches > self._accumulate else 0
 
     # ------------------------------------------------------------------ choices
 
@@ -225,7 +225,7 @@ class Tuner(BaseTuner):
         window = self.window
         before, window.rest = window.rest, math.ceil(window.rest * factor)
         larger = window.rest > before
-        if self._again or not window.fits(self.streamer.plan):
+        if self._again or not window.fits(self.engine.plan):
             self._choose(larger)
         self._again = larger  # the larger batch is measured, so choose again after it
         window.rest = before
@@ -236,7 +236,7 @@ class Tuner(BaseTuner):
         Args:
             larger: True if the memory use of a larger batch is only expected. Otherwise a k that does not fit never will.
         """
-        window, before = self.window, self.streamer.plan
+        window, before = self.window, self.engine.plan
         plan = window.plan(self._doublings.k)
         while window.k == "auto" and plan.k > 1 and not window.fits(plan):
             plan = window.plan(plan.k // 2)
@@ -244,9 +244,9 @@ class Tuner(BaseTuner):
             self._doublings.stop(plan.k)
         if plan.k != before.k:
             self._resize(plan)
-            if self.streamer.plan.k < plan.k:
-                self._doublings.stop(self.streamer.plan.k)
-        plan = self.streamer.plan
+            if self.engine.plan.k < plan.k:
+                self._doublings.stop(self.engine.plan.k)
+        plan = self.engine.plan
         said = f"k = {plan.k}, k' = {plan.k_prime}"
         if said == self._said:
             return
@@ -264,7 +264,7 @@ class Tuner(BaseTuner):
         Raises:
             torch.OutOfMemoryError: the device has no memory for the smallest plan either.
         """
-        before, old = self.streamer.weight_bytes, self.streamer.plan
+        before, old = self.engine.weight_bytes, self.engine.plan
         self._resized, self._begun = True, None
         self._timed.clear()
         for choose in (lambda: plan, lambda: old, self.window.smallest):
@@ -272,12 +272,12 @@ class Tuner(BaseTuner):
             if not self._doublings.over:
                 self._most_slots = max(self._most_slots, each.slot_bytes)
             try:
-                self.streamer.resize(each)
+                self.engine.resize(each)
                 break
             except torch.OutOfMemoryError as error:
                 self._log.warning("Superpipeline: no room for k = %d, k' = %d after all.", each.k, each.k_prime)
                 failed = error
         else:
             raise failed
-        if self.streamer.weight_bytes < before:
+        if self.engine.weight_bytes < before:
             self._device.begin_peak()

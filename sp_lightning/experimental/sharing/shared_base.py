@@ -329,7 +329,7 @@ class Trial(Placement, RunScope):
     def close(self) -> None:
         """Closes runs that an error left open."""
         for run in list(self._runs):
-            if getattr(run, "streamer", None) is not None:
+            if getattr(run, "engine_or_none", None) is not None:
                 run.close()
 
     def finds(self, module: nn.Module, find: Callable[..., Found]) -> Callable[..., Found]:

@@ -49,13 +49,13 @@ def _beyond_plain(weights: int, *, training: bool) -> float:
     """Returns the seconds that the engine adds to a step: the least of all rounds, because other programs only add time."""
     plain, streamed = _stack(weights), _stack(weights)
     found = find_layers(streamed, layers=[str(layer) for layer in range(_LAYERS)])
-    streamer = Engine(streamed, found, make_plan(found, k=2, k_prime=1), Device(torch.device("cpu")), pin=False)
+    engine = Engine(streamed, found, make_plan(found, k=2, k_prime=1), Device(torch.device("cpu")), pin=False)
     x = torch.ones(1, _WIDTH, device="cpu")
-    steps = [partial(_step, *each, training=training) for each in ((plain, x, None), (streamed, x, streamer))]
+    steps = [partial(_step, *each, training=training) for each in ((plain, x, None), (streamed, x, engine))]
     try:
         seconds = [[_seconds(step) for step in steps] for _ in range(_ROUNDS)]
     finally:
-        streamer.close()
+        engine.close()
     alone, both = (min(each) for each in zip(*seconds, strict=True))
     return both - alone
 
@@ -66,22 +66,22 @@ def _stack(weights: int) -> nn.Sequential:
     )
 
 
-def _step(stack: nn.Sequential, x: Tensor, streamer: Engine | None, *, training: bool) -> None:
+def _step(stack: nn.Sequential, x: Tensor, engine: Engine | None, *, training: bool) -> None:
     with torch.inference_mode(not training):
-        if streamer is None:
+        if engine is None:
             loss = stack(x).sum()
         else:
-            streamer.begin("train" if training else "predict", training=training, quiet=not training)
-            with streamer.saving():
+            engine.begin("train" if training else "predict", training=training, quiet=not training)
+            with engine.saving():
                 loss = stack(x).sum()
                 if training:
-                    streamer.await_backward()
-                    streamer.announce_backward(loss, quiet=True)
+                    engine.await_backward()
+                    engine.announce_backward(loss, quiet=True)
         if training:
             loss.backward()
             stack.zero_grad()
-        elif streamer is not None:
-            streamer.end()
+        elif engine is not None:
+            engine.end()
 
 
 def _seconds(step: Callable[[], None]) -> float:
