@@ -138,7 +138,8 @@ class DropsGradients(Module):
         if batch_idx == 0:
             with suppress(RuntimeError):  # a backward with recomputed activations; plain Lightning's raises nothing
                 self.manual_backward(self.loss(batch))
-            self.net.get_submodule("blocks.0").drifts = False
+            net: Any = self.net
+            net.blocks[0].drifts = False
         optimizer.zero_grad()
         loss = self.loss(batch)
         self.manual_backward(loss)
