@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Adagrad
 
 from sp_lightning import stream
@@ -277,6 +279,40 @@ def test_what_is_computed_on_the_host_is_the_hosts() -> None:
         assert device.is_left(on_host.exp())
         assert device.is_left(device.on_host(on_device))
         assert device.has(on_device.exp())
+
+
+WITH_TWO_PLACES: dict[str, tuple[bool, Callable[[torch.Tensor, torch.Tensor], Any]]] = {
+    "a copy to the device": (True, lambda device, host: device.copy_(host)),
+    "a copy to the host": (True, lambda device, host: host.copy_(device)),
+    "indices of the host": (True, lambda device, host: device[host.long()]),
+    "values put at indices of the host": (True, lambda device, host: device.index_put((host.long(),), device)),
+    "values put in place": (True, lambda device, host: device.index_put_((host.long(),), device + 1)),
+    "values put by the inner operator": (
+        True,
+        lambda device, host: torch._index_put_impl_(device, (host.long(),), device + 1),
+    ),
+    "a number of the host": (True, lambda device, host: device.index_put_((host.long(),), host.sum())),
+    "values of the host": (False, lambda device, host: device.index_put((device.long(),), host)),
+    "values of the host in place": (False, lambda device, host: device.index_put_((device.long(),), host)),
+    "indices of the device": (False, lambda device, host: host[device.long()]),
+    "a sum": (False, lambda device, host: device + host),
+}
+NOT_OF_FAKES = ("values put by the inner operator", "indices of the device")
+"""Rules of torch's kernels (``TensorAdvancedIndexing.cpp``) that its fake tensors do not have."""
+
+
+@pytest.mark.parametrize("name", WITH_TWO_PLACES)
+def test_operators_take_both_places_as_torch_does(name: str) -> None:
+    """Torch's fake tensors have the rules of a GPU, without one."""
+    allowed, operate = WITH_TWO_PLACES[name]
+    if name not in NOT_OF_FAKES:
+        with FakeTensorMode(), nullcontext() if allowed else pytest.raises(RuntimeError, match="device"):
+            operate(torch.ones(64, device="cuda"), torch.ones(64))
+    device, slot, host = make()
+    with Watch(device):
+        on_host, on_device = host.float() * 0 + 1, slot.float() * 0 + 1
+        with nullcontext() if allowed else pytest.raises(Mixed, match=r"takes memory of the host"):
+            operate(on_device, on_host)
 
 
 @pytest.mark.rest("takes tenths of a second")

@@ -555,11 +555,20 @@ class SimDevice(Device):
             own.reads[agent] = access
 
 
-_OF_BOTH_PLACES = {
-    torch.ops.aten.copy_.default, torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default,
-    torch.ops.aten.index_put.default, torch.ops.aten._index_put_impl_.default,
+_ALSO_OF_THE_HOST = {
+    torch.ops.aten.copy_.default: (0, 1),
+    **dict.fromkeys(
+        (
+            torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
+            torch.ops.aten._index_put_impl_.default,
+        ),
+        (1,),
+    ),
 }  # fmt: skip
-"""Operators that torch runs with tensors of two devices: copies, and indices on the host."""
+"""Operators that torch runs with tensors of two devices: by operator, the positions of arguments that may be the host's.
+
+Copies, and indices of a tensor on the device. Values that are put there must be the device's, or have no dimension.
+"""
 
 
 @contextmanager
@@ -713,8 +722,8 @@ class Watch(TorchDispatchMode):
         device = [each for each in tensors if self._on_device(each)]
         host = [each for each in tensors if not inside and _within(each, self._device.host_ranges) and each.ndim]
         derived = [each for each in tensors if self._is_derived(each)]
-        mixes = func in _OF_BOTH_PLACES
-        left = [each for each in tensors if not inside and not mixes and self._device.is_left(each)]
+        allowed = {id(each) for at in _ALSO_OF_THE_HOST.get(func, ()) for each in tree_leaves(args[at : at + 1])}
+        left = [each for each in tensors if not inside and id(each) not in allowed and self._device.is_left(each)]
         for what, mixed in (("the host store", host), ("the host", left)):
             if mixed and (device or derived):
                 shapes = _shapes(mixed), _shapes(device + derived)
