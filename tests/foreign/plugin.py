@@ -6,6 +6,7 @@
   there (``StepsOnHost``), as the strategy does.
 - Files that speak of CUDA are read with the other device's name.
 - Numbers are compared on the CPU. Where plain Lightning cannot run a program on the device, its test is skipped.
+- Loops without a Trainer are written for the CPU: their modules take their inputs to the device, in streams and with Fabric.
 - A test that brings a simulated device of its own is skipped. Variants of programs that ask for one run without.
 """
 
@@ -25,7 +26,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
@@ -80,7 +81,7 @@ class Renamed(importlib.machinery.SourceFileLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         text = self.get_data(self.path).decode().replace("torch.cuda", f"torch.{KIND}").replace('"cuda"', f'"{KIND}"')
-        text = text.replace(".cuda()", f'.to("{KIND}")')
+        text = text.replace(".cuda()", f'.to("{KIND}")').replace('"cuda:0"', f'"{KIND}:0"')
         # Where updates may overlap, "auto" steps by layers, which these tests do not expect of a CPU.
         text = text.replace("assert bool(layers) == apart", "assert layers is not None")
         return compile(text, self.path, "exec", dont_inherit=True)
@@ -99,6 +100,15 @@ class Finder:
         return spec
 
 
+def keeping_parameters(move: Any, *args: Any, **options: Any) -> Any:
+    """As on CUDA, where hooks and captured weights of before are the module's. For others, torch makes new parameters."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return move(*args, **options)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def on_other_device() -> None:
     """Trainers take the other accelerator, and comparisons compare on the CPU."""
     from sp_lightning.tools.comparison.reference import StepsOnHost
@@ -112,16 +122,9 @@ def on_other_device() -> None:
             on_host = accelerator == "cpu" and not STEPS_THERE
             fuse = options.get("precision") != "16-mixed"
             strategy = StepsOnHost(device, fuse=fuse) if on_host else SingleDeviceStrategy(device)
-            strategy.model_to_device = partial(keep_parameters, strategy.model_to_device)
+        if type(strategy) is SingleDeviceStrategy or isinstance(strategy, StepsOnHost):  # plain Lightning
+            strategy.model_to_device = partial(keeping_parameters, strategy.model_to_device)  # type: ignore[method-assign]
         make(self, accelerator=OtherAccelerator(), strategy=strategy, **{"devices": 1, **options})
-
-    def keep_parameters(move: Any) -> None:
-        """As on CUDA, where hooks and captured weights of before are the module's. For others, torch makes new parameters."""
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            move()
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(False)
 
     def compared(ours: Any, plain: Any, where: str) -> None:
         if isinstance(ours, Tensor) and isinstance(plain, Tensor):
@@ -130,9 +133,9 @@ def on_other_device() -> None:
             ours = {name: ours[name] for name in plain}  # StepsOnHost gives optimizer state the order of parameters
         equal(ours, plain, where)
 
-    def fitted(make: Any, batches: Any, strategy: Any = "auto", **options: Any) -> Any:
+    def fitted(make: Any, batches: Any, strategy: Any = "auto", *args: Any, **options: Any) -> Any:
         try:
-            return fit(make, batches, strategy, **options)
+            return fit(make, batches, strategy, *args, **options)
         except Exception as error:
             if isinstance(strategy, runs.SuperpipelineStrategy):
                 raise
@@ -141,7 +144,44 @@ def on_other_device() -> None:
     def cast(self: MixedPrecision, precision: Any, device: str, scaler: Any = None) -> None:
         mixed(self, precision, KIND, scaler)  # Lightning says "cuda" of every accelerator
 
+    from tests.support import gpu_reference  # which takes the trainers' functions as they are here
+
+    gpu_reference.reference = partial(keeping_parameters, gpu_reference.reference)
     Trainer.__init__, runs.assert_equal, runs.fit, MixedPrecision.__init__ = made, compared, fitted, cast  # type: ignore[method-assign, assignment]
+
+
+def loops_move_inputs() -> None:
+    """The module of a stream moves its inputs, as the loop itself does on a GPU. Fabric's own strategies compute on the CPU."""
+    from lightning.fabric import Fabric
+
+    from sp_lightning.any_loop import fabric, stream, transformers_trainer
+
+    make, begin, close = Fabric.__init__, stream.stream, stream.StreamedLoop.close
+
+    def begun(model: nn.Module, *args: Any, **options: Any) -> Any:
+        found: Any = begin(model, *args, **options)
+
+        def moved(called: nn.Module, args: Any, kwargs: Any) -> Any:
+            if called is model:  # and not a copy of it, which is on the CPU
+                return tree_map(lambda each: each.to(KIND) if isinstance(each, Tensor) else each, (args, kwargs))
+            return None
+
+        found.moves = model.register_forward_pre_hook(moved, prepend=True, with_kwargs=True)
+        return found
+
+    def closed(self: Any) -> None:
+        if hasattr(self, "moves"):
+            self.moves.remove()
+        close(self)
+
+    def made(self: Fabric, *, accelerator: Any = "auto", strategy: Any = "auto", **options: Any) -> None:
+        if strategy == "superpipeline" or isinstance(strategy, fabric.FabricStrategy):
+            accelerator = OtherAccelerator()
+        make(self, accelerator=accelerator, strategy=strategy, **options)
+
+    stream.StreamedLoop.close, Fabric.__init__ = closed, made  # type: ignore[method-assign]
+    for each in (stream, fabric, transformers_trainer):
+        each.stream = begun
 
 
 def without_simulation() -> None:
@@ -201,6 +241,31 @@ def complete() -> None:
 
     LIBRARY.impl("convolution_overrideable", on_cpu(torch.ops.aten.convolution), "PrivateUse1")
     LIBRARY.impl("convolution_backward_overrideable", on_cpu(backward), "PrivateUse1")
+
+    def lowered(function: Any) -> Any:
+        def computed(*args: Any, **options: Any) -> Any:
+            dtype = torch.get_autocast_dtype(KIND)
+            with torch.autocast(KIND, enabled=False):
+                floats = (isinstance(each, Tensor) and each.is_floating_point() for each in args)
+                return function(
+                    *(each.to(dtype) if is_float else each for is_float, each in zip(floats, args, strict=True)),
+                    **options,
+                )
+
+        return computed
+
+    # Its autocast casts mm alone: a linear layer with a bias whose input comes from mm ends the process. CUDA's casts these, too.
+    for name in ("linear", "addmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"):
+        LIBRARY.impl(name, lowered(getattr(torch.ops.aten, name)), "AutocastPrivateUse1")
+    count = torch.arange
+
+    def integers(*args: Any, dtype: Any = None, **options: Any) -> Tensor:
+        """Its numbers are float32, whatever they are counted from."""
+        if dtype is None and not any(isinstance(each, float) for each in (*args, *options.values())):
+            dtype = torch.long
+        return count(*args, dtype=dtype, **options)
+
+    torch.arange = integers
     look_up = functional.embedding
 
     def at_once(*args: Any, **options: Any) -> Tensor:
@@ -227,6 +292,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if IS_THERE:
         sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
         on_other_device()
+        loops_move_inputs()
         without_simulation()
         complete()
 

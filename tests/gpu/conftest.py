@@ -25,13 +25,14 @@ THREADS = int(os.environ.get("GPU_TEST_THREADS", "8"))
 # A folder with the names of tests that need not run again (passed), to which results are written. Workers read the first only.
 FOLDER = os.environ.get("GPU_TEST_FOLDER")
 LATE = "The time is over"
-SIMULATED = "tests.support.simulated_gpu"
+IN_ITS_PLACE = ("tests.support.simulated_gpu", "tests.foreign.plugin")
+"""Plugins with another device in the place of a GPU."""
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     """Leaves out what has passed, and in a run of all tests without a GPU what would be skipped: 1,500 tests."""
     passed = set(Path(FOLDER, "passed").read_text().splitlines()) if FOLDER else set()
-    missing = [] if torch.cuda.is_available() or config.pluginmanager.has_plugin(SIMULATED) else items
+    missing = [] if torch.cuda.is_available() or any(map(config.pluginmanager.has_plugin, IN_ITS_PLACE)) else items
     missing = [item for item in missing if item.get_closest_marker("gpu")]
     for item in missing:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

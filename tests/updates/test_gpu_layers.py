@@ -328,6 +328,14 @@ def test_a_backend_to_which_torch_moves_no_existing_parameter_is_named() -> None
     assert parameter.grad is gradient
 
 
+def test_state_is_moved_to_a_backend_to_which_torch_moves_no_existing_tensor() -> None:
+    """As the same object. State that a step had put into an optimizer ended with the error of ``gpu_layers``."""
+    state = known = torch.ones(3)
+    move(state, lambda tensor: tensor.to("meta"))
+    assert state.device.type == "meta"
+    assert state is known
+
+
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without")
 def test_the_parts_of_a_wrapped_parameter_are_moved() -> None:
     module = QUANTISED["int8"]()

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sp_lightning.core.torch_compat.metadata import METADATA
 from sp_lightning.core.torch_compat.modes import never_compiled, no_dispatch_modes, no_inference_mode
@@ -68,6 +68,8 @@ OTHER_BACKEND = (
 def move(parameter: Any, to: Callable[[Tensor], Tensor]) -> None:
     """Moves the memory of a parameter and of its gradient. The parameter is the same object, to which other code may refer.
 
+    So is another tensor, such as optimizer state. Where torch moves no existing tensor, it gets the insides of a new one.
+
     ``Module.to`` would exchange a wrapped parameter, and quantise one of bitsandbytes.
 
     Args:
@@ -75,7 +77,7 @@ def move(parameter: Any, to: Callable[[Tensor], Tensor]) -> None:
         to: copies a plain tensor to the other memory.
 
     Raises:
-        RuntimeError: torch gives no existing parameter memory of that device.
+        RuntimeError: torch gives no existing parameter memory of that device; or something holds a weak reference to the tensor.
     """
     with no_inference_mode(), torch.no_grad(), _Untouched():
         gradient, parameter.grad = parameter.grad, None
@@ -89,8 +91,10 @@ def move(parameter: Any, to: Callable[[Tensor], Tensor]) -> None:
             try:
                 parameter.data = moved
             except RuntimeError as error:  # torch keeps tensors of a PrivateUse1 backend apart
-                parameter.grad = gradient
-                raise RuntimeError(OTHER_BACKEND.format(device=moved.device)) from error
+                if isinstance(parameter, nn.Parameter):  # a swap would leave its hooks and its node in graphs behind
+                    parameter.grad = gradient
+                    raise RuntimeError(OTHER_BACKEND.format(device=moved.device)) from error
+                torch.utils.swap_tensors(parameter, moved)
         parameter.grad = None if gradient is None else to(gradient)
 
 
