@@ -4,6 +4,7 @@ Tiny layers on the CPU, where computing and copying take next to nothing: what a
 divided by the visits (each layer once forward, once backward). Same layers, one process, one thread, taking turns.
 Prediction is measured, too: forwards in inference mode, where layers make room for others and where all of them fit. So is
 generation with a cache of keys and values, beside accelerate's offloading, which is transformers' own: ``device_map`` uses it.
+The Python calls of this package per visit are counted as well: another load of the machine does not change their number.
 
 From the root of the repository::
 
@@ -14,8 +15,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 
 import accelerate
 import torch
@@ -26,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+import sp_lightning
 from examples.benchmarks import rows
 from sp_lightning.core.device.device import Device
 from sp_lightning.core.engine.engine import Engine
@@ -199,12 +204,32 @@ def measure(seconds: float) -> rows.Row:
             "status": "ok",
             "layers": LAYERS,
             "models": {kind: _compare(_training(kind), 2 * LAYERS, 0.6 * seconds / len(KINDS)) for kind in KINDS},
+            "calls": {kind: calls_per_visit(superpipeline(kind)) for kind in KINDS},
             "prediction": {kind: _compare(_prediction(kind), LAYERS, 0.25 * seconds / len(KINDS)) for kind in KINDS},
             "generated_tokens": SEQUENCES * NEW_TOKENS,
             "generation": _compare(same_tokens(generators()), LAYERS * NEW_TOKENS, 0.15 * seconds),
         }
     finally:
         dist.destroy_process_group()
+
+
+def calls_per_visit(step: Step, steps: int = 3) -> float:
+    """The Python calls of functions of this package, in training. Each resumption of a generator counts."""
+    package, found = str(Path(sp_lightning.__file__).parent), 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    for _ in range(3):
+        step()
+    sys.setprofile(count)
+    try:
+        for _ in range(steps):
+            step()
+    finally:
+        sys.setprofile(None)
+    return found / steps / (2 * LAYERS)
 
 
 def _training(kind: str) -> dict[str, Step]:
@@ -258,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind, found in models.items():
             visit = {name: f"{1e6 * each:.0f} µs" for name, each in found["visit_seconds"].items()}
             print(f"overhead per layer visit{what}, {kind}: {visit}", flush=True)
+    print("Python calls per layer visit:", {kind: f"{calls:.0f}" for kind, calls in row["calls"].items()}, flush=True)
     seconds = row["generation"]["step_seconds"]
     speeds = {name: f"{row['generated_tokens'] / taken:.0f}" for name, taken in seconds.items()}
     print(f"tokens per second, {LAYERS} layers, {SEQUENCES} sequences: {speeds}", flush=True)

@@ -28,7 +28,7 @@ from sp_lightning.core.plan.update_policy import UpdatePolicy
 from sp_lightning.core.torch_compat.private import gradient_hooks
 
 _LONGEST = 12
-"""The most lines of layers in :meth:`Plan.table`."""
+"""The most lines of layers in ``str(plan)``."""
 
 
 @dataclass(frozen=True)
