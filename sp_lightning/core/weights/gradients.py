@@ -379,7 +379,7 @@ class Gradients(GradientSink):
                 span, begin = block.planned.spans[index], int(staging.common.storage_offset()) + used
                 target = strided(staging.common, begin, gradient.dtype, span.shape, span.stride)
                 used += aligned(gradient.nbytes)
-            rows = self._rows_of(layer, index)
+            rows = None if layer.whole else self._rows_of(layer, index)
             if rows is None:
                 targets.append(target)
                 sources.append(gradient)
@@ -392,8 +392,8 @@ class Gradients(GradientSink):
         return copies, staging, targets, sources
 
     def _rows_of(self, layer: StreamedLayer, index: int) -> Any:
-        """Returns the numbers of the rows of a gradient that are not zero; None for all rows."""
-        return None if layer.whole else layer.rows.gradient_rows(index)
+        """Returns the numbers of the rows of a gradient that are not zero; None for all rows. The layer is not uploaded whole."""
+        return layer.rows.gradient_rows(index)
 
     def _place_sparse(
         self, layer: StreamedLayer, index: int, gradient: Tensor, memory: Tensor
