@@ -31,7 +31,7 @@ from sp_lightning.core.updates.fused import (
     loses_updates,
     runs_fused,
 )
-from sp_lightning.core.updates.step_context import compiles
+from sp_lightning.core.updates.step_context import compiles, reads_settings
 from sp_lightning.trainer.compat import base_of, is_a, is_exactly, is_no_optimizer
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.scaler import HostGradScaler
@@ -227,4 +227,6 @@ def _against_background_on_gpu(trainer: Any, optimizers: Sequence[Optimizer]) ->
         return f"with {type(plugin).__name__}, tensors that an optimizer creates in the background would have another dtype"
     if declared := [type(each).__name__ for each in optimizers if registry.is_declared(each)]:
         return f"{' and '.join(declared)} may draw random numbers, which Superpipeline cannot detect"
+    if name := next((type(each).__name__ for each in optimizers if reads_settings(each)), ""):
+        return f"{name} reads torch's default dtype or precision of products in each step, and the next forward may set them"
     return ""

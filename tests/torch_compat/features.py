@@ -15,7 +15,6 @@ FEATURES = {
         "count_function_modes": "a TorchFunctionMode around a step; torch.set_default_device beside updates",
         "tree_leaves": "every run",
         "tree_map_only": "checkpoints, and arguments of layer calls",
-        "product_precisions": "updates in the background (optimizer_overlap)",
         "no_torch_functions": "every training step: weights inside of a step",
         "subclasses_are_asked": "gradients that are freed in backward, or narrower than float32",
         "make_wrapper": "gradients of casts (bf16-mixed, 16-mixed)",

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from sp_lightning.core.device.lease import lend
 from sp_lightning.core.torch_compat import private as torch_private
 from sp_lightning.trainer.scaler import HostGradScaler
-from tests.support.precisions import restored_precisions
 
 # ---------------------------------------------------------------------------------------------------- autograd's engine
 
@@ -366,15 +365,6 @@ def test_a_default_device_is_told() -> None:
     finally:
         torch.set_default_device(None)
     assert not torch_private.default_device_is_set()
-
-
-def test_what_products_are_computed_in_is_told_and_nothing_is_set() -> None:
-    before, all_of_it = torch_private.product_precisions(), torch_private.float32_precisions()
-    with restored_precisions():
-        torch.set_float32_matmul_precision("medium")
-        assert torch_private.product_precisions() != before
-    assert torch_private.product_precisions() == before
-    assert torch_private.float32_precisions() == all_of_it
 
 
 def test_compile_marks_tensors_with_attributes_that_begin_so() -> None:

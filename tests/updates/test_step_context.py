@@ -23,7 +23,6 @@ from sp_lightning.core.updates.background import BackgroundUpdates
 from sp_lightning.core.updates.step_context import StepContext, awaiting_steps
 from tests.support.models import Module, Stack, vectors
 from tests.support.nets import Stepped, on_device
-from tests.support.precisions import restored_precisions
 from tests.support.runs import Outcome, assert_same, fit
 from tests.support.ways import overlapping
 
@@ -103,16 +102,6 @@ def test_the_optimizers_of_a_run_do() -> None:
         _BIASED.reset(token)
     assert_same(ours, plain)
     assert not torch.equal(plain.losses[-1], without.losses[-1])
-
-
-# ---------------------------------------------------------------------- what the process has once
-
-
-def test_a_change_while_a_step_runs_is_noticed() -> None:
-    context = StepContext(["cpu"], "Muon")
-    with restored_precisions(), pytest.raises(RuntimeError, match="Muon depends on torch's settings"):
-        context.run(lambda: torch.set_float32_matmul_precision("medium"))
-    context.run(lambda: None)
 
 
 # ---------------------------------------------------------------------- torch.compile

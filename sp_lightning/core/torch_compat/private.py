@@ -181,14 +181,6 @@ def float32_precisions() -> dict[str, str]:
     return {name: torch._C._get_fp32_precision_getter(*place) for name, place in _FLOAT32.items()}
 
 
-def product_precisions() -> tuple[Any, ...]:
-    """Returns the precisions of matrix products."""
-    places = [place for place in _FLOAT32.values() if place[1] in ("all", "matmul")]
-    backend: Any = torch.backends.cuda.matmul
-    names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-    return *(torch._C._get_fp32_precision_getter(*place) for place in places), *(getattr(backend, n) for n in names)
-
-
 attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
 """Returns the order in which ``scaled_dot_product_attention`` tries its kernels. The public context ``sdpa_kernel`` only sets the
 order."""

@@ -45,7 +45,7 @@ from sp_lightning.core.updates.fused import (
 )
 from sp_lightning.core.updates.pieces import mode_for
 from sp_lightning.core.updates.state_store import IN_MEMORY, StateStore
-from sp_lightning.core.updates.step_context import StepContext, compiles, reads_settings
+from sp_lightning.core.updates.step_context import StepContext, compiles
 from sp_lightning.core.weights.layer import StreamedLayer
 from sp_lightning.core.weights.narrow_gradient import Change, change, stored, unwidened
 
@@ -77,7 +77,6 @@ class _Traits:
         keeps_narrow: True if gradients keep the dtype of backward until their update. An unfused step on the CPU reads whole
             gradients, and a checked step may write them, so both get gradients in the dtype of the parameter.
         compiles: True if the step is compiled. The run then waits for each update, so that no other code runs meanwhile.
-        settings_of: the name of the optimizer's class, if updates in the background depend on settings of the process; else None.
         constants: the names of state that parameters share and no step writes.
     """
 
@@ -90,7 +89,6 @@ class _Traits:
     checked: bool
     keeps_narrow: bool
     compiles: bool
-    settings_of: str | None
     constants: frozenset[str]
 
 
@@ -110,7 +108,6 @@ def _traits(optimizer: Optimizer, engine: Engine, policy: UpdatePolicy, own: Opt
         checked=checked,
         keeps_narrow=own.narrow and not checked and (on_gpu or not separable),
         compiles=compiles(optimizer),
-        settings_of=type(optimizer).__name__ if not waits and reads_settings(optimizer) else None,
         constants=constants_of(optimizer),
     )
 
@@ -213,7 +210,7 @@ class LayerwiseStep:
 
     def _context_here(self) -> StepContext:
         """Returns the settings that the optimizer's step would find if this thread ran it now."""
-        return StepContext({"cpu", self._engine.device.device.type}, self._traits.settings_of)
+        return StepContext({"cpu", self._engine.device.device.type})
 
     def _update_early(self, layer: StreamedLayer) -> None:
         """Submits the update of a layer whose gradients backward has completed, if it may be updated so early.

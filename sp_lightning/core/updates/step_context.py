@@ -13,7 +13,7 @@ it in another thread, while the next forward or the rest of backward runs. Five 
   differently. So a step waits until no thread compiles, and compilations wait until the step is over (:meth:`StepContext.run`).
 - *Default dtype and precision of matrix products* belong to the process. An optimizer makes its state in them. So on the GPU the
   run waits for the update that makes state; on the CPU torch's fused steps name each dtype. A few optimizers read these settings
-  in each step (:func:`reads_settings`): changing a setting while such a step runs in the background is an error.
+  in each step (:func:`reads_settings`), so they never step in the background.
 - *Context variables* (torch keeps the settings of its compiler there), the default device, autocast, and whether denormal numbers
   are zero belong to a thread. A step gets the settings of the thread that called ``optimizer.step()``. Grad mode is off in both
   threads. The background thread is never in inference mode, and dispatch modes are left to the model.
@@ -33,7 +33,6 @@ from sp_lightning.core.torch_compat.private import (
     COMPILE_LOCK,
     compiles_here,
     default_device_is_set,
-    product_precisions,
     set_compiling,
 )
 from sp_lightning.core.updates.fused import is_separable
@@ -50,7 +49,7 @@ def compiles(optimizer: Any) -> bool:
 
 
 def reads_settings(optimizer: Any) -> bool:
-    """Returns True if a step of one of torch's optimizers depends on the process's settings after its first step."""
+    """Returns True if each step of one of torch's optimizers depends on the process's settings, and not only its first one."""
     return type(optimizer).__name__ in _READ_SETTINGS and type(optimizer).__module__.startswith("torch.optim.")
 
 
@@ -59,27 +58,17 @@ class StepContext:
 
     Args:
         devices: the types of the devices whose autocast settings are kept (``"cpu"``, ``"cuda"``).
-        settings_of: the optimizer's name if it depends on the process's settings; None if it does not.
     """
 
-    def __init__(self, devices: Collection[str], settings_of: str | None = None) -> None:
+    def __init__(self, devices: Collection[str]) -> None:
         self._devices = devices
         self._variables = copy_context()
         self._thread_settings = _thread_settings(devices)
-        self._name = settings_of
-        self._process_settings = None if settings_of is None else _process_settings()
 
     def run(self, step: Callable[[], R]) -> R:
-        """Runs a step as it would run in the thread that made this object.
-
-        Raises:
-            RuntimeError: the process's settings have changed, and the optimizer depends on them.
-        """
+        """Runs a step as it would run in the thread that made this object."""
         with _while_nothing_compiles(), self._with_thread_settings():
-            self._check_process_settings()
-            result = self._variables.copy().run(step)
-            self._check_process_settings()  # another thread may have changed them during the step
-        return result
+            return self._variables.copy().run(step)
 
     @contextmanager
     def _with_thread_settings(self) -> Iterator[None]:
@@ -94,21 +83,8 @@ class StepContext:
         finally:
             _set_thread_settings(before)
 
-    def _check_process_settings(self) -> None:
-        """Raises a RuntimeError if the process's settings have changed, for an optimizer that depends on them."""
-        if self._process_settings is not None and (now := _process_settings()) != self._process_settings:
-            changed = [
-                f"{name} {now[name]} (expected {was})"
-                for name, was in self._process_settings.items()
-                if now[name] != was
-            ]
-            raise RuntimeError(
-                f"{self._name} depends on torch's settings, and they were changed while it ran in the background: got "
-                f'{", ".join(changed)}, as in optimizer.step(). Use SuperpipelineStrategy(optimizer_overlap="off").'
-            )
 
-
-# ---------------------------------------------------------------------- settings of a thread and of the process
+# ---------------------------------------------------------------------- settings of a thread
 
 _SMALLEST = sys.float_info.min
 """The smallest normal number: half of it is denormal."""
@@ -130,11 +106,6 @@ def _set_thread_settings(settings: dict[str, Any]) -> None:
     for device, enabled, dtype in settings["autocast"]:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
-
-
-def _process_settings() -> dict[str, Any]:
-    """Returns the settings of the process that the optimizers of :func:`reads_settings` read."""
-    return {"default dtype": torch.get_default_dtype(), "products": product_precisions()}
 
 
 # ---------------------------------------------------------------------- torch.compile in other threads

@@ -53,6 +53,8 @@ KINDS = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
 )  # fmt: skip
 
+ALONE = ("ASGD", "Adafactor")  # never beside a forward, which may set what their steps read
+
 for kind in KINDS:
     for form, options in FORMS.items():
         make = partial(
@@ -63,8 +65,9 @@ for kind in KINDS:
         except (TypeError, RuntimeError, ValueError):
             continue  # the class has no such form
         shown = form == "as it comes" or (kind in ("AdamW", "SGD") and form != "amsgrad")
+        simulated = f"{OFF}, simulated" if kind in ALONE else f"{FORWARD}, clipped, simulated"
         gpu(
-            f"{kind}, {form}", {f"{FORWARD}, clipped, simulated": 2 if shown else 3,
+            f"{kind}, {form}", {simulated: 2 if shown else 3,
             f"{OFF}, clipped": 1 if shown and kind in ("Adafactor", "AdamW") else 3},
             covers="a step by layers has the bits of the whole",
         )(partial(Stepped, make))  # fmt: skip
@@ -422,6 +425,13 @@ beside(
     "a class of the user's", "forward", "off", "Declared may draw random numbers", partial(Stepped, made(decays_all))
 )
 beside("16 bits", "forward", "off", "with HalfPrecision", Stepped, way=", bf16-true")
+for named, reads in (
+    ("ASGD", partial(Stepped, partial(torch.optim.ASGD, lr=1e-2))), ("Muon", WithMuon),
+    ("Adafactor", partial(Stepped, partial(torch.optim.Adafactor, lr=1e-2))),
+):  # fmt: skip
+    beside(
+        f"{named},", "forward", "off", rf"{named} reads torch's default dtype or precision of products", reads, tier=2
+    )
 beside("clipping by norm", "backward", "forward", "gradient_clip_val=", Stepped, gradient_clip_val=1.0)
 
 
@@ -595,15 +605,13 @@ def in_single(ours: Outcome) -> None:
     assert {each["step"].dtype for each in ours.optimizers[0]["state"].values()} == {torch.float32}
 
 
-SETTINGS = r"RuntimeError: .*ASGD depends on torch's settings.*default dtype.*torch.float64"
 gpu(
     "another default dtype in the step", tiers(rest=[f"{FORWARD}, simulated"]), also=in_single,
     covers="state is made in that of the step"
 )(InDouble)  # fmt: skip
 gpu(
-    "another default dtype in the step, of an optimizer that depends on it", tiers(rest=[f"{FORWARD}, simulated"],
-    long=[f"{OFF}, simulated"]),
-    refused={f"{FORWARD}, simulated": SETTINGS}, covers="its step would find other settings than its caller has",
+    "another default dtype in the step, of an optimizer that depends on it", tiers(rest=[f"{OFF}, simulated"]),
+    covers="its step finds the settings of its caller",
 )(partial(InDouble, partial(torch.optim.ASGD, lr=1e-2)))  # fmt: skip
 
 
