@@ -1,7 +1,7 @@
 """The gradient scaler of ``16-mixed`` for gradients on the host.
 
 A *narrow* gradient is stored in a lower dtype than its weight (float16, in which backward computed it, for a float32 weight).
-The optimizer's step widens it. See ``weights.narrow_gradient``.
+The optimizer's step widens it. See ``weights.gradient_roles``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.core.torch_compat.private import scaler_device
-from sp_lightning.core.weights.narrow_gradient import Factor, change, is_narrow, stored, unwidened, widen_if_changed
+from sp_lightning.core.weights.gradient_roles import Factor, change, is_narrow, stored, unwidened, widen_if_changed
 
 Found = dict[torch.device, Tensor]
 """For each device with gradients, a tensor: 1.0 if some of them are infinite or NaN, otherwise 0.0. torch's ``found_inf``."""

@@ -16,7 +16,7 @@ from sp_lightning.capabilities.disk import tier as disk_tier
 from sp_lightning.capabilities.disk.mapped_file import is_on_disk
 from sp_lightning.capabilities.disk.state_placement import OnDisk, choose_on_disk
 from sp_lightning.core.updates.layerwise import LayerwiseStep
-from sp_lightning.core.weights.narrow_gradient import NarrowGradient, stored
+from sp_lightning.core.weights.gradient_roles import NarrowGradient, stored
 from tests.support.models import Module, Stack, vectors
 from tests.support.on_disk import (
     FAULTS,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from sp_lightning.core.updates.pieces import InPieces
-from sp_lightning.core.weights.narrow_gradient import Factor, change, keep_narrow
+from sp_lightning.core.weights.gradient_roles import Factor, change, keep_narrow
 
 SHAPES = [(3000,), (64, 100), (5, 7), (), (1, 4097), (16, 8, 3, 3)]
 ADAM = torch.optim.Adam

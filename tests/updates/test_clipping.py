@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sp_lightning.core.engine.owners import Owners
 from sp_lightning.core.updates.clipping import Clipping
 from sp_lightning.core.updates.layer_stepper import LayerStepper
-from sp_lightning.core.weights.narrow_gradient import Norms
+from sp_lightning.core.weights.gradient_roles import Norms
 
 
 class Engine:

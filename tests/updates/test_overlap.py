@@ -21,8 +21,8 @@ from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.device.background_thread import Pieces
 from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.updates.background import BackgroundUpdates
+from sp_lightning.core.weights.gradient_roles import stored, unwidened
 from sp_lightning.core.weights.layer import StreamedLayer
-from sp_lightning.core.weights.narrow_gradient import stored, unwidened
 from tests.support.engine import at_once, taken_apart
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.runs import as_on_a_gpu, assert_equal, fit, fused, loader, trainer_for

@@ -10,7 +10,7 @@ from torch import nn
 
 from sp_lightning.core.updates import pieces
 from sp_lightning.core.updates.pieces import InPieces, mode_for, piece_size
-from sp_lightning.core.weights.narrow_gradient import keep_narrow
+from sp_lightning.core.weights.gradient_roles import keep_narrow
 from tests.support.pieces import OPTIMIZERS, Steps
 
 ELEMENTS = 512

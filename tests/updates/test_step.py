@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineStrategy
-from sp_lightning.core.weights.narrow_gradient import NarrowGradient, keep_narrow, stored, unwidened
+from sp_lightning.core.weights.gradient_roles import NarrowGradient, keep_narrow, stored, unwidened
 from sp_lightning.trainer.scaler import HostGradScaler
 from tests.support.models import Module, Stack, vectors
 from tests.support.planted import is_streamed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from sp_lightning.core.weights.narrow_gradient import (
+from sp_lightning.core.weights.gradient_roles import (
     NarrowGradient,
     Norms,
     change,

@@ -34,8 +34,8 @@ from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.patched import state_of
 from sp_lightning.core.updates.fused import constants_of
 from sp_lightning.core.updates.layer_stepper import FRESH, Key, LayerStepper
+from sp_lightning.core.weights.gradient_roles import Change, narrow_and_changes
 from sp_lightning.core.weights.layer import StreamedLayer
-from sp_lightning.core.weights.narrow_gradient import Change, narrow_and_changes
 
 _HALF = 128 * 2**20
 """The most bytes of each half of the buffer to which gradients are uploaded for their norms."""

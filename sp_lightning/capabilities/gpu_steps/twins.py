@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sp_lightning.core.device.layout import Span
 from sp_lightning.core.torch_compat.private import is_traceable_wrapper_subclass, tree_leaves
+from sp_lightning.core.weights.gradient_roles import memory_for_values
 from sp_lightning.core.weights.layer import StreamedLayer
-from sp_lightning.core.weights.narrow_gradient import memory_for_values
 from sp_lightning.core.weights.roles import ParameterRole
 
 

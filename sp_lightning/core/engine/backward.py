@@ -29,7 +29,7 @@ from sp_lightning.core.torch_compat.private import (
     queue_callback,
 )
 from sp_lightning.core.weights.device_parameter import Untouched, tensor_grad
-from sp_lightning.core.weights.freed_gradient import refuse_addition
+from sp_lightning.core.weights.gradient_roles import refuse_freed
 from sp_lightning.core.weights.gradients import Wanted
 from sp_lightning.core.weights.layer import StreamedLayer
 
@@ -211,7 +211,8 @@ class Backward(WatchesEngine):
             if layer.owner.updated_early:  # tested here, so that the common case has no call
                 layer.refuse_updated("another gradient arrived for it")
             if len(self.tasks) > 1 or not self._announced:
-                refuse_addition(layer.block.parameters[index], group.spans[index].name)
+                what = f"A backward within training_step adds to param.grad of {group.spans[index].name!r}"
+                refuse_freed(layer.block.parameters[index], what, "Call zero_grad() before this backward")
                 # See given_by_nested().
                 self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
             complete = engine.gradients.arrived(layer, index, gradient)  # (7)

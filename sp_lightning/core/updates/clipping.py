@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 
 from sp_lightning.core.device.device import Stream
 from sp_lightning.core.torch_compat.private import has_accumulation_hooks, sparse_values
-from sp_lightning.core.weights.freed_gradient import refuse_freed
+from sp_lightning.core.weights.gradient_roles import Change, Factor, change, refuse_freed, stored, unwidened
 from sp_lightning.core.weights.gradients import each_row_once
 from sp_lightning.core.weights.layer import StreamedLayer
-from sp_lightning.core.weights.narrow_gradient import Change, Factor, change, stored, unwidened
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine
@@ -166,7 +165,7 @@ def norm_of_all(parameters: Sequence[nn.Parameter], engine: Engine, kind: float)
     """
     updating, own = engine.updating, dict[nn.Parameter, Tensor]()
     for parameter in parameters:
-        refuse_freed(parameter)
+        refuse_freed(parameter, "The norm of gradients was read")
         if (gradient := stored(parameter)) is not None and updating.owns(parameter):
             layer = updating.layer_of(parameter)
             if layer is not None:

@@ -46,8 +46,8 @@ from sp_lightning.core.updates.fused import (
 from sp_lightning.core.updates.pieces import mode_for
 from sp_lightning.core.updates.state_store import IN_MEMORY, StateStore
 from sp_lightning.core.updates.step_context import StepContext, compiles
+from sp_lightning.core.weights.gradient_roles import Change, change, stored, unwidened
 from sp_lightning.core.weights.layer import StreamedLayer
-from sp_lightning.core.weights.narrow_gradient import Change, change, stored, unwidened
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine

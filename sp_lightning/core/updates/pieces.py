@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sp_lightning.core.torch_compat.private import FUSED_STEPS, second_level_cache
-from sp_lightning.core.weights.narrow_gradient import Change, NarrowGradient, narrow_and_changes
+from sp_lightning.core.weights.gradient_roles import Change, NarrowGradient, narrow_and_changes
 
 
 class InPieces(TorchFunctionMode):

@@ -13,9 +13,8 @@ from sp_lightning.core.device.device import Wait
 from sp_lightning.core.messages import WRITTEN_IN_CALL
 from sp_lightning.core.torch_compat.modes import held
 from sp_lightning.core.weights.device_parameter import Untouched
-from sp_lightning.core.weights.freed_gradient import forget, free, has_gradient
+from sp_lightning.core.weights.gradient_roles import Norms, forget, free, has_gradient
 from sp_lightning.core.weights.layer import Kind, Slot, StreamedLayer
-from sp_lightning.core.weights.narrow_gradient import Norms
 from sp_lightning.core.weights.write_guard import drop_if_empty
 
 if TYPE_CHECKING:

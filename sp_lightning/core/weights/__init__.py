@@ -12,8 +12,8 @@
 - ``residents``: the weights outside all layers, which are on the device during a step.
 - ``casts``, ``host_casts``: 16-bit copies that are uploaded in place of float32 weights. ``compiled_calls`` gives them to modules
   that ``torch.compile`` compiles.
-- ``gradients``: from autograd to ``param.grad`` on the host, with the transfers. A ``narrow_gradient`` keeps the
-  dtype of backward until user code reads it. Reading a ``freed_gradient`` is an error.
+- ``gradients``: from autograd to ``param.grad`` on the host, with the transfers. ``gradient_roles``: a gradient keeps the dtype
+  of backward until user code reads it, was freed (reading it is an error), or is in another process.
 
 By default a layer is uploaded whole. If a :class:`~sp_lightning.core.model.rows.RowFinder` has replaced the layer's ``rows``,
 single rows may be uploaded.

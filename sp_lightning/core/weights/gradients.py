@@ -35,11 +35,11 @@ from sp_lightning.core.torch_compat.private import (
     sparse_rows,
     sparse_values,
 )
-from sp_lightning.core.weights.layer import Kind, StreamedLayer
-from sp_lightning.core.weights.narrow_gradient import (
+from sp_lightning.core.weights.gradient_roles import (
     drop,
     keep_narrow,
 )
+from sp_lightning.core.weights.layer import Kind, StreamedLayer
 
 Wanted = Callable[[StreamedLayer], bool]
 """Returns True if an optimizer's step waits for a layer's gradients, to update the layer in this backward."""

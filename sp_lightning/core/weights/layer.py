@@ -21,8 +21,7 @@ from sp_lightning.core.device.lease import Lease
 from sp_lightning.core.plan.plan import Plan, PlannedLayer
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.weights.casts import SavedValues
-from sp_lightning.core.weights.freed_gradient import forget
-from sp_lightning.core.weights.narrow_gradient import widen
+from sp_lightning.core.weights.gradient_roles import forget, widen
 from sp_lightning.core.weights.parameter_group import ParameterGroup
 from sp_lightning.core.weights.states import HOST, IN_USE, LayerState
 from sp_lightning.core.weights.write_guard import WriteGuard

@@ -31,7 +31,7 @@ class ParameterRole(NoticesSwap, nn.Parameter):
 
     Attributes:
         rank: the place of the role among the roles of a parameter. 0 waits for an update, 1 is for the time of a step
-            (``swap``), 2 for a gradient that other processes may read, 3 for a narrow gradient, 4 for one that is not here.
+            (``swap``), 2 for a gradient that other processes may read, 3 for one that is narrow or not here.
         roles, users: of a combined class: the roles, and the user's class.
         classes: the combined classes whose first role is this one. They live as long as the role.
     """

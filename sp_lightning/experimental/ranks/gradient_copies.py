@@ -31,15 +31,17 @@ from sp_lightning.core.device.layout import Span, bytes_of, part, view, whole_pa
 from sp_lightning.core.device.lease import ALONE, lend, references, shared
 from sp_lightning.core.torch_compat.modes import no_inference_mode, unseen
 from sp_lightning.core.torch_compat.private import moves_modules, subclasses_are_asked
-from sp_lightning.core.weights.freed_gradient import (
+from sp_lightning.core.weights.gradient_roles import (
     HasGradientElsewhere,
+    free,
     is_engines,
+    is_narrow,
+    narrow_and_changes,
     reader,
     resets_gradients,
-    set_elsewhere,
+    stored,
 )
 from sp_lightning.core.weights.layer import StreamedLayer
-from sp_lightning.core.weights.narrow_gradient import is_narrow, narrow_and_changes, stored
 from sp_lightning.core.weights.roles import ParameterRole, leave, leave_all, take_all
 from sp_lightning.experimental.ranks.shared_memory import OwnView
 
@@ -270,7 +272,7 @@ class GradientCopies:
                 ):  # the owner's update, which may run, uses no gradient of this rank
                     value = None if self._owns(number) else stored(parameter)
                 if value is not None:
-                    set_elsewhere(parameter, HasCopiedGradient)
+                    free(parameter, HasCopiedGradient)
                     if number in self._given:
                         self._forget(number)
                     if reopens:

@@ -21,7 +21,7 @@ from torch import Tensor
 from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.device.layout import lay_out, part, total_bytes
 from sp_lightning.core.torch_compat.modes import no_inference_mode
-from sp_lightning.core.weights.freed_gradient import set_elsewhere
+from sp_lightning.core.weights.gradient_roles import free
 from sp_lightning.core.weights.gradients import Gradients, Received, Wanted, accumulate, each_row_once
 from sp_lightning.core.weights.layer import Kind, StreamedLayer
 from sp_lightning.experimental.ranks.collectives import Collectives
@@ -346,7 +346,7 @@ class SummedGradients(Gradients):
             layer, index = place
             parameter = layer.block.parameters[index]
             if not self._owners.owns(layer):
-                set_elsewhere(parameter, HasCopiedGradient)
+                free(parameter, HasCopiedGradient)
             elif place in self._uncertain:
                 self.device.access(self._uncertain[place], None, write=True)
                 accumulate(parameter, self._uncertain[place], None, own=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.core.updates.background import BackgroundUpdates
-from sp_lightning.core.weights.narrow_gradient import NarrowGradient, stored
+from sp_lightning.core.weights.gradient_roles import NarrowGradient, stored
 from sp_lightning.trainer import scaler
 from tests.equality.rows import Tiers, program, tiers
 from tests.support.models import Module, Stack, vectors

@@ -978,6 +978,20 @@ class RunsBackward(At):
         return loss
 
 
+@overlap("a backward in the step after zero_grad", tiers("backward, no callback"), covers="what the error advises")
+class ResetsFirst(At):
+    """Freed gradients are None from then on."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        if self.batch == 1:
+            self.optimizer.zero_grad()
+            self.seen.append([p.grad for p in self.parameters()])
+            super().loss(batch).backward()
+            self.seen.append([p.grad.clone() for p in self.parameters()])  # type: ignore[union-attr]
+        return loss
+
+
 # ---------------------------------------------------------------------- what changes in mid-run
 
 Change = Callable[[Any], None]

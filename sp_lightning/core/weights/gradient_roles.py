@@ -1,29 +1,36 @@
-"""Narrow gradients: a gradient keeps the 16-bit dtype in which backward has computed it until user code reads ``param.grad``.
+"""Roles that ``param.grad`` has for some time: the gradient is narrow, was freed, or is in another process.
 
-In mixed precision the gradient of a weight that is uploaded as a cast is computed in 16 bits, so 16 bits hold the whole value. On
-plain Lightning ``param.grad`` is float32, and is unscaled and clipped in place. If an optimizer's step is divided into layers,
-the engine does not need the float32 tensor: the update widens, unscales and clips a gradient piece by piece.
+*Narrow*: a gradient keeps the 16-bit dtype in which backward has computed it until user code reads ``param.grad``. In mixed
+precision the gradient of a weight that is uploaded as a cast is computed in 16 bits, so 16 bits hold the whole value. On plain
+Lightning ``param.grad`` is float32, and is unscaled and clipped in place. If an optimizer's step is divided into layers, the
+engine does not need the float32 tensor: the update widens, unscales and clips a gradient piece by piece. Code that reads
+``param.grad`` gets the float32 tensor of plain Lightning, with all changes until then. To *widen* a gradient is to make this
+tensor. A tensor that widens itself when it is read is not possible: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others
+read a tensor without calling its class.
 
-Code that reads ``param.grad`` gets the float32 tensor of plain Lightning, with all changes until then. To *widen* a gradient is
-to make this tensor. While its gradient is narrow, a host parameter has a role whose ``grad`` widens the gradient first. A tensor
-that widens itself when it is read is not possible: ``torch.tensor``, ``set_``, ``torch.func.jvp`` and others read a tensor
-without calling its class.
+*Freed*: if no hook of the user could read a layer's gradients before they are set to None, ``optimizer_overlap="backward"``
+frees them after the layer's update, to save memory. On plain Lightning ``param.grad`` is still a tensor at that time. So code
+that reads ``param.grad`` nevertheless gets an error instead of None.
+
+*Elsewhere*: another process has the gradient, and ``ranks`` gives user code a copy.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sp_lightning.core.torch_compat.metadata import METADATA
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
-from sp_lightning.core.torch_compat.private import no_torch_functions, subclasses_are_asked, tree_leaves
-from sp_lightning.core.weights.freed_gradient import reader, resets_gradients
+from sp_lightning.core.torch_compat.private import moves_modules, no_torch_functions, subclasses_are_asked, tree_leaves
 from sp_lightning.core.weights.roles import ParameterRole, leave, take
 
 _tensor_data: Any = Tensor.data
@@ -36,6 +43,136 @@ NarrowAndChanges = tuple[Tensor, tuple[Change, ...]]
 _MOST_CHANGES = 2
 """The most changes that are recorded: a step unscales and clips. Without this limit, a gradient that user code never sets to None
 would collect the changes of all steps."""
+
+
+# ---------------------------------------------------------------------- who reads a gradient
+
+_SET_TO_NONE = tuple(inspect.unwrap(each).__code__ for each in (nn.Module.zero_grad, Optimizer.zero_grad))
+"""Functions of torch that read ``param.grad`` only to reset it."""
+
+
+def reader(frame: FrameType) -> FrameType:
+    """Returns the frame that reads a gradient: the property `grad` of another role of the parameter may have called this one."""
+    while frame.f_code.co_name == "grad" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def resets_gradients(frame: FrameType) -> bool:
+    """Returns True if ``frame``, which reads a gradient, is torch's ``zero_grad``, which then only sets the gradient to None."""
+    return frame.f_code in _SET_TO_NONE and bool(frame.f_locals.get("set_to_none", False))
+
+
+def is_engines(frame: FrameType) -> bool:
+    """Returns True if ``frame`` is code of this package."""
+    return bool(frame.f_globals.get("__name__", "").startswith("sp_lightning."))
+
+
+# ---------------------------------------------------------------------- the roles
+
+
+class _GradientRole(ParameterRole):
+    """A role that ends when ``grad`` is set."""
+
+    rank = 3
+
+    def found_by(self, frame: FrameType) -> Tensor | None:
+        """Returns what ``frame``, which reads ``grad``, finds there."""
+        raise NotImplementedError
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.found_by(reader(sys._getframe(1)))
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _tensor_grad.__set__(self, value)
+        leave(self, _GradientRole)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class _HasNarrowGradient(_GradientRole):
+    """The role of a host parameter whose gradient is narrow. It ends when user code reads or sets ``grad``."""
+
+    def found_by(self, frame: FrameType) -> Tensor | None:
+        """Returns the gradient. Reading widens it, and ends the role.
+
+        Two kinds of code get the narrow gradient: updates and other code for which subclasses are disabled, and torch's
+        ``zero_grad``, which only resets the gradient.
+        """
+        found: Tensor | None = _tensor_grad.__get__(self)  # waits for a running update of the parameter
+        if subclasses_are_asked() and not resets_gradients(frame):
+            _widen(found)
+            leave(self, _HasNarrowGradient)
+        return found
+
+
+class _HasNoGradient(_GradientRole):
+    """The role of a host parameter whose gradient exists on plain Lightning, but not here. It ends when torch resets ``grad``."""
+
+    def found_by(self, frame: FrameType) -> Tensor | None:
+        """Returns None for the engine, for updates, and for torch that resets or moves gradients."""
+        if resets_gradients(frame):
+            leave(self, _GradientRole)
+        elif subclasses_are_asked() and not (
+            frame.f_code in _SET_TO_NONE or moves_modules(frame.f_code) or is_engines(frame)
+        ):
+            return self.grad_for_users()
+        return None
+
+    def grad_for_users(self) -> Tensor | None:
+        """Returns what user code gets that reads ``grad``, or raises an error."""
+        raise NotImplementedError
+
+
+class HasGradientElsewhere(_HasNoGradient):
+    """The role of a host parameter whose gradient another process has. ``ranks`` has a subclass, which reads a copy for users."""
+
+
+class _HasFreedGradient(_HasNoGradient):
+    """The role of a host parameter whose gradient was freed after its update."""
+
+    def grad_for_users(self) -> Tensor | None:
+        refuse_freed(self, f"param.grad was read of a parameter of shape {tuple(self.shape)}")
+        return None
+
+
+def free(parameter: nn.Parameter, role: type[_HasNoGradient] = _HasFreedGradient) -> None:
+    """Sets a parameter's gradient to None, and gives the parameter a role until ``grad`` is set, or reset by torch."""
+    with torch.DisableTorchFunctionSubclass():  # the parameter's update may run, in another process as well
+        parameter.grad = None
+    take(parameter, role)
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """Makes a freed gradient None from now on, as after ``zero_grad``."""
+    leave(parameter, _HasFreedGradient)
+
+
+def refuse_freed(parameter: nn.Parameter, what: str, instead: str = "Read it in on_train_batch_end") -> None:
+    """Raises a RuntimeError if a parameter's gradient was freed.
+
+    Args:
+        parameter: the parameter.
+        what: what needs the gradient, as a sentence without its full stop.
+        instead: a remedy, as the beginning of a sentence.
+    """
+    if isinstance(parameter, _HasFreedGradient):
+        raise RuntimeError(
+            f'{what} after the optimizer\'s step. optimizer_overlap="backward" has freed it, because no hook of the module or '
+            f'of a callback runs there. {instead}, or leave optimizer_overlap out: "auto" keeps gradients.'
+        )
+
+
+def has_gradient(parameter: Tensor) -> bool:
+    """Returns True if a parameter has a gradient, here or in another process."""
+    return parameter.grad is not None or isinstance(parameter, HasGradientElsewhere)
+
+
+# ---------------------------------------------------------------------- narrow gradients
 
 
 class Factor:
@@ -81,35 +218,6 @@ class NarrowGradient(Tensor):
                 _widen(leaf)
         with torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-
-class _HasNarrowGradient(ParameterRole):
-    """The role of a host parameter whose gradient is narrow. It ends when user code reads or sets ``grad``."""
-
-    rank = 3
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient. Reading widens it, and ends the role.
-
-        Two kinds of code get the narrow gradient: updates and other code for which subclasses are disabled, and torch's
-        ``zero_grad``, which only resets the gradient.
-        """
-        found: Tensor | None = _tensor_grad.__get__(self)  # waits for a running update of the parameter
-        if subclasses_are_asked() and not resets_gradients(reader(sys._getframe(1))):
-            _widen(found)
-            leave(self, _HasNarrowGradient)
-        return found
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        _tensor_grad.__set__(self, value)
-        leave(self, _HasNarrowGradient)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _tensor_grad.__delete__(self)
-        leave(self, _HasNarrowGradient)
 
 
 def keep_narrow(parameter: nn.Parameter, came: Tensor, looked_at: Callable[[], None], *, computed: Any = None) -> None:
